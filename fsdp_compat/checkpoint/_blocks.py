@@ -33,6 +33,7 @@ __all__ = [
     "changed_meanwhile",
     "check",
     "damaged",
+    "make_directories",
     "merged",
     "nbytes_to_check",
     "read_checked",
@@ -174,6 +175,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directories(path: Path) -> None:
+    """Create a directory and the parents that it lacks, with durable names. Raises OSError."""
+    new = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        with contextlib.suppress(PermissionError):  # a folder that may be written, but not read
+            sync_directory(each.parent)
+
+
 class _SecondThread:
     """Runs calls in order on a second thread, with a short queue. Runs them in place if no thread
     can be started any more."""
@@ -193,7 +203,10 @@ class _SecondThread:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             function, argument, future = call
-            future.set_result(function(argument))
+            try:
+                future.set_result(function(argument))
+            except BaseException as error:  # raised by ``result``; this thread has more to do
+                future.set_exception(error)
 
     def do(self, function: Callable[[Any], Any], argument: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -222,6 +235,7 @@ class BlockWriter:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._tick, self._second_thread = tick, _SecondThread()
         self._nbytes = self._writeback_nbytes = 0
+        self._checks: list[Future[None]] = []
         self._checksums: list[int] = []
         self._checksum, self._num_checked = 0, 0  # of the current block
 
@@ -229,7 +243,7 @@ class BlockWriter:
         """Append. Raises OSError, for example if the disk is full."""
         for start in range(0, len(data), BLOCK_NBYTES):
             piece = data[start : start + BLOCK_NBYTES]
-            self._second_thread.do(self._check, piece)
+            self._checks.append(self._second_thread.do(self._check, piece))
             rest = piece
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -267,6 +281,8 @@ class BlockWriter:
         """Make the file durable and close it."""
         os.fsync(self._descriptor)
         self.close()
+        for check in self._checks:
+            check.result()  # raises what a checksum raised
         if self._num_checked:
             self._end_block()
         return FileFacts(self._nbytes, tuple(self._checksums))

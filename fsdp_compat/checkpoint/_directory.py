@@ -26,7 +26,7 @@ from pathlib import Path
 
 from .._comm.processes import host
 from ..errors import CheckpointError
-from ._blocks import sync_directory
+from ._blocks import make_directories, sync_directory
 from ._manifest import MANIFEST, read_manifest
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "remove",
     "remove_leftovers",
     "remove_older",
+    "steps_in",
 ]
 
 _NAME = re.compile(r"step-([0-9]{8,})")
@@ -63,7 +64,7 @@ def fresh_name(target: Path, identity: str) -> Path:
     return target.with_name(f".{target.name}-{identity}")
 
 
-def _steps_in(folder: Path) -> dict[int, Path]:
+def steps_in(folder: Path) -> dict[int, Path]:
     """Return the paths that have the name of a checkpoint, by step."""
     try:
         found = [
@@ -94,7 +95,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     A directory whose manifest is damaged or unreadable is skipped with a warning.
     """
-    for step, path in sorted(_steps_in(Path(folder)).items(), reverse=True):
+    for step, path in sorted(steps_in(Path(folder)).items(), reverse=True):
         problem = _problem_with(path, step)
         if problem is None:
             return path
@@ -156,12 +157,7 @@ class Fresh:
 def make_fresh(path: Path) -> Fresh | None:
     """Create a directory, and the folder that it is in; return None if it exists. Raises
     OSError."""
-    folder = path.parent
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    if is_new:
-        with contextlib.suppress(PermissionError):
-            sync_directory(folder.parent)
+    make_directories(path.parent)
     while True:
         try:
             path.mkdir()
@@ -245,12 +241,13 @@ def remove_older(folder: Path, step: int, keep_last: int) -> None:
     """Remove the oldest complete checkpoints before ``step``, so that ``keep_last`` are left with
     it. Raises OSError.
 
-    Directories without a manifest of their step are not checkpoints, and stay.
+    Directories without a manifest of their step are not checkpoints, and stay. So do links: a save
+    makes none, and what they lead to is not this folder's.
     """
     older = [
         (number, path)
-        for number, path in sorted(_steps_in(folder).items())
-        if number < step and _problem_with(path, number) is None
+        for number, path in sorted(steps_in(folder).items())
+        if number < step and not path.is_symlink() and _problem_with(path, number) is None
     ]
     for _, path in older[: max(len(older) - (keep_last - 1), 0)]:
         with contextlib.suppress(OSError):  # another save removes it, or another user owns it

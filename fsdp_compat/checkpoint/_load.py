@@ -68,13 +68,13 @@ def load(
 
     Raises:
         UsageError: an argument is invalid.
-        CheckpointError: the checkpoint does not fit the model (not strict: in nothing), it holds the
-            state of another kind of optimizer, parameters in one group of the optimizer were saved
-            with different settings, groups with different settings were saved as one, or one of
-            the files is missing, truncated, changed or from another checkpoint; on all ranks,
-            before anything has changed. If a file changes or becomes unreadable after it was checked, or
-            the model or the optimizer refuses a value, the error says that both may be partly
-            changed.
+        CheckpointError: on all ranks, before anything has changed: the checkpoint does not fit the
+            model (not strict: in nothing); it holds the state of another kind of optimizer;
+            parameters in one group of the optimizer were saved with different settings, or groups
+            with different settings were saved as one; one of the files is missing, truncated,
+            changed or from another checkpoint. If a file changes or becomes unreadable after it
+            was checked, or the model or the optimizer refuses a value, the error says that both
+            may be partly changed.
     """
     call = "checkpoint.load"
     units, ranks = ranks_of(model, call)

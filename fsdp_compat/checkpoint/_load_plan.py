@@ -1,7 +1,7 @@
 """The plan of a load: which bytes a rank reads from a native checkpoint, and what they replace.
 
-A `LoadPlan` compares names, shapes and dtypes with the model's, and requests the elements of this rank's
-shards from the ranks' files. Optimizer states are planned in `_load_optimizer`."""
+A `LoadPlan` compares names, shapes and dtypes with the model's, and requests the elements of this
+rank's shards from the ranks' files. Optimizer states are planned in `_load_optimizer`."""
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ class LoadPlan:
                     if (found := tensor_in(encoded)) is None:
                         self.report.mismatched[name] = "not a tensor in the checkpoint"
                         continue
-                    if not self._fits(
-                        name, found[2], tuple(value.shape), found[1], value.dtype
-                    ):
+                    if not self._fits(name, found[2], tuple(value.shape), found[1], value.dtype):
                         continue
                 self._others[name] = decode(
                     encoded,

@@ -20,8 +20,8 @@ from .._comm.host_memory import memory_of
 from .._layout.pieces import Rows
 from .._layout.spec import Interval
 from .._state.model_units import names_before, units_of
-from ..errors import UsageError, explain
-from ._blocks import BLOCK_NBYTES, Tick, sync_directory
+from ..errors import CheckpointError, UsageError, explain
+from ._blocks import BLOCK_NBYTES, Tick, make_directories, sync_directory
 from ._header import METADATA, TensorInfo, encode_header, is_known
 from ._named_groups import named_groups
 from ._progress import progress_bar
@@ -105,17 +105,23 @@ def save_safetensors(
         assert files is not None
         token = told[0][1]
         # The first rank creates the files before the others open them.
+        nbytes = 0  # that this rank has written
         for step in (files.create if ranks.number == 0 else None, files.write):
             try:
                 if step is not None and problem is None:
-                    step(token, progress and ranks.number == 0)
+                    nbytes = step(token, progress and ranks.number == 0)
             except Exception as error:
                 problem = checkpoint_error_from(
                     error, "The weights could not be saved.", path, "no file was published"
                 )
-            failed = ranks.exchange(problem is not None)
+            answers = ranks.exchange((problem is not None, nbytes))
+            failed = [there for there, _ in answers]
             if any(failed):
                 break
+        else:
+            if (total := sum(each for _, each in answers)) != files.total_nbytes:
+                problem = _incomplete(path, total, files.total_nbytes)
+                failed = [True]
         if ranks.number == 0:
             try:
                 if not any(failed):
@@ -130,6 +136,18 @@ def save_safetensors(
             files.remove(token)
         all_ranks_or_raise(ranks, problem, None, call)
         return [Path(path) / name for name in files.names]
+
+
+def _incomplete(path: object, total: int, expected: int) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "The weights could not be saved.",
+            expected=f"{expected} bytes of tensors, each written by one rank",
+            got=f"{total} bytes written by all ranks",
+            where=str(path),
+            fix="report this with the way in which the model is wrapped; no file was published",
+        )
+    )
 
 
 def _refuse_existing(path: Path, call: str) -> None:
@@ -177,7 +195,7 @@ class _WeightFiles:
         self._parts: list[HeldPart] = []
         files: list[dict[str, tuple[str, torch.dtype, tuple[int, ...]]]] = [{}]
         names: set[str] = set()
-        nbytes = self._total_nbytes = 0
+        nbytes = self.total_nbytes = 0  # the latter: of the tensors in all files
         for held in parts:
             name = renamed(held.names[0], rename, call)
             if name is None:
@@ -205,8 +223,12 @@ class _WeightFiles:
                         expected="a dtype that the format supports",
                         got=f"{stored} for {held.names[0]!r}",
                         where=call,
-                        fix="pass dtype=torch.float32, or use checkpoint.save, which keeps every "
-                        "dtype",
+                        fix=(
+                            "pass dtype=torch.float32"
+                            if stored.is_floating_point
+                            else "leave it out with rename"
+                        )
+                        + ", or use checkpoint.save, which keeps every dtype",
                     )
                 )
             size = math.prod(held.shape) * stored.itemsize
@@ -215,7 +237,7 @@ class _WeightFiles:
                 nbytes = 0
             files[-1][held.names[0]] = name, stored, held.shape
             nbytes += size
-            self._total_nbytes += size
+            self.total_nbytes += size
             self._parts.append(held)
         self._files: dict[str, _WeightFile] = {}
         for number, tensors in enumerate(files):
@@ -242,18 +264,21 @@ class _WeightFiles:
         """Return what must be the same on all ranks."""
         return [(name, file.header, list(file.tensors)) for name, file in self._files.items()]
 
-    def create(self, token: str, shown: bool) -> None:
-        """Create the files under hidden names, with their headers and in their final length."""
-        self._path.mkdir(parents=True, exist_ok=True)
+    def create(self, token: str, shown: bool) -> int:
+        """Create the files under hidden names, with their headers and in their final length; return
+        0, the number of bytes of tensors that are written."""
+        make_directories(self._path)
         for name, file in self._files.items():
             with open(self._partial(name, token), "xb") as created:
                 created.write(file.header)
                 created.truncate(
                     max([len(file.header), *(info.stop for info in file.tensors.values())])
                 )
+        return 0
 
-    def write(self, token: str, shown: bool) -> None:
-        """Write this rank's bytes, durably."""
+    def write(self, token: str, shown: bool) -> int:
+        """Write this rank's bytes, durably; return their number."""
+        nbytes = 0
         own = [held for held in self._parts if held.is_written_here]
         total = sum(held.values.nbytes for held in own)
         with progress_bar(shown, "save weights", total) as tick:
@@ -262,10 +287,11 @@ class _WeightFiles:
                 try:
                     for held in own:
                         if (info := file.tensors.get(held.names[0])) is not None:
-                            _write_part(descriptor, held, info, tick)
+                            nbytes += _write_part(descriptor, held, info, tick)
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+        return nbytes
 
     def publish(self, token: str) -> None:
         """Give the files their names, the index last."""
@@ -277,7 +303,7 @@ class _WeightFiles:
                 for name, file in self._files.items()
                 for info in file.tensors.values()
             }
-            index = {"metadata": {"total_size": self._total_nbytes}, "weight_map": file_of}
+            index = {"metadata": {"total_size": self.total_nbytes}, "weight_map": file_of}
             partial = self._partial(INDEX, token)
             with open(partial, "x", encoding="utf-8") as text:
                 json.dump(index, text, indent=2)
@@ -293,8 +319,9 @@ class _WeightFiles:
                 self._partial(name, token).unlink()
 
 
-def _write_part(descriptor: int, held: HeldPart, info: TensorInfo, tick: Tick) -> None:
-    size = info.dtype.itemsize
+def _write_part(descriptor: int, held: HeldPart, info: TensorInfo, tick: Tick) -> int:
+    """Write a part of a tensor; return the number of bytes."""
+    size, nbytes = info.dtype.itemsize, 0
     chunk = BLOCK_NBYTES // max(size, held.dtype.itemsize)  # elements
     for rows in _in_chunks(held.rows(), chunk):
         values = held.values[rows.to : rows.to + rows.to_span]
@@ -302,7 +329,9 @@ def _write_part(descriptor: int, held: HeldPart, info: TensorInfo, tick: Tick) -
         for number in range(rows.count):
             row = data[number * rows.to_stride * size :][: rows.numel * size]
             _write_at(descriptor, row, info.start + (rows.start + number * rows.stride) * size)
+            nbytes += len(row)
         tick(rows.count * rows.numel * held.dtype.itemsize)
+    return nbytes
 
 
 def _in_chunks(found: Iterator[Rows], chunk: int) -> Iterator[Rows]:

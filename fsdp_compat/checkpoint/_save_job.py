@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,8 @@ class SaveJob:
                 shared = SharedOptimizer(model, optimizer, self._ranks)
             except Exception as error:
                 problem = error
+            if problem is None and self._ranks.number == 0:
+                _warn_of_later_steps(self._target, step)
             self._step, self._keep_last, self._shows = (
                 step,
                 keep_last,
@@ -378,6 +381,18 @@ def _check_arguments(
             )
     errors.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")
+
+
+def _warn_of_later_steps(target: Path, step: int) -> None:
+    newest = max(directory.steps_in(target.parent), default=step)
+    if newest > step:
+        warnings.warn(
+            f"Step {step} is saved into {target.parent}, which holds step {newest}: "
+            f"latest() goes on returning the latter. Pass {str(target)!r} to load() to resume from "
+            "this one. If the run was rewound, move the later steps away, or save into a new "
+            "folder.",
+            stacklevel=4,
+        )
 
 
 def _exists_already(path: Path, call: str) -> UsageError:

@@ -497,6 +497,39 @@ def test_a_request_beyond_the_end_of_the_file_raises_value_error(tmp_path: Path)
         read_checked(tmp_path / "file", facts, [ReadRequest(18, cleared(3))], nothing)
 
 
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_checksum_that_fails_is_an_error_and_not_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    content = content_of(BLOCK * 3 * blocks.QUEUED)  # more than wait for the second thread
+    facts = written(tmp_path / "good", content)
+    computed, original = [], zlib.crc32
+
+    def fail_once(*args: Any) -> int:
+        computed.append(args)
+        if len(computed) == 1:
+            raise MemoryError("no memory for a checksum")
+        return original(*args)
+
+    monkeypatch.setattr(blocks.zlib, "crc32", fail_once)
+    outcome: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if call == "write":
+                written(tmp_path / "new", content)
+            else:
+                request = ReadRequest(0, cleared(len(content)))
+                blocks.check(tmp_path / "good", facts, [request], nothing)
+        except MemoryError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # so that a wait without end is a failure
+    thread.start()
+    thread.join(20)
+    assert [str(error) for error in outcome] == ["no memory for a checksum"]
+
+
 def test_facts_have_a_checksum_for_each_block() -> None:
     FileFacts(17, (1, 2))
     for nbytes, checksums in ((17, (1,)), (0, (1,)), (-1, ()), (16, (1, 2))):

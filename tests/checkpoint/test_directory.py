@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,67 @@ def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _one_node_fails, str(tmp_path))
+
+
+def _links(folder: str) -> None:
+    root, model = Path(folder) / "run", FSDP(nn.Linear(3, 3))
+    for step in (1, 2, 3):
+        checkpoint.save(root, model, step=step)
+    (root / "step-00000001").rename(root.parent / "moved")
+    (root / "step-00000001").symlink_to(root.parent / "moved")
+    checkpoint.save(root, model, step=4, keep_last=1)
+    assert _names(root) == {"step-00000001", "step-00000004"}
+    checkpoint.load(root / "step-00000001", model)
+
+
+def test_a_link_to_a_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    run_ranks(1, _links, str(tmp_path))
+
+
+def _earlier_steps(folder: str) -> None:
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    checkpoint.save(root, model, step=5)
+    for step, save in ((3, _save), (4, _save_in_background)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            save(root, model, step)
+        if dist.get_rank() == 0:
+            [warning] = told
+            assert warning.filename == __file__
+            text = str(warning.message)
+            for part in (f"Step {step} ", "holds step 5", f"'{root}/step-{step:08d}' to load()"):
+                assert part in text
+        else:
+            assert not told
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(root, model, step=6)
+
+
+def test_a_save_of_a_step_below_the_newest_one_says_what_latest_returns(tmp_path: Path) -> None:
+    run_ranks(2, _earlier_steps, str(tmp_path))
+
+
+def _new_folders(folder: str) -> None:
+    model, synced = FSDP(nn.Linear(3, 3)), set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        for name, save in (("native", checkpoint.save), ("files", checkpoint.save_safetensors)):
+            keywords = {"step": 1} if name == "native" else {}
+            save(Path(folder) / name / "on" / "the way", model, **keywords)
+            expected = {folder, *(f"{folder}/{name}{each}" for each in ("", "/on", "/on/the way"))}
+            assert expected <= synced
+            synced.clear()
+
+
+def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
+    run_ranks(1, _new_folders, str(tmp_path))
 
 
 def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(

@@ -4,6 +4,7 @@ and each reads its own bytes."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -23,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
-from fsdp_compat.checkpoint import load_safetensors, save_safetensors
+from fsdp_compat.checkpoint import _safetensors_save, load_safetensors, save_safetensors
+from fsdp_compat.checkpoint._safetensors_parts import managed_parts
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
@@ -891,6 +893,15 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
             if dist.get_rank() == rank:
                 patch.setattr(owner, method, full)
             found[name] = outcome(lambda: save_safetensors(new, model))
+
+    def without_the_last(groups: Any) -> Iterator[Any]:
+        *parts, last = managed_parts(groups)
+        yield from (*parts, dataclasses.replace(last, is_written_here=False))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(_safetensors_save, "managed_parts", without_the_last)
+        found["bytes without a writer"] = outcome(lambda: save_safetensors(new, model))
     dist.barrier()
     if dist.get_rank() == 0:
         assert names_in(folder / "there") == ["model.safetensors"]
@@ -921,7 +932,7 @@ def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: P
             "path": ("UsageError", "argument 'path' of checkpoint.save_safetensors"),
             "dtype": ("UsageError", "a floating-point dtype, or None"),
             "dtype without a name": ("UsageError", "torch.float8_e8m0fnu"),
-            "parameter without a name": ("UsageError", "torch.complex128"),
+            "parameter without a name": ("UsageError", "leave it out with rename, or use"),
             "rename": ("UsageError", "a function of a name, or None"),
             "two for one name": ("UsageError", "'b.bias'"),
             "rename gives a number": ("UsageError", "the result of rename"),
@@ -942,6 +953,7 @@ def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: P
             "first disk": ("CheckpointError", "No space left on device"),
             "sync": ("CheckpointError", "No space left on device"),
             "name": ("CheckpointError", "No space left on device"),
+            "bytes without a writer": ("CheckpointError", "bytes written by all ranks"),
         },
     )
 

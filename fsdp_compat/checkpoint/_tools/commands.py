@@ -444,8 +444,10 @@ def shapes_command(factory: str, output: Path | None) -> None:
 
 def _write(target: Path, content: bytes, command: str) -> None:
     """Write a small file, which appears under its name once it is complete; print the name."""
-    with published(target, command) as path:
-        path.write_bytes(content)
+    with published(target, command) as path, open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     click.echo(shown(str(target)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import UsageError, explain
-from .._blocks import sync_directory
+from .._blocks import make_directories, sync_directory
 
 __all__ = ["published", "require_free"]
 
@@ -43,7 +43,7 @@ def published(target: Path, call: str) -> Iterator[Path]:
     """
     require_free(target, call)
     folder = target.absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directories(folder)
     _remove_leftovers(folder, target.name)
     hidden = folder / f".{_short(target.name)}.{uuid.uuid4().hex}.part"
     hidden.mkdir()

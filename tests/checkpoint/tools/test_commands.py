@@ -364,6 +364,22 @@ def test_convert_writes_what_was_asked_for(model: Path, tmp_path: Path) -> None:
     assert (name, values.dtype, none) == ("c.weight", torch.bfloat16, [])
 
 
+def test_a_file_is_durable_before_it_gets_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, fsync, synced = tmp_path / "model.json", os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        if os.path.isfile(f"/proc/self/fd/{descriptor}"):
+            assert not target.exists()
+            synced.append(os.stat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    run("shapes", "torch.nn:Identity", "-o", target)
+    assert synced == [target.stat().st_ino]
+
+
 def test_shapes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "made_for_shapes.py").write_text(
         "from torch import nn\n\ndef make():\n    return nn.Linear(10**6, 10**6)  # on meta\n"
