@@ -24,10 +24,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import nn
+
 from .._comm.processes import host
 from ..errors import CheckpointError
 from ._blocks import make_directories, sync_directory
-from ._manifest import MANIFEST, read_manifest
+from ._manifest import MANIFEST, Manifest, read_manifest
+from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of
 
 __all__ = [
     "Fresh",
@@ -77,31 +80,56 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in found if path == directory_of(folder, step)}
 
 
-def _problem_with(path: Path, step: int) -> str | None:
-    """Return why a directory is not the complete checkpoint of a step: "" if its save did not
-    finish. None if it is complete."""
+def _manifest_in(path: Path, step: int) -> Manifest | str:
+    """Return the manifest of the complete checkpoint of a step; otherwise why the directory is none:
+    "" if its save did not finish."""
     try:
         if not (path / MANIFEST).is_file():
             return ""
-        found = read_manifest(path).step
+        found = read_manifest(path)
     except (CheckpointError, OSError) as error:
         return str(error)
-    return None if found == step else f"its manifest is that of step {found}"
+    return found if found.step == step else f"its manifest is that of step {found.step}"
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
+def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Path | None:
     """Return the complete checkpoint with the highest step in ``folder``, or None. Saves that did
     not finish do not count.
 
     A directory whose manifest is damaged or unreadable is skipped with a warning.
+
+    With a folder per node, nodes may differ: if the job ends while a save gives the checkpoint its
+    name, some have it and others do not. Pass the model, which is to be loaded, on all ranks, to
+    get the highest step that all of them have, of the same save. Collective then: all ranks.
     """
-    for step, path in sorted(steps_in(Path(folder)).items(), reverse=True):
-        problem = _problem_with(path, step)
-        if problem is None:
+    complete = _complete(folder)
+    if model is None:
+        for path, _ in complete:
             return path
-        if problem:
-            warnings.warn(f"latest() skips {path}: {problem}", stacklevel=2)
-    return None
+        return None
+    call = "checkpoint.latest"
+    _, ranks = ranks_of(model, call)
+    with ranks.taking_part():
+        problem: Exception | None = None
+        own: list[tuple[int, str]] = []
+        try:
+            for _, found in complete:
+                own.append((found.step, found.identity))
+        except Exception as error:
+            problem = checkpoint_error_from(error, "The folder could not be read.", folder, "")
+        by_rank = all_ranks_or_raise(ranks, problem, own, call)
+        common = set.intersection(*({(step, of) for step, of in each} for each in by_rank))
+        return directory_of(Path(folder), max(common)[0]) if common else None
+
+
+def _complete(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the complete checkpoints in a folder, the highest step first."""
+    for step, path in sorted(steps_in(Path(folder)).items(), reverse=True):
+        found = _manifest_in(path, step)
+        if isinstance(found, Manifest):
+            yield path, found
+        elif found:
+            warnings.warn(f"latest() skips {path}: {found}", stacklevel=3)
 
 
 class Fresh:
@@ -247,7 +275,9 @@ def remove_older(folder: Path, step: int, keep_last: int) -> None:
     older = [
         (number, path)
         for number, path in sorted(steps_in(folder).items())
-        if number < step and not path.is_symlink() and _problem_with(path, number) is None
+        if number < step
+        and not path.is_symlink()
+        and isinstance(_manifest_in(path, number), Manifest)
     ]
     for _, path in older[: max(len(older) - (keep_last - 1), 0)]:
         with contextlib.suppress(OSError):  # another save removes it, or another user owns it

@@ -21,7 +21,7 @@ from torch import nn
 
 from .. import errors
 from .._state.optimizers import convert
-from ..errors import CheckpointError, FsdpCompatError, explain
+from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from ._load_plan import LoadPlan
 from ._optimizers import SharedOptimizer
 from ._progress import require_bar
@@ -54,7 +54,8 @@ def load(
     that was not saved, keep the optimizer's own value.
 
     Args:
-        path: the directory that ``save`` returned, or ``latest(folder)``.
+        path: the directory that ``save`` returned, or ``latest(folder)``; with a folder per node
+            ``latest(folder, model)``.
         model: contains sharded modules, of either front end, and has the parameter names of the
             saved model.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
@@ -82,6 +83,8 @@ def load(
         problem: BaseException | None = None
         plan, shared = None, None
         try:
+            if path is None:
+                raise _no_path(call)
             if not isinstance(path, (str, os.PathLike)):
                 raise errors.wrong_type("path", "a path", path, call)
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -118,7 +121,8 @@ def load(
                     expected="the same checkpoint on all ranks",
                     got=f"{len(identities)} different ones; this rank: {path}",
                     where=call,
-                    fix="pass the same path on all ranks; do not call latest(folder) during a save",
+                    fix="pass the same path on all ranks; with a folder per node, or during a save, "
+                    "pass latest(folder, model)",
                 )
             )
         deliver(plan.report, report, strict, call, path)
@@ -138,6 +142,19 @@ def load(
             problem = _refused(error, path)
         all_ranks_or_raise(ranks, problem, None, call)
         return extra
+
+
+def _no_path(call: str) -> UsageError:
+    return UsageError(
+        explain(
+            "There is no checkpoint to load.",
+            expected="the path of a checkpoint",
+            got="None, which latest(folder) returns if the folder holds no complete checkpoint",
+            where=f"argument 'path' of {call}",
+            fix="call load only if latest(folder) is not None: on the first run there is nothing "
+            "to load; or check the folder",
+        )
+    )
 
 
 def _refused(error: Exception, path: object) -> CheckpointError:

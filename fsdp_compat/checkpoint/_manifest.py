@@ -26,7 +26,18 @@ from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
 from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
-from ._texts import brief, listed, parse_json, read_text, shape_in, size, sizes, text_in, texts
+from ._texts import (
+    brief,
+    listed,
+    parse_json,
+    read_text,
+    require_readable,
+    shape_in,
+    size,
+    sizes,
+    text_in,
+    texts,
+)
 
 __all__ = [
     "MANIFEST",
@@ -192,6 +203,7 @@ class Manifest:
         return found
 
     def as_text(self) -> str:
+        """Return the content of the file. Raises UsageError if it is too large to be read again."""
         content = {
             "format": FORMAT,
             "version": VERSIONS[any(part for group in self.groups for part in group.parts)],
@@ -212,7 +224,9 @@ class Manifest:
                 for number, facts in enumerate(self.files)
             ],
         }
-        return _framed(json.dumps(content, indent=1).encode()).decode()
+        text = _framed(json.dumps(content, indent=1).encode())
+        require_readable(text)
+        return text.decode()
 
 
 _BEFORE = b'{"content": '
@@ -230,15 +244,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = read_text(file)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(
-            explain(
-                "There is no checkpoint at this path.",
-                expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...)",
-                got="a directory without" if path.is_dir() else "no such directory",
-                where=str(path),
-                fix="pass latest(folder) or the path that save returned",
-            )
-        ) from error
+        raise _no_checkpoint(path) from error
     except (OSError, ValueError) as error:
         raise damaged(file, "text", brief(error)) from error
     content_text = text[len(_BEFORE) : text.rfind(b',\n"crc32": "')]
@@ -270,6 +276,28 @@ def read_manifest(path: Path) -> Manifest:
             f"{reprlib.repr(content.get('version'))}",
             where=str(file),
             fix="load it with the version of fsdp_compat in its 'written_by', or a later one",
+        )
+    )
+
+
+def _no_checkpoint(path: Path) -> CheckpointError:
+    got, fix = "no such directory", "pass latest(folder) or the path that save returned"
+    if path.is_file():
+        got = "a file"
+        fix = "read it with torch.load, or make it a checkpoint with fsdp-compat convert"
+    elif path.is_dir():
+        got = "a directory without one"
+        steps = sorted(file.parent.name for file in path.glob(f"step-*/{MANIFEST}"))
+        if steps:
+            got = f"a folder of checkpoints: {', '.join(steps[-4:])}"
+            fix = f"pass latest({str(path)!r}), or one of these: {str(path / steps[-1])!r}"
+    return CheckpointError(
+        explain(
+            "There is no checkpoint at this path.",
+            expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...)",
+            got=got,
+            where=str(path),
+            fix=fix,
         )
     )
 

@@ -295,7 +295,7 @@ class SaveJob:
         checkpoint is complete."""
         try:
             fresh.publish(self._target, self._manifest(reports).as_text())
-        except OSError as error:
+        except (OSError, UsageError) as error:
             fresh.discard()
             return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(
                 error, directory.NotSynced

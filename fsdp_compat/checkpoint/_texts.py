@@ -122,10 +122,10 @@ def require_readable(text: bytes, max_depth: int = MAX_DEPTH) -> None:
     except ValueError as error:
         raise UsageError(
             explain(
-                "The header of the file would be too large to be read again.",
+                "The text of the file would be too large to be read again.",
                 expected=f"names and values other than tensors of at most {MAX_TEXT_NBYTES} bytes",
                 got=str(error),
-                where="the header of a file",
+                where="the header of a file, or a manifest",
                 fix="save long lists as tensors or arrays",
             )
         ) from error

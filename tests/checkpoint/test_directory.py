@@ -3,6 +3,7 @@ up, and what they leave."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -20,7 +21,9 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import _directory as directory
-from fsdp_compat.errors import CheckpointError, StateError
+from fsdp_compat.checkpoint import _texts
+from fsdp_compat.checkpoint._manifest import read_manifest
+from fsdp_compat.errors import CheckpointError, StateError, UsageError
 from tests.support.ranks import run_ranks
 
 IDENTITY = "0123456789abcdef" * 2
@@ -269,6 +272,71 @@ def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _one_node_fails, str(tmp_path))
+
+
+def _too_large(folder: str) -> None:
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    path = checkpoint.save(root, model, step=1)
+    limit = (path / "manifest.json").stat().st_size  # step 10 takes a byte more
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_texts, "MAX_TEXT_NBYTES", limit)
+        with pytest.raises(CheckpointError, match=rf"rank 0: (.|\n)* the limit is {limit}"):
+            checkpoint.save(root, model, step=10)
+        assert checkpoint.latest(root) == path
+    assert _names(root) == {"step-00000001"}
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    run_ranks(2, _too_large, str(tmp_path))
+
+
+def _differing_nodes(folder: str) -> None:
+    rank = dist.get_rank()
+    root, model = Path(folder) / f"node {rank}", FSDP(nn.Linear(3, 3))
+    assert checkpoint.latest(root, model) is None
+    paths = [checkpoint.save(root, model, step=step) for step in (1, 2, 3)]
+    assert checkpoint.latest(root, model) == paths[2]
+    dist.barrier()
+    if rank == 1:
+        manifest = read_manifest(paths[1])  # of another save
+        text = dataclasses.replace(manifest, identity=IDENTITY).as_text()
+        (paths[1] / "manifest.json").write_text(text)
+        # As after a crash of this node: the others have renamed theirs.
+        paths[2].rename(directory.fresh_name(paths[2], IDENTITY))
+    dist.barrier()
+    assert checkpoint.latest(root) == paths[1 if rank else 2]
+    assert checkpoint.latest(root, model) == paths[0]
+    with pytest.raises(CheckpointError, match=r"pass latest\(folder, model\)"):
+        checkpoint.load(paths[0 if rank else 2], model)
+    checkpoint.load(paths[0], model)
+
+
+def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _differing_nodes, str(tmp_path))
+
+
+def _no_checkpoints(folder: str) -> None:
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+
+    def told(path: Any) -> str:
+        with pytest.raises((CheckpointError, UsageError)) as raised:
+            checkpoint.load(path, model)
+        return str(raised.value)
+
+    assert "None, which latest(folder) returns" in told(checkpoint.latest(root))
+    (root / "model.pt").write_bytes(b"")
+    assert "got:      a file\n" in (text := told(root / "model.pt"))
+    assert "fsdp-compat convert" in text
+    for step in (1, 20):
+        checkpoint.save(root, model, step=step)
+    assert "a folder of checkpoints: step-00000001, step-00000020" in (text := told(root))
+    assert str(root / "step-00000020") in text
+
+
+def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> None:
+    run_ranks(1, _no_checkpoints, str(tmp_path))
 
 
 def _links(folder: str) -> None:

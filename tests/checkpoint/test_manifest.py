@@ -276,9 +276,9 @@ def test_a_text_that_was_cut_or_grew_is_noticed(tmp_path: Path, data: st.DataObj
 def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, got in (
-        (tmp_path, "a directory without"),
+        (tmp_path, "a directory without one"),
         (tmp_path / "none", "no such directory"),
-        (tmp_path / "file", "no such"),
+        (tmp_path / "file", "a file"),
     ):
         with pytest.raises(CheckpointError, match=f"There is no checkpoint(.|\n)*got: +{got}"):
             read_manifest(path)
