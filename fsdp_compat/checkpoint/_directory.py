@@ -81,8 +81,8 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def _manifest_in(path: Path, step: int) -> Manifest | str:
-    """Return the manifest of the complete checkpoint of a step; otherwise why the directory is none:
-    "" if its save did not finish."""
+    """Return the manifest of the complete checkpoint of a step. For any other directory, return why
+    it is not one: "" if its save did not finish."""
     try:
         if not (path / MANIFEST).is_file():
             return ""
@@ -174,12 +174,13 @@ class Fresh:
 
     def release(self) -> None:
         """Release the lock. May be called again."""
-        if self._descriptor >= 0:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             with contextlib.suppress(OSError):
                 # Closing is not enough: a forked process may hold the descriptor, too.
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-            self._descriptor = -1
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # someone else has closed it
+                os.close(descriptor)
 
 
 def make_fresh(path: Path) -> Fresh | None:

@@ -121,8 +121,8 @@ def load(
                     expected="the same checkpoint on all ranks",
                     got=f"{len(identities)} different ones; this rank: {path}",
                     where=call,
-                    fix="pass the same path on all ranks; with a folder per node, or during a save, "
-                    "pass latest(folder, model)",
+                    fix="pass the same path on all ranks; with a folder per node, or during a "
+                    "save, pass latest(folder, model)",
                 )
             )
         deliver(plan.report, report, strict, call, path)

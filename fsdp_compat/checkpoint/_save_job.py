@@ -31,7 +31,7 @@ from ._named_groups import NamedGroup, named_groups
 from ._optimizers import SharedOptimizer, joined_param_groups
 from ._progress import require_bar
 from ._rank_files import write_rank_file
-from ._ranks import all_ranks_or_raise, ranks_of, require_rest
+from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
 
 __all__ = ["SaveJob"]
@@ -92,10 +92,12 @@ class SaveJob:
                 self._groups = named_groups(units_of(model))
                 self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
                 shared = SharedOptimizer(model, optimizer, self._ranks)
+                if self._ranks.number == 0:
+                    _warn_of_later_steps(self._target, step)
             except Exception as error:
-                problem = error
-            if problem is None and self._ranks.number == 0:
-                _warn_of_later_steps(self._target, step)
+                problem = checkpoint_error_from(
+                    error, "The checkpoint could not be saved.", folder, "nothing was written"
+                )
             self._step, self._keep_last, self._shows = (
                 step,
                 keep_last,
@@ -384,7 +386,9 @@ def _check_arguments(
 
 
 def _warn_of_later_steps(target: Path, step: int) -> None:
-    newest = max(directory.steps_in(target.parent), default=step)
+    newest = step
+    with contextlib.suppress(OSError):  # a folder that may be written, but not listed
+        newest = max(directory.steps_in(target.parent), default=step)
     if newest > step:
         warnings.warn(
             f"Step {step} is saved into {target.parent}, which holds step {newest}: "

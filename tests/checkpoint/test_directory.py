@@ -400,6 +400,36 @@ def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
     run_ranks(1, _new_folders, str(tmp_path))
 
 
+def _closed(folder: str) -> None:
+    """Something else in the process, such as os.closerange, closes the file of the owner."""
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    publish = directory.Fresh.publish
+
+    def publish_closed(self: Any, *args: Any) -> None:
+        os.close(self._descriptor)
+        publish(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory.Fresh, "publish", publish_closed)
+        path = checkpoint.save(root, model, step=1)
+        patch.setattr(directory, "sync_directory", Path.read_bytes)  # raises IsADirectoryError
+        with pytest.raises(CheckpointError, match="IsADirectoryError"):
+            checkpoint.save(root, model, step=2)
+    assert _names(root) == {path.name}
+
+    def unsearchable(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "exists", unsearchable)
+        with pytest.raises(CheckpointError, match=r"PermissionError(.|\n)*nothing was written"):
+            checkpoint.save(root, model, step=2)
+
+
+def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
+    run_ranks(1, _closed, str(tmp_path))
+
+
 def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
