@@ -234,6 +234,7 @@ class FullyShardedDataParallel(nn.Module):
     _flat_param = property(attributes.flat_param)
     _handle = property(attributes.handle)
     _all_handles = property(attributes.all_handles)
+    _state_dict_type = property(attributes.state_dict_type)
     _exec_order_data = property(attributes.exec_order_data)
     _lazy_init = staticmethod(attributes.lazy_init)
     _root_pre_forward = staticmethod(attributes.root_pre_forward)

@@ -96,7 +96,16 @@ def allocate(
     if block is None:
         make = torch.zeros if zero else torch.empty
         return make(numel, dtype=dtype, device="cpu")
-    return torch.frombuffer(block, dtype=dtype)
+    tensor = torch.frombuffer(block, dtype=dtype)
+    vars(tensor.untyped_storage())["resize_"] = _let_go  # of this storage, from whatever view of it
+    return tensor
+
+
+def _let_go(nbytes: int) -> None:
+    """``resize_`` of a storage in a block: clients free a model by ``resize_(0)`` before they let
+    go of it, and other ranks may still be reading. The memory is freed with its last tensor."""
+    if nbytes:
+        raise RuntimeError("memory that fsdp_compat shares with other ranks cannot be resized")
 
 
 def zeros(numel: int, dtype: torch.dtype, *, min_nbytes: int | None = None) -> torch.Tensor:

@@ -11,7 +11,18 @@ from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHa
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
 from . import private_names as private
 
-__all__ = ["KEPT", "contents", "fully_shard_names"]
+__all__ = ["INSTEAD", "KEPT", "contents", "fully_shard_names"]
+
+# What to use in place of a private name that has no meaning here, by module.
+INSTEAD = {
+    "_flat_param": "the attributes of module._handle",
+    "_init_utils": "the arguments of FullyShardedDataParallel",
+    "_optim_utils": "FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load",
+    "_runtime_utils": "hooks of modules, and model.register_comm_hook for gradients",
+    "_state_dict_utils": "FullyShardedDataParallel.state_dict_type, and hooks of state_dict()",
+    "_traversal_utils": "FullyShardedDataParallel.fsdp_modules",
+    "_unshard_param_utils": "FullyShardedDataParallel.summon_full_params",
+}
 
 # Modules that stay torch's: parts of torch need them, and they have nothing of FSDP1.
 KEPT = ("_fully_shard", "_fsdp_extensions", "_shard_utils")
@@ -19,7 +30,7 @@ KEPT = ("_fully_shard", "_fsdp_extensions", "_shard_utils")
 # Empty, so that torch's files of these names are not loaded beside ours.
 _EMPTY = (
     *("_debug_utils", "_dynamo_utils", "_exec_order_utils", "_limiter_utils", "_optim_utils"),
-    *("_state_dict_utils", "_trace_utils", "_unshard_param_utils"),
+    *("_state_dict_utils", "_trace_utils"),
 )
 
 _POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
@@ -72,9 +83,13 @@ def contents() -> dict[str, dict[str, Any]]:
             "HandleTrainingState": private.HandleTrainingState,
             "TrainingState": private.TrainingState,
             "_FSDPState": private.FSDPState,
+            "_apply_to_modules": private.apply_to_modules,
             "_get_module_fsdp_state": private.module_state,
             "_get_module_fsdp_state_if_fully_sharded_module": private.module_state,
+            "_get_param_to_fqns": private.names_of_params,
+            "_has_fsdp_params": private.has_params,
             "_is_fsdp_flattened": private.is_flattened,
+            "_module_handle": private.module_handle,
             "_named_parameters_with_duplicates": private.named_parameters_with_duplicates,
             "_set_fsdp_flattened": private.set_flattened,
             "clean_tensor_name": private.clean_tensor_name,
@@ -93,15 +108,26 @@ def contents() -> dict[str, dict[str, Any]]:
                 strategy.SHARD_GRAD_OP,
                 strategy._HYBRID_SHARD_ZERO2,
             ),
+            "_init_intra_and_inter_node_groups": private.node_groups,
         },
         "_runtime_utils": {
             "_lazy_init": private.lazy_init,
             "_post_backward_final_callback": private.finish_backward,
+            "_post_backward_hook": private.post_backward_hook,
+            "_reshard": private.reshard,
             "_root_pre_forward": private.root_pre_forward,
+            "_unshard": private.unshard,
         },
         "_traversal_utils": {
             "_get_fsdp_handles": private.handles_of,
             "_get_fsdp_states": front_end.FullyShardedDataParallel.fsdp_modules,
+            "_get_fsdp_states_with_modules": private.states_with_modules,
+        },
+        "_unshard_param_utils": {
+            "FLAT_PARAM": front_end.FLAT_PARAM,
+            "_get_module_fsdp_state": private.module_state,
+            "_unshard_params": private.unshard_params,
+            "_unshard_params_for_summon": private.summoned,
         },
     }
     return found | {name: {} for name in _EMPTY}

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.abc
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch.distributed as dist
 
+from .. import _torch_private
 from . import log
-from .contents import KEPT, contents
+from .contents import INSTEAD, KEPT, contents
 
 __all__ = ["ROOT", "Modules"]
 
 ROOT = "torch.distributed.fsdp"
+
+_PUBLIC = "public names of torch.distributed.fsdp"
 
 # Who has read what while the modules were in place: the namespace, by its name, the module and the
 # name in it. Programs may read a name in every step.
@@ -33,6 +38,7 @@ class Modules:
         spec = sys.modules[ROOT].__spec__ if ROOT in sys.modules else importlib.util.find_spec(ROOT)
         path = list(spec.submodule_search_locations or ()) if spec is not None else []
         names = {f"{ROOT}.{name}" if name else ROOT: names for name, names in contents().items()}
+        _torch_private.load_collectives()
         self.readers: Readers = {}
         self.made = {
             name: FsdpModule(name, found, path if name == ROOT else None, self.readers)
@@ -128,10 +134,25 @@ class FsdpModule(types.ModuleType):
                 pass
         if not name.startswith("__"):
             log.read(self.__name__, name, f"{reader.get('__name__', '?')}, which does not exist")
-        raise AttributeError(
+        text = (
             f"module {self.__name__!r} is fsdp_compat's, see fsdp_compat.install(), and has no "
-            f"attribute {name!r}"
+            f"attribute {name!r}. To do: use {INSTEAD.get(self.__name__[len(ROOT) + 1 :], _PUBLIC)}"
         )
+        caller = sys._getframe(1)
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+            raise ImportError(text, name=self.__name__)  # of an AttributeError the text is lost
+        raise AttributeError(text)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        private = "._" in self.__name__ and not name.startswith("__")
+        if private and value is not vars(self)["names"].get(name):
+            warnings.warn(
+                f"{self.__name__}.{name} was replaced, which has no effect in training: "
+                "fsdp_compat.install() is on, and fsdp_compat does not call torch's private "
+                f"functions. Use {INSTEAD.get(self.__name__[len(ROOT) + 1 :], _PUBLIC)}.",
+                stacklevel=2,
+            )
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return sorted({*vars(self), *vars(self)["names"]} - {"names", "readers"})

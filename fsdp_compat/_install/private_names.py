@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .._engine.dtypes import map_tensors
 from .._front_ends.flat.client_attributes import (
     FlatParamHandle,
     TrainingState,
+    handle,
     lazy_init,
     root_pre_forward,
 )
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
-from ..fully_sharded_data_parallel import FullyShardedDataParallel
+from ..errors import StateError, explain
+from ..fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel
 
 __all__ = [
     "FSDP_FLATTENED",
@@ -28,20 +32,33 @@ __all__ = [
     "FlatParamHandle",
     "HandleTrainingState",
     "TrainingState",
+    "apply_to_modules",
     "clean_tensor_name",
     "collect_grad_tensors",
     "construct_wrap_fn",
     "finish_backward",
     "handles_of",
+    "has_params",
     "is_flattened",
     "lazy_init",
+    "module_handle",
     "module_state",
     "named_parameters_with_duplicates",
+    "names_of_params",
+    "node_groups",
+    "post_backward_hook",
     "post_order_apply",
     "replace_grad_tensors",
+    "reshard",
     "root_pre_forward",
     "set_flattened",
+    "states_with_modules",
+    "summoned",
+    "unshard",
+    "unshard_params",
 ]
+
+T = TypeVar("T")
 
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 FSDP_FLATTENED = "_fsdp_flattened"
@@ -71,13 +88,95 @@ def module_state(module: nn.Module) -> FullyShardedDataParallel | None:
     return module if isinstance(module, FullyShardedDataParallel) else None
 
 
+def states_with_modules(
+    module: nn.Module,
+) -> tuple[list[FullyShardedDataParallel], list[FullyShardedDataParallel]]:
+    wrappers = FullyShardedDataParallel.fsdp_modules(module)
+    return wrappers, list(wrappers)
+
+
+def module_handle(state: FullyShardedDataParallel, module: nn.Module) -> FlatParamHandle | None:
+    return handle(module)
+
+
+def has_params(state: FullyShardedDataParallel, module: nn.Module) -> bool:
+    return state._has_params
+
+
 def handles_of(module: nn.Module) -> list[FlatParamHandle]:
     wrappers = FullyShardedDataParallel.fsdp_modules(module)
-    return [handle for each in wrappers for handle in each._all_handles if each._is_root]
+    return [found for each in wrappers for found in each._all_handles if each._is_root]
 
 
 def finish_backward(state: nn.Module, module: nn.Module) -> None:
     """Clients call it after an exception in backward. The next step begins with what it did."""
+
+
+def post_backward_hook(*unused: Any) -> NoReturn:
+    """Clients read it, to put a function around it in its place. Nothing calls either."""
+    raise StateError(
+        explain(
+            "_post_backward_hook() was called.",
+            expected="no call: backward reduces gradients and reshards by itself",
+            got="a call of torch.distributed.fsdp._runtime_utils._post_backward_hook",
+            where="fsdp_compat.install()",
+            fix="leave the call out; to change how gradients are reduced, use "
+            "model.register_comm_hook(state, hook)",
+        )
+    )
+
+
+def unshard(state: FullyShardedDataParallel, of: FlatParamHandle | None, *streams: Any) -> None:
+    """Collective, see ``FlatParamHandle.unshard``."""
+    if of is not None:
+        of.unshard()
+
+
+def reshard(
+    state: FullyShardedDataParallel,
+    of: FlatParamHandle | None,
+    free_unsharded_flat_param: bool = True,
+) -> None:
+    if of is not None:
+        of.reshard(free_unsharded_flat_param)
+
+
+def unshard_params(
+    module: nn.Module,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> contextlib.AbstractContextManager[None]:
+    """Collective, see ``summon_full_params``."""
+    return FullyShardedDataParallel.summon_full_params(
+        module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
+    )
+
+
+def summoned(
+    module: nn.Module, state: FullyShardedDataParallel, **options: bool
+) -> contextlib.AbstractContextManager[None]:
+    """The same for the parameters of one wrapper."""
+    return unshard_params(state, recurse=False, **options)
+
+
+# -- process groups
+
+
+def node_groups(
+    group: dist.ProcessGroup, num_devices_per_node: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of this rank for HYBRID_SHARD: the ranks of its node, and those with its
+    place in the other nodes. Collective over all ranks."""
+    inside, _ = dist.new_subgroups(num_devices_per_node)
+    ranks = dist.get_process_group_ranks(group)
+    across, _ = dist.new_subgroups_by_enumeration(
+        [ranks[first::num_devices_per_node] for first in range(num_devices_per_node)],
+        backend=dist.get_backend(group),
+    )
+    return inside, across
 
 
 # -- parameters
@@ -99,6 +198,61 @@ def named_parameters_with_duplicates(
         return list(module.named_parameters(remove_duplicate=False, **options))
     except (AssertionError, TypeError):
         return list(module.named_parameters(**options))
+
+
+def apply_to_modules(
+    root: nn.Module,
+    visit: Callable[..., Any],
+    result: Callable[..., T],
+    filter_fqns: list[str] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
+    """Call ``visit(module, prefix, depth, *args, **kwargs)`` for every module, outer ones first,
+    and return ``result(*args, **kwargs)``.
+
+    filter_fqns: names of parameters as wrappers report them: the name of a wrapper's module is no
+    part of a prefix that no such name begins with.
+    """
+    known = None
+    if filter_fqns is not None:
+        parts = [name.split(".") for name in filter_fqns]
+        known = {".".join(each[:end]) + "." for each in parts for end in range(1, len(each))}
+
+    def walk(module: nn.Module, prefix: str, depth: int) -> None:
+        visit(module, prefix, depth, *args, **kwargs)
+        for name, child in module.named_children():
+            inner = f"{prefix}{name}."
+            hidden = name in (FSDP_WRAPPED_MODULE, "_dmp_wrapped_module", "module")
+            if hidden and known is not None and inner not in known:
+                inner = prefix
+            walk(child, inner, depth + 1)
+
+    walk(root, "", 0)
+    return result(*args, **kwargs)
+
+
+def names_of_params(
+    model: nn.Module, dedup_shared_params: bool = True
+) -> dict[nn.Parameter, list[str]]:
+    """Return the names before wrapping of every parameter; of a FlatParameter those in it.
+
+    dedup_shared_params: of a tied parameter only the first one.
+    """
+    found: dict[nn.Parameter, list[str]] = {}
+
+    def visit(module: nn.Module, prefix: str, depth: int) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            own = parameter._fqns if isinstance(parameter, FlatParameter) else [name]
+            names = [clean_name(prefix + each) for each in own]
+            if parameter not in found:
+                found[parameter] = names
+            elif not dedup_shared_params:
+                found[parameter] += names
+
+    return apply_to_modules(model, visit, lambda: found)
 
 
 # -- tensors in nested values

@@ -120,7 +120,13 @@ class FlatStore(StateStore):
         else:
             flat_slots = [slot for of_param in slots for slot in of_param]
             self.registration = FlatRegistration(
-                self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat
+                self.shard,
+                self.layout,
+                self.rank,
+                flat_slots,
+                self._home,
+                self._trainable[0],
+                flat,
             )
         self.sharded_params = self.registration.sharded_params
 

@@ -21,15 +21,57 @@ __all__ = [
     "FlatRegistration",
     "OriginalRegistration",
     "Registration",
+    "ShardParamInfo",
 ]
+
+
+class ShardParamInfo(typing.NamedTuple):
+    """Where this rank's elements of one parameter lie, with the field names that clients read. All
+    but ``in_shard`` are None if the rank holds none."""
+
+    in_shard: bool
+    offset_in_shard: int | None = None
+    numel_in_shard: int | None = None
+    intra_param_start_idx: int | None = None  # in the flattened parameter
+    intra_param_end_idx: int | None = None  # inclusive
 
 
 class FlatParameter(nn.Parameter):
     """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its
     memory."""
 
-    _fqns: tuple[str, ...]
-    _fsdp_flattened = True  # clients recognise a FlatParameter by it
+    _fsdp_flattened = _is_flat_param = True  # clients recognise a FlatParameter by them
+    _layout: FlatLayout
+    _rank: int
+
+    def describe(self, layout: FlatLayout, rank: int) -> None:
+        """Say what it holds: the shard of ``rank``."""
+        self._layout, self._rank = layout, rank
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        return self._layout.names
+
+    @property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(torch.Size(param.shape) for param in self._layout.params)
+
+    @property
+    def _numels(self) -> tuple[int, ...]:
+        return tuple(param.numel for param in self._layout.params)
+
+    @property
+    def _shard_param_infos(self) -> tuple[ShardParamInfo, ...]:
+        infos = []
+        for index in range(len(self._layout.params)):
+            part = self._layout.part(index, self._rank)
+            start = self._layout.part_in_shard(index, self._rank).start
+            infos.append(
+                ShardParamInfo(True, start, part.numel, part.start, part.stop - 1)
+                if part
+                else ShardParamInfo(False)
+            )
+        return tuple(infos)
 
     @property
     def _local_shard(self) -> torch.Tensor:
@@ -76,6 +118,7 @@ class FlatRegistration:
         self,
         shard: torch.Tensor,
         layout: FlatLayout,
+        rank: int,
         slots: Sequence[tuple[nn.Module, str]],
         home: tuple[nn.Module, str],
         trainable: bool,
@@ -88,7 +131,7 @@ class FlatRegistration:
             parameter = FlatParameter(shard, requires_grad=trainable)
         parameter.__class__ = FlatParameter
         self.parameter = typing.cast(FlatParameter, parameter)
-        self.parameter._fqns = layout.names
+        self.parameter.describe(layout, rank)
         self.sharded_params = [ShardedParam(self.parameter, range(len(layout.params)))]
         self._slots, self._home, self._places = list(slots), home, _places_of([self.parameter])
 

@@ -51,6 +51,7 @@ __all__ = [
     "is_profiling",
     "is_registered",
     "keeping_versions",
+    "load_collectives",
     "local_part",
     "never_compiled",
     "note_composable",
@@ -435,6 +436,12 @@ def replicate_module() -> type:
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 
     return ReplicateModule
+
+
+def load_collectives() -> None:
+    """Import what functions of torch.distributed.utils, such as ``_free_storage``, find as an
+    attribute of torch.distributed once torch.distributed.fsdp is imported."""
+    importlib.import_module("torch.distributed._functional_collectives")
 
 
 def composable_apis(module: nn.Module) -> frozenset[str]:

@@ -315,6 +315,11 @@ def container_of_units() -> tuple[nn.Module, Call]:
     return model, lambda: FSDP(model.module.layers)
 
 
+def unit_of_a_model() -> tuple[nn.Module, Call]:
+    model = shard(use_orig_params=_use_orig_params)
+    return model, lambda: FSDP(model.layers[0])
+
+
 def around_an_inner_unit() -> tuple[nn.Module, Call]:
     model: Any = shard(use_orig_params=_use_orig_params)
     return model, lambda: FSDP(nn.Sequential(model.module.layers[0], nn.Linear(4, 4)))
@@ -348,7 +353,7 @@ MODULES: dict[str, Case] = {
     "a list of modules": Case(of_module(lambda: [net()]), ("Module", "list")),
     "a tensor": Case(of_module(lambda: torch.ones(2)), ("Module", "Tensor")),
     "no parameters": Case(of_module(nn.ReLU), ("no parameters", "ReLU")),
-    "an instance": Case(of_module(lambda: shard()), ("already wrapped",)),
+    "a unit of a model": Case(unit_of_a_model, ("wrapped model", "Net")),
     "the inner module of an instance": Case(
         of_module(lambda: shard().module), ("already wrapped", "Net")
     ),
@@ -383,8 +388,8 @@ MODULES: dict[str, Case] = {
     "wrap with bad arguments": Case(
         on_plain(lambda m: by_wrap(m, use_orig_params="no")), ("use_orig_params", "'no'")
     ),
-    "wrap of an instance": Case(
-        lambda: ((model := shard()), lambda: by_wrap(model)), ("already wrapped",)
+    "wrap of a unit of a model": Case(
+        lambda: ((model := shard()), lambda: by_wrap(model.layers[0])), ("wrapped model",)
     ),
 }
 

@@ -58,11 +58,14 @@ NAMES = {
     "TrainingState _FSDPState _get_module_fsdp_state "
     "_get_module_fsdp_state_if_fully_sharded_module _is_fsdp_flattened "
     "_named_parameters_with_duplicates _set_fsdp_flattened clean_tensor_name "
+    "_apply_to_modules _get_param_to_fqns _has_fsdp_params _module_handle "
     "collect_grad_tensors replace_grad_tensors",
-    "._init_utils": "HYBRID_SHARDING_STRATEGIES",
-    "._runtime_utils": "_lazy_init _post_backward_final_callback _root_pre_forward",
+    "._init_utils": "HYBRID_SHARDING_STRATEGIES _init_intra_and_inter_node_groups",
+    "._runtime_utils": "_lazy_init _post_backward_final_callback _post_backward_hook "
+    "_root_pre_forward _reshard _unshard",
     "._flat_param": "FlatParamHandle FlatParameter",
-    "._traversal_utils": "_get_fsdp_handles _get_fsdp_states",
+    "._traversal_utils": "_get_fsdp_handles _get_fsdp_states _get_fsdp_states_with_modules",
+    "._unshard_param_utils": "_get_module_fsdp_state _unshard_params _unshard_params_for_summon",
     "._fully_shard": "FSDPModule fully_shard MixedPrecisionPolicy",
     "._fully_shard._fsdp_param_group": "FSDPParamGroup",
     "._shard_utils": "_create_chunk_sharded_tensor",

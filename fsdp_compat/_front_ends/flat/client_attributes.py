@@ -6,6 +6,7 @@ runtime. FullyShardedDataParallel binds each name in one line; none of it runs d
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import types
 import weakref
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._engine import dtypes
+from ..._engine import dtypes, rendezvous
 from ..._engine.group import Group
 from ..._engine.schedule import Prefetch
 from ..._engine.unit import Residency
+from ..._state.full_params import Options, full_parameters
 from ..._stores.flat_store import FlatStore
 from ..._stores.registration import FlatParameter
-from ...api import BackwardPrefetch, CPUOffload, ShardingStrategy
+from ...api import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from ...errors import StateError, explain
 from . import conversion
 from .flat_unit import FlatUnit, flat_unit_of, flat_units_in
@@ -113,6 +115,11 @@ def is_root(self: nn.Module) -> bool:
     return flat_unit_of(self).unit.is_root
 
 
+def state_dict_type(self: nn.Module) -> StateDictType:
+    """The state dict type that is set."""
+    return flat_unit_of(self).form.state_dict_type
+
+
 def exec_order_data(self: nn.Module) -> types.SimpleNamespace:
     """Prefetch limits that clients set. They have no effect: at most two units are gathered at a
     time."""
@@ -166,6 +173,24 @@ def all_handles(self: nn.Module) -> list[FlatParamHandle]:
 # The handles made so far. A handle refers to its store and its unit only weakly.
 _handle_of: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
 
+# What ``FlatParamHandle.unshard`` has to undo.
+_shown: weakref.WeakKeyDictionary[FlatUnit, contextlib.ExitStack] = weakref.WeakKeyDictionary()
+
+# Attributes of torch's handle that have no meaning here.
+_INSTEAD = {
+    "_all_gather_flat_param": "call unshard()",
+    "_alloc_padded_unsharded_flat_param": "call unshard()",
+    "_use_sharded_views": "move the shard with flat_param_to(device)",
+    "_use_unsharded_views": "open FullyShardedDataParallel.summon_full_params(module)",
+    "_use_unsharded_flat_param": "call unshard()",
+    "_training_state": "read module.training_state",
+    "pre_unshard": "call unshard()",
+    "post_unshard": "call unshard()",
+    "post_reshard": "call reshard()",
+    "sharded_grad": "read flat_param.grad",
+    "shard": "wrap the module in FullyShardedDataParallel",
+}
+
 
 def _handles(own: FlatUnit) -> list[FlatParamHandle]:
     for store in own.stores:
@@ -175,7 +200,10 @@ def _handles(own: FlatUnit) -> list[FlatParamHandle]:
 
 
 class FlatParamHandle:
-    """Stands for torch's handle of a flat parameter: one for each parameter group of a unit."""
+    """Stands for torch's handle of a flat parameter: one for each parameter group of a unit.
+
+    Only clients call its methods, so that replacing one changes nothing in training.
+    """
 
     def __init__(self, own: FlatUnit, store: FlatStore) -> None:
         self._unit, self._store = weakref.ref(own), weakref.ref(store)
@@ -225,12 +253,26 @@ class FlatParamHandle:
         if store.flat_parameter is not None:
             return store.flat_parameter
         if self._stand_in is None:
-            self._stand_in = FlatParameter(store.shard.detach())
-            self._stand_in._fqns = store.layout.names
+            self._stand_in = FlatParameter(self._memory)
+            self._stand_in.describe(store.layout, store.rank)
         flat = self._stand_in
         if flat.requires_grad is not self.is_trainable:
             flat.requires_grad_(self.is_trainable)
         return flat
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        """What the flat parameter views: the shard; with use_orig_params=True without the padding
+        at its end, which belongs to no parameter."""
+        store = self._flat_store
+        if store.flat_parameter is not None:
+            return store.shard.detach()
+        parts = [
+            store.layout.part_in_shard(index, store.rank).stop
+            for index in range(len(store.layout.params))
+            if store.layout.part(index, store.rank)
+        ]
+        return store.shard.detach()[: max(parts, default=0)]
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -248,14 +290,14 @@ class FlatParamHandle:
         conversion.convert([own], {each._flat_store: dtype for each in handles})
         for each, data in zip(handles, converted, strict=True):
             if data is not None:
-                each._flat_store.shard.copy_(data)
+                each._memory.copy_(data)
             if each._stand_in is not None:
-                each._stand_in.data = each._flat_store.shard.detach()
+                each._stand_in.data = each._memory
 
     def _restore_data(self) -> torch.Tensor | None:
         """Make the flat parameter view the shard again. Return the data that a client assigned to
         it meanwhile, if it has the shard's shape."""
-        flat, shard = self._flat_store.flat_parameter, self._flat_store.shard.detach()
+        flat, shard = self._flat_store.flat_parameter, self._memory
         flat = self._stand_in if flat is None else flat
         if flat is None or (flat.data_ptr() == shard.data_ptr() and flat.dtype == shard.dtype):
             return None
@@ -287,14 +329,47 @@ class FlatParamHandle:
     def uses_sharded_strategy(self) -> bool:
         return self._group.shard.ranks > 1
 
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` has the size of one of several shards."""
+        return self.uses_sharded_strategy and tensor.shape == self.flat_param.shape
+
     def needs_unshard(self) -> bool:
         """True unless the unit's parameters are unsharded."""
-        return self._owner.unit.residency is not Residency.UNSHARDED
+        unit = self._owner.unit
+        return unit.residency is not Residency.UNSHARDED and not unit.summoned
+
+    def unshard(self) -> None:
+        """Unshard the unit's parameters, until ``reshard``: in forward and backward as these do,
+        between them as summon_full_params(writeback=False) does. Collective."""
+        own = self._owner
+        if not self.needs_unshard():
+            return
+        if own.runtime.runs:
+            own.unit.unshard()
+            own.unit.wait_for_unshard()
+            return
+        own.runtime.rest([own.unit])
+        rendezvous.require_all_ranks("unshard", own.unit.groups)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                full_parameters([own.unit], Options(False, False, False, False, False))
+            )
+            _shown[own] = stack.pop_all()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's unsharded parameters, unless its forward is running."""
         if free_unsharded_flat_param:
+            if (shown := _shown.pop(self._owner, None)) is not None:
+                shown.close()
             self._owner.unit.reshard()
+
+    def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
+        """The unsharded parameters one after the other, in the memory that modules compute with;
+        empty unless forward or backward have unsharded them."""
+        group = self._group
+        if self._owner.unit.residency is Residency.UNSHARDED:
+            return group.memory.all_gather_output.detach()
+        return torch.empty(0, dtype=group.gather_dtype, device=group.device)
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's shard and its gradients as ``Tensor.to`` would. Move it back before the
@@ -304,4 +379,10 @@ class FlatParamHandle:
         device = empty.to(*args, **kwargs).device
         conversion.move(self._owner, self._group, device)
         if self._stand_in is not None:
-            self._stand_in.data = store.shard.detach()
+            self._stand_in.data = self._memory
+
+    def __getattr__(self, name: str) -> Any:
+        instead = _INSTEAD.get(name, "use public methods of FullyShardedDataParallel")
+        raise AttributeError(
+            f"fsdp_compat's handle of a flat parameter has no {name!r}. To do: {instead}."
+        )

@@ -35,13 +35,12 @@ def refuse_module(module: nn.Module) -> None:
                 fix="pass the module itself",
             )
         )
-    inside = "" if is_wrapper(module) else f"{type(module).__name__} inside a "
-    if is_wrapper(module) or is_wrapped(module):
+    if is_wrapped(module) and not is_wrapper(module):
         raise UsageError(
             explain(
                 "The module is already wrapped.",
                 expected="a module that is not wrapped",
-                got=f"a {inside}FullyShardedDataParallel",
+                got=f"a {type(module).__name__} inside a FullyShardedDataParallel",
                 where="FullyShardedDataParallel(module, ...)",
                 fix="use the existing wrapper; wrap each module once, inner modules first",
             )

@@ -1,0 +1,406 @@
+"""Uses of private names in public programs that run unmodified after ``install()``: for each name
+a few lines that use it as they do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import _common_utils as torch_utils
+
+import fsdp_compat
+from fsdp_compat import FullyShardedDataParallel, StateDictType
+from fsdp_compat._install import private_names
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block, Stack
+from tests.support.parity import assert_close, both_forms
+from tests.support.ranks import run_ranks
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def installed(pattern: Callable[..., None]) -> Callable[..., None]:
+    """Run a pattern on every rank after ``install()``."""
+
+    @functools.wraps(pattern)
+    def run(*args: Any) -> None:
+        gc.collect()  # models of torch's that earlier tests have left
+        fsdp_compat.install()
+        try:
+            pattern(*args)
+        finally:
+            fsdp_compat.uninstall()
+
+    return run
+
+
+def part_of_torch(name: str) -> Any:
+    return importlib.import_module(f"torch.distributed.fsdp.{name}")
+
+
+def make(seed: int, use_orig_params: bool, **options: Any) -> FullyShardedDataParallel:
+    torch.manual_seed(seed)
+    return FullyShardedDataParallel(
+        Stack(2), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, **options
+    )
+
+
+def inputs(seed: int = 1) -> torch.Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return model.state_dict()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# -- audiocraft
+
+
+@installed
+def _hook_and_purge(use_orig_params: bool) -> None:
+    utils = part_of_torch("_runtime_utils")
+    old_hook = utils._post_backward_hook
+
+    def post_backward_hook(state: Any, handle: Any, *args: Any) -> None:
+        old_hook(state, handle, *args)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        utils._post_backward_hook = post_backward_hook
+    assert [str(each.message).startswith(f"{utils.__name__}._post_b") for each in seen] == [True]
+    utils._post_backward_hook = old_hook
+    with pytest.raises(fsdp_compat.StateError, match="register_comm_hook"):
+        old_hook(None, None)
+
+    model = make(0, use_orig_params, sharding_strategy=fsdp_compat.ShardingStrategy.SHARD_GRAD_OP)
+    assert model._state_dict_type is StateDictType.FULL_STATE_DICT
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    assert model._state_dict_type is StateDictType.LOCAL_STATE_DICT
+    model(inputs())  # units stay unsharded: no backward follows
+    sizes = []
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        assert not hasattr(unit, "_handles")
+        unsharded = unit._handle._get_padded_unsharded_flat_param()
+        sizes.append(unsharded._typed_storage()._size())
+        assert not sizes[-1] or not unit._handle.needs_unshard()
+        utils._reshard(unit, unit._handle, True)
+        assert unit._handle.needs_unshard()
+        assert not unit._handle._get_padded_unsharded_flat_param().numel()
+    assert any(sizes)
+
+
+@both_forms
+def test_audiocraft_replaces_a_hook_and_reshards_what_stayed_unsharded(
+    use_orig_params: bool,
+) -> None:
+    run_ranks(2, _hook_and_purge, use_orig_params)
+
+
+# -- OLMo
+
+
+@installed
+def _restores_by_infos(use_orig_params: bool, dim: int) -> None:
+    """Fill all shards with NaN, copy this rank's parts of whole tensors, and look for NaN. Without
+    padding between parameters nothing is left."""
+
+    def model(seed: int) -> FullyShardedDataParallel:
+        torch.manual_seed(seed)
+        inner = nn.Sequential(nn.Linear(dim, dim), Block(dim))
+        return FullyShardedDataParallel(
+            inner, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params
+        )
+
+    saved, restored = whole(model(0)), model(1)
+    with torch.no_grad():
+        for module in FullyShardedDataParallel.fsdp_modules(restored):
+            for param in module.params:
+                param.fill_(torch.nan)
+        for name, module in restored.named_modules():
+            if not isinstance(module, FullyShardedDataParallel):
+                continue
+            for param in module.params:
+                assert param._is_flat_param
+                infos = param._shard_param_infos
+                for fqn, info, shape in zip(param._fqns, infos, param._shapes, strict=True):
+                    key = f"{name}.{fqn}".replace("_fsdp_wrapped_module.", "").lstrip(".")
+                    assert saved[key].shape == shape
+                    if info.in_shard:
+                        start, end = info.offset_in_shard, info.intra_param_end_idx + 1
+                        param[start : start + info.numel_in_shard].copy_(
+                            saved[key].flatten()[info.intra_param_start_idx : end]
+                        )
+                    else:
+                        assert info.offset_in_shard is None
+                assert not torch.isnan(param).any()
+    assert_same(whole(restored), saved)
+
+
+@both_forms
+def test_olmo_restores_whole_tensors_into_flat_parameters(use_orig_params: bool) -> None:
+    run_ranks(2, _restores_by_infos, use_orig_params, 16)
+
+
+def test_flat_parameters_beside_originals_have_no_padding_at_the_end() -> None:
+    run_ranks(3, _restores_by_infos, True, 400)  # large enough for whole pages
+
+
+# -- Wan2.1
+
+
+@installed
+def _frees_storage(use_orig_params: bool) -> None:
+    from torch.distributed.utils import _free_storage
+
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(  # shards of 512 KiB lie in memory that peers map
+        nn.Linear(512, 1024), use_orig_params=use_orig_params
+    )
+    with torch.no_grad():
+        model(torch.randn(2, 512))
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            _free_storage(module._handle.flat_param.data)
+            module._handle.flat_param.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="resize"):
+        model._handle.flat_param.data.untyped_storage().resize_(1 << 24)
+
+
+@both_forms
+def test_wan_frees_the_storage_of_large_shards(use_orig_params: bool) -> None:
+    run_ranks(2, _frees_storage, use_orig_params)
+
+
+# -- litgpt, verl
+
+
+@installed
+def _handles_and_summon(use_orig_params: bool) -> None:
+    model, utils = make(0, use_orig_params), part_of_torch("_unshard_param_utils")
+    for handle in model._all_handles:
+        assert handle.is_sharded(handle.flat_param)
+        assert not handle.is_sharded(torch.empty(3))
+        with pytest.raises(AttributeError, match="flat_param_to"):
+            handle._use_sharded_views()
+    expected, shards = whole(model), [handle.flat_param.shape for handle in model._all_handles]
+    state = utils._get_module_fsdp_state(model)
+    assert state is model and utils._get_module_fsdp_state(nn.Linear(1, 1)) is None
+    options = dict.fromkeys(("writeback", "rank0_only", "offload_to_cpu", "with_grads"), False)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            utils._unshard_params_for_summon(module=model, state=state, **options)
+        )
+        assert model.module.stem.weight.shape == (DIM, DIM)
+        stack.enter_context(utils._unshard_params(model, recurse=True, **options))
+        found = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert_same(found, expected)
+    assert [handle.flat_param.shape for handle in model._all_handles] == shards
+
+
+@both_forms
+def test_verl_and_litgpt_look_at_handles_and_show_whole_parameters(use_orig_params: bool) -> None:
+    run_ranks(2, _handles_and_summon, use_orig_params)
+
+
+# -- composer, and programs that unshard by hand
+
+
+@installed
+def _unshards_by_hand(use_orig_params: bool) -> None:
+    handles, utils = part_of_torch("_flat_param"), part_of_torch("_runtime_utils")
+    original = handles.FlatParamHandle.unshard
+    handles.FlatParamHandle.unshard = lambda self: pytest.fail("nobody calls it")
+    try:
+        model = make(0, use_orig_params)
+        plain = copy.deepcopy(Stack(2))
+        plain.load_state_dict(whole(model))
+        model(inputs()).sum().backward()
+    finally:
+        handles.FlatParamHandle.unshard = original
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = part_of_torch("_common_utils")._module_handle(unit, unit)
+        assert part_of_torch("_common_utils")._has_fsdp_params(unit, unit)
+        for _ in range(2):
+            utils._unshard(unit, handle, None, None)
+            assert not handle.needs_unshard()
+    assert model.module.blocks[0].up.weight.shape == (2 * DIM, DIM)
+    with torch.no_grad():
+        assert_close(model(inputs()), plain(inputs()), "unsharded by hand")
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        utils._reshard(unit, unit._handle, True)
+        assert unit._handle.needs_unshard()
+    model(inputs()).sum().backward()
+    unit = model.module.blocks[1]
+    seen = []
+
+    def before(module: nn.Module, args: object) -> None:
+        unit._handle.unshard()  # ahead of its use, in forward
+        seen.append(unit._handle.needs_unshard())
+
+    model.module.stem.register_forward_pre_hook(before)
+    assert_close(model(inputs()), plain(inputs()), "unsharded in forward")
+    assert seen == [False]
+
+
+@both_forms
+def test_units_are_unsharded_by_hand_and_methods_of_handles_may_be_replaced(
+    use_orig_params: bool,
+) -> None:
+    run_ranks(2, _unshards_by_hand, use_orig_params)
+
+
+# -- open_flamingo
+
+
+@installed
+def _hybrid_nested_twice(use_orig_params: bool) -> None:
+    groups = part_of_torch("_init_utils")._init_intra_and_inter_node_groups(_get_default_group(), 2)
+    node = dist.get_rank() // 2
+    assert [dist.get_process_group_ranks(group) for group in groups] == [
+        [2 * node, 2 * node + 1],
+        [dist.get_rank() % 2, dist.get_rank() % 2 + 2],
+    ]
+    torch.manual_seed(0)
+    plain = Stack(2)
+    inner = copy.deepcopy(plain)
+    wrapping = part_of_torch("wrap")
+    with wrapping.enable_wrap(
+        wrapper_cls=FullyShardedDataParallel,
+        process_group=groups,
+        sharding_strategy=fsdp_compat.ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=use_orig_params,
+    ):
+        inner.blocks = nn.ModuleList(wrapping.wrap(wrapping.wrap(each)) for each in inner.blocks)
+        model = wrapping.wrap(wrapping.wrap(inner))
+    model(inputs(dist.get_rank())).sum().backward()
+    for rank in range(4):
+        (plain(inputs(rank)).sum() / 4).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and expected.grad is not None
+            assert_close(p.grad, expected.grad, name)
+    assert_same(whole(model), plain.state_dict())
+    # The names as they were, and the wrappers met on the way.
+    utils, found = part_of_torch("_common_utils"), []
+    names = [name for names in utils._get_param_to_fqns(model).values() for name in names]
+    assert sorted(names) == sorted(dict(plain.named_parameters()))
+
+    def visit(module: nn.Module, prefix: str, depth: int, wanted: type) -> None:
+        if isinstance(module, wanted):
+            found.append((utils.clean_tensor_name(prefix), depth))
+
+    result = utils._apply_to_modules(
+        model, visit, lambda wanted: wanted, None, FullyShardedDataParallel
+    )
+    assert result is FullyShardedDataParallel
+    assert found == [("", 0), ("", 1)] + [
+        (f"blocks.{index}.", depth) for index in range(2) for depth in (4, 5)
+    ]
+
+
+@both_forms
+def test_open_flamingo_wraps_twice_over_groups_of_nodes(use_orig_params: bool) -> None:
+    run_ranks(4, _hybrid_nested_twice, use_orig_params)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.block, self.module = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def _names_as_torch(use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"use_orig_params": use_orig_params}
+    for wrap in (True, False):
+        ours, theirs = Tied(), Tied()
+        if wrap:
+            ours.block = FullyShardedDataParallel(ours.block, **options)
+            ours = FullyShardedDataParallel(ours, **options)
+            options["device_id"] = torch.device("cpu")
+            theirs.block = TorchFSDP(theirs.block, **options)
+            theirs = TorchFSDP(theirs, **options)
+        for dedup in (True, False):
+            found = private_names.names_of_params(ours, dedup)
+            expected = torch_utils._get_param_to_fqns(theirs, dedup)
+            assert list(found.values()) == list(expected.values())
+            assert [(id(p), type(names)) for p, names in found.items()] == [
+                (id(p), list) for p in ours.parameters()
+            ]
+        trails: list[list[tuple[str, int]]] = [[], []]
+        for trail, model, apply in (
+            (trails[0], ours, private_names.apply_to_modules),
+            (trails[1], theirs, torch_utils._apply_to_modules),
+        ):
+            for names in (None, ["first.weight", "block.bias"]):
+                apply(
+                    model,
+                    lambda _, prefix, depth, kept: kept.append((prefix, depth)),
+                    lambda kept: kept,
+                    names,
+                    kept=trail,
+                )
+        assert trails[0] == trails[1]
+
+
+@both_forms
+def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
+    run_ranks(2, _names_as_torch, use_orig_params)
+
+
+# -- TransformerEngine
+
+
+@installed
+def _gives_groups_to_modules() -> None:
+    model = make(0, True)
+    states, modules = part_of_torch("_traversal_utils")._get_fsdp_states_with_modules(model)
+    assert len(states) == 3 and states == modules
+    for state, module in zip(states, modules, strict=True):
+        if isinstance(module.module, Block):
+            setattr(module.module, "fsdp_group", state.process_group)
+    assert all(block.module.fsdp_group is model.process_group for block in model.module.blocks)
+
+
+def test_transformer_engine_gives_modules_their_process_group() -> None:
+    run_ranks(2, _gives_groups_to_modules)
+
+
+# -- names that have no meaning
+
+
+@installed
+def _lacks_names() -> None:
+    text = "summon_full_params"
+    with pytest.raises(AttributeError, match=text):
+        _ = part_of_torch("_unshard_param_utils")._unflatten_as_params
+    with pytest.raises(ImportError, match=text):
+        from torch.distributed.fsdp._unshard_param_utils import (  # noqa: F401
+            _unflatten_as_params,
+        )
+    assert not hasattr(part_of_torch("_optim_utils"), "_optim_state_dict")
+    with pytest.raises(AttributeError, match="summon_full_params"):
+        make(0, False)._handle._use_unsharded_views(as_params=True)
+
+
+def test_a_name_without_a_meaning_says_what_to_use() -> None:
+    run_ranks(1, _lacks_names)
