@@ -69,8 +69,8 @@ class Chunk:
         self.index, self.nbytes = index, nbytes
         self._token, self._numbers = token, itertools.count(1)
         self.file: SealedFile | None = SealedFile(nbytes, token, next(self._numbers))
-        # before the last fork; a peer may have its descriptor and not have opened it yet
-        self.old_file: SealedFile | None = None
+        # before forks; a peer may have their descriptors and not have opened them yet
+        self.old_files: list[SealedFile] = []
         self.address = map_memory(None, nbytes, SHARED, self.file.fd, 0)
         weakref.finalize(self, unmap_in, os.getpid(), self.address, nbytes).atexit = False
         advise(self.address, nbytes, DONTFORK)
@@ -129,6 +129,7 @@ class Chunk:
         if not live or self.file is None:
             return 0
         old, free = self.file, self.free
+        self.old_files.append(old)
         # in case anything below fails
         self.frozen, self.file, self.free = sorted(self.taken), None, []
         for start, end in _joined([(start, start + self.taken[start]) for start in live]):
@@ -147,7 +148,7 @@ class Chunk:
                 advise(self.address + start, min(end, self.top) - start, REMOVE)
             map_memory(self.address + start, end - start, SHARED | FIXED, new.fd, start)
             advise(self.address + start, end - start, DONTFORK)
-        self.file, self.free, self.old_file = new, free, old
+        self.file, self.free = new, free
         self.top = max(start + size for start, size in self.taken.items())
         return forgotten
 
@@ -288,7 +289,8 @@ class Arena:
     def leave(self) -> None:
         """In a child: close the parent's files. Private mappings stay."""
         for chunk in self.chunks:
-            chunk.file = chunk.old_file = None
+            chunk.file = None
+            chunk.old_files.clear()
         self.control, self.epoch = None, epoch_in(memoryview(bytearray(PAGE_NBYTES)))
 
 

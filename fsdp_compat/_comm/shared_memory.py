@@ -58,15 +58,20 @@ _peers: weakref.WeakValueDictionary[bytes, PeerMemory] = weakref.WeakValueDictio
 
 def num_forks() -> int:
     """Return how often this process has forked: every time, tensors in blocks may move to another
-    file (see ``locate``)."""
-    return _num_forks
+    file (see ``locate``).
+
+    Under the lock: a fork in another thread is counted if it has frozen blocks, and only then. So a
+    location that was asked for after the count is out of date only if the count has changed.
+    """
+    with _arena.lock:
+        return _num_forks
 
 
 def _before_fork() -> None:
     global _num_forks
-    _num_forks += 1
     _arena.lock.acquire()  # until the fork is done: no block is taken or thawed meanwhile
     _arena.freeze()
+    _num_forks += 1
 
 
 def _after_fork_in_parent() -> None:
@@ -174,14 +179,14 @@ def bump_epoch() -> None:
 
 
 def has_old_files() -> bool:
-    """True if files from before the last fork are kept for peers that have not opened them yet."""
-    return any(chunk.old_file is not None for chunk in _arena.chunks)
+    """True if files from before a fork are kept for peers that have not opened them yet."""
+    return any(chunk.old_files for chunk in _arena.chunks)
 
 
 def forget_old_files() -> None:
     """Close those files. The caller knows that no peer still has to read anything."""
     for chunk in _arena.chunks:
-        chunk.old_file = None
+        chunk.old_files.clear()
 
 
 def identity() -> bytes:

@@ -134,6 +134,7 @@ class MappedShards:
         Raises StateError, on all ranks, if that would be in a backward: units are unsharded then.
         """
         groups = axis.groups
+        places = _places(groups)  # first: a fork in another thread may move shards meanwhile
         mappings = axis.communicator.map_shards(
             [group.store.shard.detach() for group in groups],
             [group.memories[0].mapping for group in groups],
@@ -157,7 +158,7 @@ class MappedShards:
             for memory in group.memories:
                 memory.use_copies_of(group.store, mapping, self._reading)
         axis.groups = [group for group in groups if group not in lost]
-        axis.places = _places(axis.groups)
+        axis.places = places
 
     def _forget_writes(self) -> None:
         """Drop what was written to unsharded parameters past autograd's version counters, as by

@@ -3,13 +3,16 @@ travel as int8 give the results of the dequantised model, and send a quarter of 
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from tests.support.fully_sharded import (
@@ -19,12 +22,14 @@ from tests.support.fully_sharded import (
     assert_same_values,
     is_sharded,
     partial_shard,
+    shard_all,
     whole_gradients,
 )
-from tests.support.models import DIM, Block
+from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, square
 from tests.support.ranks import run_ranks
+from tests.support.same_host import MAPPED, MESSAGES
 
 ROWS = 16
 BF16 = torch.bfloat16
@@ -75,9 +80,10 @@ class Wrapped(torch.Tensor):
 
 
 def _fill(out: Tensor, value: Tensor) -> None:
-    """Unpacking again is no change, for autograd."""
+    """Unpacking again is no change, for autograd. ``value`` may have the padding of the last ranks
+    at its end."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-        out.copy_(value)
+        out.copy_(value[: len(out)])
 
 
 class Int8Weight(Wrapped):
@@ -262,6 +268,123 @@ def test_weights_that_travel_as_int8_train_as_the_dequantised_model(kind: str, c
 @pytest.mark.parametrize("kind", ["frozen", "trained"])
 def test_weights_that_travel_as_int8_may_stay_unsharded(kind: str) -> None:
     run_ranks(4, _trains, kind, False, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trained"])
+def test_weights_whose_last_parts_are_smaller_train(kind: str) -> None:
+    run_ranks(3, _trains, kind, False)
+
+
+class Plain(torch.Tensor):
+    """No part of a parameter keeps its class, so that its methods are not called."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+def _shard_plain(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().as_subclass(Plain))
+    return shard_all(model)
+
+
+def _trains_plain_subclasses() -> None:
+    twins = Twins(Stack, _shard_plain)
+    for _ in range(2):
+        twins.step()
+
+
+def test_a_subclass_without_torch_dispatch_travels_as_a_plain_tensor() -> None:
+    run_ranks(2, _trains_plain_subclasses)
+
+
+# -- methods of the local tensors of sharded parameters
+
+
+def _before(
+    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> Any:
+    """Send bf16, padded to the rows of the first rank."""
+    padding = -(-outer_size[0] // mesh.size()) - len(self)
+    return (F.pad(self.detach(), (0, 0, 0, padding)).to(BF16),), None
+
+
+def _unpadded(
+    self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> Any:
+    return (self.detach().to(BF16),), None
+
+
+def _after(
+    self: Tensor, outputs: Any, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+) -> Any:
+    (sent,) = outputs
+    assert sent.dtype is BF16
+    if out is not None:
+        return _fill(out, sent)
+    whole = sent.to(param_dtype)
+    return whole, (sent, whole)
+
+
+def _shard_patched(begins_on_meta: bool, before: Any, model: Any) -> Any:
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    if begins_on_meta:
+        model.to("meta")
+    shard_all(model, ())
+    if begins_on_meta:
+        model.to_empty(device="cpu")
+        model.load_state_dict(
+            {
+                name: distribute_tensor(values[name], p.device_mesh, p.placements)
+                for name, p in model.named_parameters()
+            }
+        )
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            local = parameter._local_tensor
+            local.fsdp_pre_all_gather = types.MethodType(before, local)
+            local.fsdp_post_all_gather = types.MethodType(_after, local)
+    return model
+
+
+def _rounded() -> nn.Module:
+    """Weights are what bf16 can express. The last one is uneven on two ranks."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, 5))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(BF16).float()
+    return model
+
+
+def _trains_patched(begins_on_meta: bool) -> None:
+    twins = Twins(_rounded, functools.partial(_shard_patched, begins_on_meta, _before))
+    twins.step()  # weights have more digits now
+    for parameter in twins.plain.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.to(BF16).float()
+    twins.compare_outputs()
+
+
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@pytest.mark.parametrize("begins_on_meta", [False, True])
+def test_methods_set_on_local_tensors_are_called(
+    begins_on_meta: bool, environment: dict[str, str]
+) -> None:
+    run_ranks(2, _trains_patched, begins_on_meta, environment=environment)
+
+
+def _refuses_unpadded() -> None:
+    model = _shard_patched(False, _unpadded, _rounded())
+    if dist.get_rank() == 1:  # which has two rows of five
+        with pytest.raises(AssertionError, match="padded"):
+            model(torch.ones(1, DIM))
+
+
+def test_a_method_that_does_not_pad_is_refused_on_the_ranks_that_need_it() -> None:
+    run_ranks(2, _refuses_unpadded)
 
 
 class Half(Wrapped):

@@ -58,7 +58,7 @@ class Weight(torch.Tensor):
         value = (outputs[0].float() * outputs[1]).to(param_dtype)
         if out is None:
             return value, (value,)
-        out.copy_(value)
+        out.copy_(value[: len(out)])  # without the padding of the last ranks
         return None
 
 
@@ -72,6 +72,16 @@ class OldWeight(Weight):
 
 class OneMethod(Weight):
     fsdp_post_all_gather: Any = property()  # an AttributeError
+
+
+class Plain(torch.Tensor):
+    """Operations on it return plain tensors inside a DTensor."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
 
 
 class Changing(Weight):
@@ -128,7 +138,7 @@ def _gathered(stores: list[ExtensionStore]) -> torch.Tensor:
     return torch.cat([store.shard for store in stores])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("cls", [Weight, OldWeight])
 def test_what_the_subclass_sends_becomes_the_unsharded_parameter(
     ranks: int, cls: type[Weight]
@@ -209,12 +219,24 @@ def test_a_new_local_tensor_is_seen_and_taken() -> None:
     assert torch.equal(memory.unsharded_params[0], torch.full((4, 3), 2.0))
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (0, 2), ()])
-def test_uneven_parameters_are_refused(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("shape", "dim"), [((0, 2), 0), ((), None), ((2, 3), 1)])
+def test_parameters_that_cannot_be_padded_are_refused(
+    shape: tuple[int, ...], dim: int | None
+) -> None:
+    parameter = nn.Parameter(Weight(torch.ones(shape)))
     model = nn.Module()
-    model.weight = nn.Parameter(Weight(torch.ones(shape)))
-    with pytest.raises(UsageError, match="not cut evenly"):
-        _stores(model, 2)
+    model.weight = parameter
+    with pytest.raises(UsageError, match="cannot be cut like this"):
+        ExtensionStore(
+            members_of(model),
+            [RowPlacement(dim)],
+            rank=0,
+            ranks=2,
+            device=CPU,
+            compute_device=CPU,
+            mesh="mesh",
+            policy="policy",
+        )
 
 
 def test_a_subclass_with_one_of_the_methods_is_refused() -> None:
@@ -254,3 +276,4 @@ def test_checkpoints_of_sections_and_partial_gathers_are_refused() -> None:
 def test_only_such_subclasses_have_an_extension() -> None:
     assert has_extension(Weight(torch.ones(2, 2)))
     assert not has_extension(torch.ones(2, 2))
+    assert not has_extension(torch.ones(2, 2).as_subclass(Plain))
