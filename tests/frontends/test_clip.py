@@ -338,8 +338,14 @@ def _finds_no_gradients(by_torch: bool, use_orig_params: bool) -> list[float]:
     found = []
     for _, options in _strategies():
         model = FSDP(Stack(), use_orig_params=use_orig_params, **options)
-        found += [_clip(model, by_torch, 1.0, norm_type).item() for norm_type in NORM_TYPES]
+        with contextlib.nullcontext() if by_torch else pytest.warns(match="no gradients"):
+            found += [_clip(model, by_torch, 1.0, norm_type).item() for norm_type in NORM_TYPES]
         assert all(p.grad is None for p in model.parameters())
+    if not by_torch:
+        with model.no_sync():
+            model(_vectors()).sum().backward()
+        with pytest.warns(match="gradients of no_sync"):
+            model.clip_grad_norm_(1.0)
     return found
 
 

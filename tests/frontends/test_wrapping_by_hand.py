@@ -430,3 +430,44 @@ def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
     name: str,
 ) -> None:
     run_ranks(2, _ignores_as_torch, name)
+
+
+# -- what is likely a mistake
+
+
+def _warnings_of(*args: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        FSDP(*args, **options)
+    assert all(w.category is UserWarning and w.filename == __file__ for w in found)
+    return [str(w.message) for w in found]
+
+
+def _likely_mistakes() -> None:
+    blocks = {Block}
+    for policy in (ModuleWrapPolicy({nn.Conv2d}), size_based_auto_wrap_policy):
+        [text] = _warnings_of(Stack(), auto_wrap_policy=policy)
+        assert text.startswith("auto_wrap_policy chooses no module in the Stack")
+    for module in (Stack(), Block(), nn.Linear(2, 2)):
+        assert not _warnings_of(module, auto_wrap_policy=ModuleWrapPolicy({*blocks, nn.Linear}))
+    assert not _warnings_of(Block(), auto_wrap_policy=ModuleWrapPolicy(blocks))
+    stack = Stack()
+    stack.blocks = nn.ModuleList(map(FSDP, stack.blocks))
+    assert not _warnings_of(stack, auto_wrap_policy=ModuleWrapPolicy(blocks))
+
+    for container in (nn.ModuleList([Block()]), nn.ModuleDict({"one": Block()})):
+        [text] = _warnings_of(container)
+        assert text.startswith(f"A {type(container).__name__} is wrapped that has no forward")
+    assert not _warnings_of(nn.ModuleList([FSDP(Block())]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_count", lambda: 1)
+        [text] = _warnings_of(Block())
+        assert "will be trained there" in text
+        assert not _warnings_of(Block(), device_id=torch.device("cpu"))
+    assert not _warnings_of(Block()), "a world of one rank changes nothing"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_likely_mistakes_of_wrapping_are_warned_of(num_ranks: int) -> None:
+    run_ranks(num_ranks, _likely_mistakes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,8 +39,29 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     grads = [(group, grad_norm.gradients_of(group)) for group in groups]
     norm = grad_norm.norm_of(grads, others, norm_type, own.device)
     managed = [grad for _, of_group in grads for grad in of_group]
+    if not others and (_expects_gradients(groups) if not managed else _has_unreduced(groups)):
+        warnings.warn(
+            "clip_grad_norm_() found "
+            + ("gradients of no_sync(), which are not reduced yet" if managed else "no gradients")
+            + ". Call it between the last backward of a step, outside of no_sync(), and "
+            "optimizer.step().",
+            stacklevel=4,
+        )
     grad_norm.clip_by_norm(managed + others, norm, float(max_norm))
     return norm.to(grad_norm.dtype_of_norm(grads, others))
+
+
+def _expects_gradients(groups: Iterable[Group]) -> bool:
+    """True if this rank holds a part of a trainable parameter."""
+    return any(
+        param.requires_grad and param.numel()
+        for group in groups
+        for param, _ in group.store.sharded_params
+    )
+
+
+def _has_unreduced(groups: Iterable[Group]) -> bool:
+    return any(group.has_gradients for group in groups)
 
 
 def _refuse_in_place(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ builds the units, innermost first, and then the runtime that they share."""
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,6 +88,11 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
     casts = settings.mixed_precision.param_dtype is not None
     taken = {below for child in closed for below in child.modules()}
     owned = assign_owners(module, units, settings.ignored_parameters, closed)
+    _warn_of_containers(unit for unit, params in owned.items() if params)
+    # A policy that chooses the root may well choose nothing in it.
+    is_chosen = isinstance(module, tuple(getattr(policy, "_module_classes", ())))
+    if policy is not None and not (chosen or wrappers or is_chosen):
+        _warn_of_policy(module, settings)
     made = Plan(
         root=module,
         settings=units,
@@ -113,6 +119,29 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
     ]
     refuse_optimizers_in_backward(module, replaced)
     return made
+
+
+def _warn_of_containers(units: Iterable[nn.Module]) -> None:
+    for unit in units:
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict)) and (
+            type(unit).forward is nn.Module.forward
+        ):
+            warnings.warn(
+                f"A {type(unit).__name__} is wrapped that has no forward, so nothing unshards the "
+                "parameters of the modules in it. Wrap these modules, or one around them.",
+                stacklevel=4,
+            )
+
+
+def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
+    below = (p for child in module.children() for p in child.parameters())
+    if any(parameter not in settings.ignored_parameters for parameter in below):
+        warnings.warn(
+            f"auto_wrap_policy chooses no module in the {type(module).__name__}, so that it is one "
+            "unit: all its parameters are unsharded at the same time. Name classes of modules in "
+            "the model, such as its layers, or leave the policy out.",
+            stacklevel=4,
+        )
 
 
 def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:

@@ -214,9 +214,15 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
         raise _wrong_type("device_id", "an int, a torch.device or None", device_id)
     if device_id is None:
         backend = _torch_private.default_device_of_backend(group)
-        return _indexed(
-            used[0] if used and (used[0].type != "cpu" or backend.type == "cpu") else backend
-        )
+        device = used[0] if used and (used[0].type != "cpu" or backend.type == "cpu") else backend
+        if device.type == "cpu" and torch.accelerator.device_count():
+            warnings.warn(
+                f"The {type(module).__name__} is on the CPU and will be trained there, although "
+                "this process has an accelerator. Pass device_id= to train on that, or "
+                "device_id=torch.device('cpu').",
+                stacklevel=5,
+            )
+        return _indexed(device)
     accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if isinstance(device_id, int):
         if accelerator is None or not 0 <= device_id < count:
