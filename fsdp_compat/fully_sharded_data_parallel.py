@@ -322,7 +322,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every submodule and on this module, with full parameters, and keep the
-        changes. Collective."""
+        changes. Inside ``summon_full_params`` that context keeps or drops them. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function that takes one module", fn, "apply")
         if self._unit.view.summoned:
@@ -411,8 +411,8 @@ class FullyShardedDataParallel(nn.Module):
         """Accumulate gradients in backward without reducing them. The next backward outside the
         context reduces the sum.
 
-        Until then the gradients take as much memory as the unsharded parameters. Call it on the
-        root.
+        Until then the gradients take as much memory as the unsharded parameters, and ``.grad`` does
+        not contain them. Call it on the root.
         """
         require_root(self._unit, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)

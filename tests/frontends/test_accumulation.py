@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compat import ShardingStrategy
+from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import DIM, RareRows, Stack, Switch, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import (
@@ -162,3 +162,22 @@ def _keeps_whole_gradients_under_no_sync() -> tuple[int, int]:
 def test_under_no_sync_gradients_are_kept_whole_and_parameters_are_not() -> None:
     for held, whole in run_ranks(2, _keeps_whole_gradients_under_no_sync):
         assert held == whole
+
+
+def _grads_under_no_sync(use_orig_params: bool) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = make_pair(Stack, mixed_precision=precision, use_orig_params=use_orig_params).model
+    with model.no_sync():
+        square(model, torch.randn(4, DIM)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is None or not parameter.grad.any()
+    square(model, torch.randn(4, DIM)).backward()
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@both_forms
+def test_grad_does_not_contain_gradients_of_no_sync_before_they_are_reduced(
+    use_orig_params: bool,
+) -> None:
+    run_ranks(2, _grads_under_no_sync, use_orig_params)

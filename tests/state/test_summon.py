@@ -568,6 +568,15 @@ def _apply() -> None:
         assert model.apply(seen.append) is model
         assert set(seen) == set(model.modules())
         assert step(model) == pytest.approx(step(copy.deepcopy(plain)), rel=1e-6)
+        with FSDP.summon_full_params(model):
+            model.apply(_fill)
+        state = model.state_dict()
+        assert all(state[name].eq(0.5).all() for name, _ in plain.named_parameters())
+
+
+def _fill(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5)
 
 
 @pytest.mark.parametrize("world_size", sample([1, 2], 1))
