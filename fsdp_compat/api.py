@@ -343,8 +343,8 @@ def _contents(cls: Any) -> str:
 
 def _how_to_write(cls: Any) -> str:
     if issubclass(cls, enum.Enum):
-        return f"Pass one of {', '.join(f'{cls.__name__}.{name}' for name in cls.__members__)}."
-    return f"Pass {cls.__name__}({'...' if dataclasses.fields(cls) else ''})."
+        return f"pass one of {', '.join(f'{cls.__name__}.{name}' for name in cls.__members__)}"
+    return f"pass {cls.__name__}({'...' if dataclasses.fields(cls) else ''})"
 
 
 def _full_name(cls: type) -> str:

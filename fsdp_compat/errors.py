@@ -11,6 +11,7 @@ to do."""
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -39,10 +40,15 @@ class CheckpointError(FsdpCompatError, RuntimeError):
 
 
 def explain(what: str, *, expected: str, got: str, where: str, fix: str) -> str:
-    """Return the text of an error: one sentence, then the four facts, each on a line of its own."""
-    return (
+    """Return the text of an error: one sentence, then the four facts, each on a line of its own.
+
+    The facts begin with small letters and have no full stop at the end. Names of classes may follow
+    the article "a".
+    """
+    text = (
         f"{what}\n  expected: {expected}\n  got:      {got}\n  where:    {where}\n  to do:    {fix}"
     )
+    return re.sub(r"\b([Aa]) (?=[AEIO])", r"\1n ", text)
 
 
 # Errors that are also instances of the type that torch raises in the same place.
@@ -97,7 +103,7 @@ def unusable(what: str, expected: str, got: object, where: str, fix: str = "") -
             expected=expected,
             got=_shown(got),
             where=where,
-            fix=fix or f"Pass {expected}.",
+            fix=fix or f"pass {expected}",
         )
     )
 

@@ -131,7 +131,7 @@ class CustomPolicy(_Policy):
             "True, False or a dict" if dicts else "True or False",
             answer,
             f"{where}, a {type(module).__name__}",
-            "Return True or False, or a dict of keyword arguments to override.",
+            "return True or False, or a dict of keyword arguments to override",
         )
 
 
@@ -265,7 +265,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
             "a class or function that takes a module and keyword arguments",
             wrapper_cls,
             "argument 'wrapper_cls' of enable_wrap",
-            "Pass wrapper_cls=FullyShardedDataParallel.",
+            "pass wrapper_cls=FullyShardedDataParallel",
         )
     if _enabled is not None:
         raise _NestedEnableWrapError(
@@ -274,8 +274,8 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
                 expected="no enable_wrap block around this one",
                 got=f"a block with wrapper_cls={_enabled[0]!r}",
                 where=f"enable_wrap(wrapper_cls={wrapper_cls!r})",
-                fix="Leave the outer block first, or override settings for one module: "
-                "wrap(module, name=value).",
+                fix="leave the outer block first, or override settings for one module: "
+                "wrap(module, name=value)",
             )
         )
     _enabled = (wrapper_cls, wrapper_kwargs)
@@ -340,8 +340,8 @@ def _recursive_wrap(
                     expected=f"no instance of {wrapper_cls.__name__} at or below the module",
                     got=f"one, in a {type(module).__name__}",
                     where=f"submodule {name!r}" if name else "the module itself",
-                    fix="Wrap either by hand or by policy, or put the wrapped module into "
-                    "ignored_modules.",
+                    fix="wrap either by hand or by policy, or put the wrapped module into "
+                    "ignored_modules",
                 )
             )
     units, numel = modules_chosen_by(
@@ -424,7 +424,7 @@ def _classes(given: Any, call: str) -> tuple[type, ...]:
         classes = tuple(given)
         isinstance(None, classes)
     except TypeError as error:
-        fix = f"Pass {call.replace('...', as_set_of_classes(given))}."
+        fix = f"pass {call.replace('...', as_set_of_classes(given))}"
         raise unusable(
             "A policy's choice of modules", "a set of module classes", given, call, fix
         ) from error
@@ -463,7 +463,7 @@ def checked_function(policy: Callable[..., Any]) -> Callable[..., bool]:
         accept(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
         expected = "a function (module, recurse, nonwrapped_numel) -> bool, called with these names"
-        fix = "Use these argument names, and bind any others with functools.partial."
+        fix = "use these argument names, and bind any others with functools.partial"
         raise unusable(
             "auto_wrap_policy", expected, policy, f"the call of auto_wrap_policy: {error}", fix
         ) from error
@@ -472,7 +472,7 @@ def checked_function(policy: Callable[..., Any]) -> Callable[..., bool]:
         answer = policy(**arguments)
         if isinstance(answer, (str, Mapping)):
             where = f"auto_wrap_policy, called for a {type(arguments['module']).__name__}"
-            fix = "Return True or False. To override keyword arguments, use a CustomPolicy."
+            fix = "return True or False; to override keyword arguments, use a CustomPolicy"
             raise unusable("A policy's return value", "True or False", answer, where, fix)
         return bool(answer)
 

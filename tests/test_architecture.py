@@ -476,6 +476,20 @@ def test_only_the_adapters_use_private_names_of_torch() -> None:
     )
 
 
+def test_what_an_error_says_to_do_begins_with_a_small_letter() -> None:
+    found = [
+        f"{source.at(node)}: {first.value!r}"
+        for source in sources()
+        for node in source.nodes
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "fix"
+        for first in ast.walk(keyword.value)
+        if isinstance(first, ast.Constant) and re.match("[A-Z][a-z]+ ", str(first.value))
+    ]
+    report(found, "Facts of errors begin with small letters:")
+
+
 def test_the_top_level_holds_nothing_but_the_agreed_names() -> None:
     lines = (ROOT / ".gitignore").read_text().splitlines()
     ignored = [".git", *(line for line in lines if line and not line.startswith("#"))]

@@ -198,7 +198,7 @@ def _parsed(
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise ValueError("metadata that are not texts by name")
+        raise ValueError("metadata that are not strings by name")
     places = sorted((*_offsets(name, facts), name) for name, facts in described.items())
     entries, end = {}, 0
     for first, stop, name in places:

@@ -185,7 +185,7 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
     if names:
         warnings.warn(
             f"Optimizer states and settings that only pickle could save {what}: "
-            f"{', '.join(names)}. A checkpoint holds numbers, texts, tensors, and containers of "
+            f"{', '.join(names)}. A checkpoint holds numbers, strings, tensors, and containers of "
             "these.",
             stacklevel=stacklevel,
         )

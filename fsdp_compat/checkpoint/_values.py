@@ -292,8 +292,8 @@ def _not_data(where: str, got: str) -> UsageError:
     return UsageError(
         explain(
             "A value cannot be saved: checkpoints do not use pickle.",
-            expected="None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of "
-            "these",
+            expected="None, numbers, strings, tensors, arrays, and lists, tuples, sets and dicts "
+            "of these",
             got=got,
             where=where if len(where) <= 300 else f"{where[:300]}...",
             fix="save its data: state_dict() of an object, asdict() of a dataclass, the value of "

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import api as torch_api
 
 from fsdp_compat import api
-from fsdp_compat.errors import UsageError, takes
+from fsdp_compat.errors import UsageError, explain, takes
 
 ENUMS = [name for name in torch_api.__all__ if issubclass(getattr(torch_api, name), enum.Enum)]
 DATACLASSES = [
@@ -181,9 +181,17 @@ def test_a_wrong_type_raises_with_the_four_facts(value: object, expected: type) 
         f"fsdp_compat.api.{expected.__name__}",
         repr(value),
         "argument 'the_argument'",
-        "Pass ",
+        "to do:    pass ",
     ):
         assert fact in text
+
+
+def test_the_article_of_a_class_fits_its_name() -> None:
+    text = explain("A E.", expected="a Linear", got="a Embedding", where="a unit", fix="fix a E")
+    assert text == (
+        "An E.\n  expected: a Linear\n  got:      an Embedding\n"
+        "  where:    a unit\n  to do:    fix an E"
+    )
 
 
 def of_torch(cls: type) -> type:

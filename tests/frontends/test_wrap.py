@@ -509,12 +509,12 @@ def test_mixed_precision_makes_units_of_its_ignored_classes() -> None:
 @pytest.mark.parametrize(
     ("policy", "advice"),
     [
-        ({Block}, "Pass ModuleWrapPolicy({Block})."),
-        ((Block, nn.Linear), "Pass ModuleWrapPolicy({Block, Linear})."),
-        (Block, "Pass ModuleWrapPolicy({Block})."),
-        (our_wrap.ModuleWrapPolicy, "Pass ModuleWrapPolicy(...)."),
-        (7, "Pass a policy, such as ModuleWrapPolicy({Block})."),
-        (None, "Pass a policy, such as ModuleWrapPolicy({Block})."),
+        ({Block}, "pass ModuleWrapPolicy({Block})"),
+        ((Block, nn.Linear), "pass ModuleWrapPolicy({Block, Linear})"),
+        (Block, "pass ModuleWrapPolicy({Block})"),
+        (our_wrap.ModuleWrapPolicy, "pass ModuleWrapPolicy(...)"),
+        (7, "pass a policy, such as ModuleWrapPolicy({Block})"),
+        (None, "pass a policy, such as ModuleWrapPolicy({Block})"),
     ],
 )
 def test_anything_but_a_policy_raises_with_the_four_facts(policy: Any, advice: str) -> None:

@@ -66,7 +66,7 @@ def refuse_module(module: nn.Module) -> None:
             explain(
                 "The module has no parameters to shard.",
                 expected="a module with at least one parameter",
-                got=f"a {type(module).__name__} with none",
+                got=f"a {type(module).__name__} without parameters",
                 where="FullyShardedDataParallel(module, ...)",
                 fix="leave it unwrapped; it still runs inside a wrapped module",
             )

@@ -126,15 +126,15 @@ def _never_called(root: nn.Module) -> set[nn.Module]:
 
 
 def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
-    fix = "Pass a policy, such as ModuleWrapPolicy({Block})."
+    fix = "pass a policy, such as ModuleWrapPolicy({Block})"
     if isinstance(policy, type):
         fix = (
-            f"Pass ModuleWrapPolicy({as_set_of_classes(policy)})."
+            f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
             if issubclass(policy, nn.Module)
-            else f"Pass {policy.__name__}(...)."
+            else f"pass {policy.__name__}(...)"
         )
     elif isinstance(policy, (set, frozenset, list, tuple)):
-        fix = f"Pass ModuleWrapPolicy({as_set_of_classes(policy)})."
+        fix = f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
     return UsageError(
         explain(
             "auto_wrap_policy is not a policy.",
