@@ -95,6 +95,9 @@ class Archive:
     # ^ of the optimizer, by parameter and key: a StoredTensor, or a number or another plain value
     param_groups: list[dict[str, Any]] | None = None  # "params": names; None: no optimizer
     is_by_number: bool = False  # parameters of the optimizer are numbered, as torch.optim does it
+    models: list[str] = dataclasses.field(default_factory=list)
+    # ^ what the names of each model begin with, if the file is one whose names wrappers may have
+    # changed: "" for a single model
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     # ^ everything else: plain containers and values, StoredTensors among them
     world_size: int | None = None  # number of ranks that wrote it, if the files say so

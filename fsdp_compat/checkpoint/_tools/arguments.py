@@ -88,10 +88,23 @@ SIZE, DTYPE, PATTERN, RENAME = _Size(), _Dtype(), _Pattern(), _Rename()
 def names_in(path: Path) -> dict[str, str]:
     """Return the content of a file with new names of tensors, by their old ones. Raises
     click.UsageError for anything else."""
-    try:
-        content = parse_json(read_text(path))
-    except (ValueError, RecursionError, OSError, json.JSONDecodeError) as error:
-        raise click.UsageError(f"{path} cannot be read as JSON: {error}") from error
+    content = _json_in(path)
     if not isinstance(content, dict) or not all(isinstance(new, str) for new in content.values()):
         raise click.UsageError(f'{path} has to hold an object of names: {{"old name": "new name"}}')
     return content
+
+
+def list_in(path: Path) -> list[str]:
+    """Return the content of a file with a list of names. Raises click.UsageError for anything
+    else."""
+    content = _json_in(path)
+    if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
+        raise click.UsageError(f'{path} has to hold a list of names: ["first", "second"]')
+    return content
+
+
+def _json_in(path: Path) -> Any:
+    try:
+        return parse_json(read_text(path))
+    except (ValueError, RecursionError, OSError, json.JSONDecodeError) as error:
+        raise click.UsageError(f"{path} cannot be read as JSON: {error}") from error

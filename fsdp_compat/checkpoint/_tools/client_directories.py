@@ -205,7 +205,8 @@ def _combined(path: Path, kind: str, opened: dict[tuple[str, int], Archive]) -> 
             tree["optimizer"] = {"state": optimizer.states, "param_groups": groups}
         key = f"model_{index}" if index else "model"
         part = archive_of(path, kind, tree)
-        _merge(archive, part, f"{key}." if several else "", index)
+        archive.models.append(f"{key}." if several else "")
+        _merge(archive, part, archive.models[-1], index)
         for what, source in (("model", model), ("optimizer", optimizer)):
             if source is not None:
                 _take_facts(archive, source, f"{what}_{index}" if index else what)

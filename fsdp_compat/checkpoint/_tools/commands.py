@@ -21,7 +21,7 @@ import click
 
 from ...errors import FsdpCompatError, UsageError, explain
 from . import tables
-from .arguments import DTYPE, PATTERN, RENAME, SIZE, names_in
+from .arguments import DTYPE, PATTERN, RENAME, SIZE, list_in, names_in
 from .convert import convert
 from .difference import diff
 from .display import shown
@@ -35,11 +35,11 @@ __all__ = ["commands", "run"]
 STATUS = """\b
 Exit status:
   0    everything is fine
-  1    the answer is no: verify found damage, diff found differences
+  1    verify found a problem, or diff a difference
   2    wrong arguments, or a package is missing
   3    the checkpoint is damaged, refused or unreadable, or the target exists
   130  interrupted by Ctrl-C; nothing is left under the target's name
-  141  the reader of the output, such as head, has ended"""
+  141  the output was closed early, as by head"""
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 _BY_SUFFIX = {
@@ -142,6 +142,12 @@ _ignored = click.option(
     metavar="NAME",
     help="Leave out objects of this class in torch.save files: package.module.Class. Repeatable.",
 )
+_keep_module = click.option(
+    "--keep-module",
+    is_flag=True,
+    help="Keep a 'module.' that all names begin with. Default: remove it, as it is usually the "
+    "prefix that DistributedDataParallel adds. Native checkpoints always keep it.",
+)
 _memory = click.option(
     "--memory",
     type=SIZE,
@@ -164,9 +170,9 @@ _exclude = click.option(
     type=PATTERN,
     multiple=True,
     metavar="REGEX",
-    help="Without names in which this is found. Repeatable.",
+    help="Leave out tensors whose names match. Repeatable.",
 )
-_reading = _options(_shapes, _ignored, _memory, _workers)
+_reading = _options(_shapes, _ignored, _keep_module, _memory, _workers)
 _writing = _options(
     click.option(
         "--dtype", type=DTYPE, metavar="DTYPE", help="Convert floating-point weights: bfloat16."
@@ -189,7 +195,16 @@ _writing = _options(
     click.option(
         "--optimizer/--no-optimizer",
         default=None,
-        help="Insist on the optimizer's state, or leave it out. Default: if the target holds it.",
+        help="Require the optimizer state, or leave it out. Default: write it if the format can "
+        "hold it.",
+    ),
+    click.option(
+        "--optimizer-names",
+        "optimizer_names",
+        type=_existing,
+        metavar="JSON",
+        help="Names for numbered parameters of the optimizer, as a list in the order of the "
+        "numbers. A native target needs names.",
     ),
 )
 _cutting = _options(
@@ -226,6 +241,7 @@ def _print_json(content: dict[str, Any]) -> None:
 @_json
 @_shapes
 @_ignored
+@_keep_module
 def inspect_command(source: Path, as_json: bool, **reading: Any) -> None:
     """Show what a checkpoint is and holds: tensors with dtype, shape and size, the ranks that wrote
     them, and totals. No values are read."""
@@ -241,7 +257,7 @@ def inspect_command(source: Path, as_json: bool, **reading: Any) -> None:
 )
 @_source
 @click.option("--quick", is_flag=True, help="Read no values: no checksums, no NaN counts.")
-@click.option("--finite", is_flag=True, help="NaN and infinite values are damage, too.")
+@click.option("--finite", is_flag=True, help="Count NaN and infinite values as problems.")
 @_json
 @_reading
 @click.pass_context
@@ -315,11 +331,18 @@ def diff_command(
     "a directory of safetensors files with an index, as Hugging Face has it.",
 )
 @click.option(
-    "--world-size", type=click.IntRange(min=1), metavar="N", help="Ranks to cut for (dcp, native)."
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of ranks to split the files for.",
 )
 @_cutting
 @click.option(
-    "--max-file-size", type=SIZE, default="5GB", metavar="SIZE", help="Of a safetensors file."
+    "--max-file-size",
+    type=SIZE,
+    default="5GB",
+    metavar="SIZE",
+    help="Largest size of one safetensors file.",
 )
 @_writing
 @_reading
@@ -384,9 +407,18 @@ def _convert(source: Path, target: Path, **given: Any) -> None:
         raise click.UsageError("--rename and --rename-file exclude each other")
     _require_free(target)
     rename = pairs or (None if file is None else names_in(file))
+    listed = given.pop("optimizer_names")
+    names = None if listed is None else list_in(listed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        path = convert(source, target, rename=rename or None, progress=_progress(), **given)
+        path = convert(
+            source,
+            target,
+            rename=rename or None,
+            optimizer_names=names,
+            progress=_progress(),
+            **given,
+        )
     for warning in caught:  # what the target does not hold
         _say(f"note: {warning.message}")
     click.echo(shown(str(path)))

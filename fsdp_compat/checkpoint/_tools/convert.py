@@ -21,6 +21,7 @@ from .archive import Archive, StoredTensor
 from .dcp_writing import write_dcp
 from .native_writing import write_native
 from .opening import open_archive, problems_of
+from .optimizer_tree import named_optimizer
 from .publishing import published, require_free
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
@@ -64,8 +65,10 @@ def convert(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     optimizer: bool | None = None,
+    optimizer_names: Sequence[str] | None = None,
     shapes: Shapes | str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
+    keep_module: bool = False,
     max_file_nbytes: int = 5_000_000_000,
     memory: int = 256 << 20,
     workers: int = 1,
@@ -98,9 +101,16 @@ def convert(
         include, exclude: regular expressions that are searched for in the original names: take the
             parameters that match any of ``include``, and none of ``exclude``.
         optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
+        optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
+            order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
+            ``model.parameters()``. A "native" target needs names. State whose groups have
+            ``param_names`` has them already.
         shapes: of the model, for LOCAL state dicts of FSDP1, see ``fsdp-compat shapes``.
         ignored: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
             torch.save files are left out. Any other class is refused.
+        keep_module: keep a "module." that all names begin with. Without it, it counts as the
+            prefix that DistributedDataParallel adds, and is removed; native checkpoints keep it in
+            any case.
         max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
         memory: bytes of values in memory at a time, at least 16 MiB, in all workers together. A
             tensor whose elements lie scattered over a file may need as much as its own size.
@@ -135,7 +145,9 @@ def convert(
                 fix="pass another target",
             )
         )
-    archive = open_archive(source_path, shapes, ignored)
+    archive = open_archive(source_path, shapes, ignored, keep_module)
+    if optimizer_names is not None:
+        _name_optimizer(archive, optimizer_names, call)
     wanted = _selected(archive, patterns, new_name, dtype, name, optimizer, call)
     _require_complete(wanted)
     match = _STEP.fullmatch(target_path.name)
@@ -156,11 +168,38 @@ def convert(
         FORMATS[name].write(wanted, path, dataclasses.replace(options, tick=tick), files)
     if wanted.left_out:
         left = joined(wanted.left_out, 8, ", ")
-        warnings.warn(f"{target_path} does not hold: {left}.", stacklevel=2)
+        warnings.warn(f"not written to {target_path}: {left}", stacklevel=2)
     return target_path
 
 
 # -- what is converted
+
+
+def _name_optimizer(archive: Archive, names: Sequence[str], call: str) -> None:
+    """Replace the numbers of the optimizer's parameters by names."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise errors.wrong_type("optimizer_names", "a list of names", names, call)
+    shapes = {name: tensor.shape for name, tensor in archive.tensors.items()}
+    shapes |= {alias: shapes[name] for alias, name in archive.aliases.items()}
+    try:
+        if not archive.is_by_number:
+            raise ValueError("optimizer state by name, or none")
+        archive.states, archive.param_groups = named_optimizer(
+            archive.states, archive.param_groups or [], names, shapes
+        )
+    except ValueError as error:
+        raise UsageError(
+            explain(
+                "optimizer_names does not fit the optimizer state.",
+                expected="a tensor of the model for each numbered parameter, in the order of the "
+                "numbers",
+                got=str(error),
+                where=call,
+                fix="pass the names in the order in which the optimizer got the parameters; "
+                "inspect shows the names and shapes of both",
+            )
+        ) from error
+    archive.is_by_number = False
 
 
 def _selected(
@@ -197,8 +236,8 @@ def _selected(
     if not any(name in names for name in (*archive.tensors, *archive.aliases)):
         raise UsageError(
             explain(
-                "No tensor is left to convert.",
-                expected="names of the source that include, exclude and rename leave",
+                "No tensor matches.",
+                expected="patterns that keep at least one of the source's tensors",
                 got=joined([repr(name) for name in archive.tensors], 5, ", ") or "no tensors",
                 where=call,
                 fix="look at the names with inspect",
@@ -209,14 +248,20 @@ def _selected(
     taken = _select_model(archive, selected, names, dtype, call)
     if to.startswith("safetensors") and selected.aliases:
         left = joined(list(selected.aliases), 5, ", ")
-        selected.left_out.append(f"further names of tied tensors ({left}), as is usual there")
+        selected.left_out.append(
+            f"second names of tied tensors ({left}): safetensors stores a tensor once"
+        )
     if takes_optimizer:
         _select_optimizer(archive, selected, {**names, **taken})
     else:
         selected.param_groups = None
         if has_optimizer and optimizer is None:
-            how = "with numbers in the place of names " if archive.is_by_number else ""
-            selected.left_out.append(f"the optimizer's state, which {to} {how}cannot hold")
+            selected.left_out.append(
+                "the optimizer state: its parameters are numbered, and a native checkpoint needs "
+                "their names (see optimizer_names, --optimizer-names)"
+                if FORMATS[to].holds_optimizer
+                else "optimizer state (safetensors holds weights only)"
+            )
     if FORMATS[to].holds_optimizer:
         extra = {key: _data_in(value, key, selected, to) for key, value in archive.extra.items()}
         selected.extra = {key: value for key, value in extra.items() if value is not _NO_DATA}

@@ -128,6 +128,7 @@ def diff(
     optimizer: bool = True,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
+    keep_module: bool = False,
     memory: int = MEMORY,
     workers: int = 1,
     progress: bool = False,
@@ -150,7 +151,7 @@ def diff(
     paths. Only names with a match of one in ``include`` (if there is any) and of none in
     ``exclude`` are compared.
     optimizer: False leaves the optimizer's state out.
-    shapes, ignored: as for ``inspect``, for both.
+    shapes, ignored, keep_module: as for ``inspect``, for both.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
     workers: threads. progress: draw a bar, with tqdm.
 
@@ -161,7 +162,7 @@ def diff(
     require_amount("atol", atol, _WHERE)
     require_limits(memory, workers, progress, _WHERE)
     is_wanted = _selection(include, exclude, optimizer)
-    archives = [open_archive(Path(path), shapes, ignored) for path in (one, other)]
+    archives = [open_archive(Path(path), shapes, ignored, keep_module) for path in (one, other)]
     sides = [_tensors(archive, is_wanted) for archive in archives]
     values = [
         {path: value for path, value in plain_values(archive) if is_wanted(path)}

@@ -137,6 +137,7 @@ def inspect(
     *,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
+    keep_module: bool = False,
 ) -> Inspection:
     """Return what a checkpoint of any format holds. Only headers and metadata are read.
 
@@ -149,10 +150,12 @@ def inspect(
     tensors, or the JSON file that ``fsdp-compat shapes`` writes.
 
     ignored: full names of classes whose objects in torch.save files are left out, not refused.
+    keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
+    that DistributedDataParallel adds, and is removed; native checkpoints keep it in any case.
 
     Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused; OSError.
     """
-    return inspection_of(open_archive(Path(path), shapes, ignored))
+    return inspection_of(open_archive(Path(path), shapes, ignored, keep_module))
 
 
 def inspection_of(archive: Archive) -> Inspection:

@@ -384,7 +384,7 @@ def _numbered(archive: Archive) -> UsageError:
             expected="optimizer state by parameter name",
             got="numbers, as torch.optim saves them, which do not tell which parameters they are",
             where=str(archive.path),
-            fix="leave the optimizer out with optimizer=False, or save it with param_names in its "
-            "groups",
+            fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
+            "optimizer out",
         )
     )

@@ -23,7 +23,7 @@ from .safetensors_files import read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import DTensorRecord, ShardedTensorRecord
 from .torch_files import is_torch_file, read_torch_file
-from .tree import archive_of
+from .tree import archive_of, without_ddp
 
 __all__ = ["open_archive", "problems_of"]
 
@@ -35,15 +35,19 @@ def open_archive(
     path: str | os.PathLike[str],
     shapes: Shapes | str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
+    keep_module: bool = False,
 ) -> Archive:
     """Return what a checkpoint of any known format holds. No values of tensors are read.
 
     shapes: of the model, for files that hold none (FSDP1's LOCAL state dicts): a file that
     ``fsdp-compat shapes`` wrote, or another checkpoint of the same model. ignored: full names of
-    classes whose objects in torch.save files are left out, not refused. Raises CheckpointError if
-    nothing is recognised, or the content is damaged, incomplete or refused.
+    classes whose objects in torch.save files are left out, not refused. keep_module: names keep a
+    "module." that all of them begin with. Raises CheckpointError if nothing is recognised, or the
+    content is damaged, incomplete or refused.
     """
     archive = _opened(Path(path), _shapes_in(shapes), ignored)
+    if not keep_module:
+        without_ddp(archive)
     _require_in_files(archive)
     return archive
 
@@ -110,10 +114,13 @@ def _opened_directory(path: Path, shapes: Shapes | None, ignored: Collection[str
 def _sibling_shapes(path: Path, others: list[Path]) -> Shapes | None:
     """Return the shapes of a whole state dict beside per-rank files, or None."""
     if any(path.glob("*.safetensors")):
-        return shapes_of_archive(read_safetensors(path))
-    if len(others) == 1 and is_torch_file(others[0]):
-        return shapes_of_archive(_opened_file(others[0], None, ()))
-    return None
+        archive = read_safetensors(path)
+    elif len(others) == 1 and is_torch_file(others[0]):
+        archive = _opened_file(others[0], None, ())
+    else:
+        return None
+    without_ddp(archive)
+    return shapes_of_archive(archive)
 
 
 def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:

@@ -12,10 +12,15 @@ from typing import Any
 
 from .archive import StoredTensor
 
-__all__ = ["OptimizerState", "OptimizerTree", "is_optimizer", "merged_optimizer"]
+__all__ = [
+    "OptimizerState",
+    "OptimizerTree",
+    "is_optimizer",
+    "merged_optimizer",
+    "named_optimizer",
+]
 
 _STATE, _GROUPS = "state", "param_groups"
-_STATISTICS = ("running_mean", "running_var")  # buffers of batch norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +63,10 @@ def _are_groups(groups: Any) -> bool:
     return isinstance(items, (list, tuple)) and all(isinstance(item, dict) for item in items)
 
 
-def merged_optimizer(
-    optimizers: Mapping[str, OptimizerTree], tensors: Mapping[str, StoredTensor]
-) -> OptimizerState | None:
+def merged_optimizer(optimizers: Mapping[str, OptimizerTree]) -> OptimizerState | None:
     """Return one state for all optimizers, or None if several number their parameters or share
-    some. tensors: of the model, in its order."""
-    found = [_parsed(optimizer.tree, tensors) for optimizer in optimizers.values()]
+    some."""
+    found = [_parsed(optimizer.tree) for optimizer in optimizers.values()]
     if len(found) == 1:
         return found[0]
     names = [name for one in found for name in _parameters(one)]
@@ -82,9 +85,9 @@ def _parameters(one: OptimizerState) -> list[str]:
     return list(dict.fromkeys([*one.states, *listed]))
 
 
-def _parsed(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> OptimizerState:
+def _parsed(tree: dict[Any, Any]) -> OptimizerState:
     if isinstance(tree.get(_STATE), dict) or _GROUPS in tree:
-        return _nested(tree, tensors)
+        return _nested(tree)
     return _flattened(tree)
 
 
@@ -114,7 +117,7 @@ def _mark(value: Any) -> str:
 # -- nested
 
 
-def _nested(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> OptimizerState:
+def _nested(tree: dict[Any, Any]) -> OptimizerState:
     states = dict(tree.get(_STATE) or {})
     groups = tree.get(_GROUPS)
     if isinstance(groups, dict):
@@ -133,7 +136,7 @@ def _nested(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> Optimi
         names = {str(key): str(key) for key in keys}
         is_by_number = False
     else:
-        found = _names_of_numbers(states, groups, tensors) if keys else {}
+        found = _names_of_numbers(states, groups) if keys else {}
         names = {str(key): str(key) for key in keys} if found is None else found
         is_by_number = found is None
     return OptimizerState(
@@ -145,84 +148,51 @@ def _nested(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> Optimi
 
 
 def _names_of_numbers(
-    states: Mapping[Any, Any],
-    groups: Sequence[dict[str, Any]],
-    tensors: Mapping[str, StoredTensor],
+    states: Mapping[Any, Any], groups: Sequence[dict[str, Any]]
 ) -> dict[str, str] | None:
-    """Return the parameter of each number, or None if it is not certain."""
-    given = [str(number) for group in groups for number in group["params"]]
-    if len(set(given)) < len(given) or not {str(key) for key in states} <= set(given):
-        return None
-    # torch.optim numbers the parameters as the groups list them; FSDP's numbers, as the model does.
-    numbers = sorted(given, key=int)
-    is_ordered = len(groups) == 1 or numbers != given
-    listed = [group.get("param_names") for group in groups]
-    if all(
-        isinstance(names, (list, tuple)) and len(names) == len(group["params"])
-        for names, group in zip(listed, groups, strict=True)
-    ):
-        names = [str(name) for group_names in listed for name in group_names or ()]
-        if len(set(names)) == len(names):
-            return dict(zip(given, names, strict=True))
-    candidates = [name for name, tensor in tensors.items() if _may_train(name, tensor, tensors)]
-    shapes = {str(number): _shape(values) for number, values in states.items()}
-    wanted = [shapes.get(number) for number in numbers]
-    offered = [tensors[name].shape for name in candidates]
-    chosen = _only_choice(wanted, offered, is_ordered)
-    if chosen is None:
-        return None
-    return {number: candidates[index] for number, index in zip(numbers, chosen, strict=True)}
+    """Return the parameter of each number that the groups list, or None if they do not say so.
 
-
-def _may_train(name: str, tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
-    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-        return False
-    prefix, _, last = name.rpartition(".")
-    counter = f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked"
-    return last not in _STATISTICS or counter not in tensors
-
-
-def _shape(states: Any) -> tuple[int, ...] | None:
-    """Return the shape of a parameter with these states, or None if they do not tell it."""
-    shapes = {
-        value.shape
-        for key, value in states.items()
-        if isinstance(value, StoredTensor) and key != "step"
-    }
-    return shapes.pop() if len(shapes) == 1 else None
-
-
-def _only_choice(
-    wanted: Sequence[tuple[int, ...] | None],
-    offered: Sequence[tuple[int, ...]],
-    is_ordered: bool,
-) -> list[int] | None:
-    """Return the index of the offered shape for each wanted one (None: any), if there is only one
-    choice. is_ordered: the chosen ones follow one another in the order of the wanted ones."""
-    if is_ordered:
-        first = _leftmost(wanted, offered)
-        last = _leftmost(wanted[::-1], offered[::-1])
-        if first is None or last is None:
+    Shapes do not tell: an optimizer may have the parameters in any order."""
+    names: dict[str, str] = {}
+    for group in groups:
+        listed = group.get("param_names")
+        if not isinstance(listed, (list, tuple)) or len(listed) != len(group["params"]):
             return None
-        return first if first == [len(offered) - 1 - index for index in reversed(last)] else None
-    places: dict[tuple[int, ...] | None, list[int]] = {}
-    for index, shape in enumerate(offered):
-        places.setdefault(shape, []).append(index)
-    chosen = [places.get(shape, []) for shape in wanted]
-    if any(len(indices) != 1 for indices in chosen) or len(set(wanted)) < len(wanted):
-        return None
-    return [indices[0] for indices in chosen]
+        names |= zip(map(str, group["params"]), map(str, listed), strict=True)
+    num = sum(len(group["params"]) for group in groups)
+    is_certain = len(names) == len(set(names.values())) == num and {*map(str, states)} <= {*names}
+    return names if is_certain else None
 
 
-def _leftmost(
-    wanted: Sequence[tuple[int, ...] | None], offered: Sequence[tuple[int, ...]]
-) -> list[int] | None:
-    chosen, index = [], 0
-    for shape in wanted:
-        while index < len(offered) and shape not in (None, offered[index]):
-            index += 1
-        if index == len(offered):
-            return None
-        chosen.append(index)
-        index += 1
-    return chosen
+def named_optimizer(
+    states: Mapping[str, dict[str, Any]],
+    groups: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return states and groups by name. names: of the parameters, in the order of their numbers;
+    shapes: of the model's tensors. Raises ValueError if they cannot be these parameters'."""
+    given = sorted({*states, *(str(key) for group in groups for key in group["params"])}, key=int)
+    if len(names) != len(given) or len(set(names)) < len(names):
+        raise ValueError(f"{len(set(names))} different names for {len(given)} parameters")
+    by_number = dict(zip(given, names, strict=True))
+    for number, name in by_number.items():
+        if name not in shapes:
+            raise ValueError(f"the name {name!r}, which no tensor of the model has")
+        found = {
+            value.shape
+            for value in states.get(number, {}).values()
+            if isinstance(value, StoredTensor) and value.shape
+        }
+        if len(found) == 1 and found != {shapes[name]}:
+            raise ValueError(
+                f"{name!r}, of shape {list(shapes[name])}, as number {number}, whose state has the "
+                f"shape {list(*found)}"
+            )
+    return (
+        {by_number[number]: state for number, state in states.items()},
+        [
+            {**group, "params": [by_number[str(number)] for number in group["params"]]}
+            for group in groups
+        ],
+    )

@@ -55,6 +55,7 @@ def plot(
     beside: Path | None = None,
     shapes: Path | None = None,
     ignored: Collection[str] = (),
+    keep_module: bool = False,
     memory: int = MEMORY,
     workers: int = 1,
     progress: bool = False,
@@ -66,14 +67,14 @@ def plot(
     The others are as for ``diff``. Raises what ``diff`` raises, and UsageError for a name that the
     checkpoint does not have."""
     require_limits(memory, workers, progress, "plot")
-    one = open_archive(source, shapes, ignored)
+    one = open_archive(source, shapes, ignored, keep_module)
     if histogram is not None:
         tensor = _tensor_called(histogram, one)
         with Files() as files, progress_bar(progress, "plot", 2 * tensor.nbytes) as tick:
             return png_of_histogram(tensor, histogram_of(tensor, files, memory, tick))
     if beside is None:
         return png_of_bytes(inspection_of(one))
-    pairs = common_tensors(one, open_archive(beside, shapes, ignored))
+    pairs = common_tensors(one, open_archive(beside, shapes, ignored, keep_module))
     with Files() as files:
         norms = for_each(
             pairs,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from .._blocks import FileFacts
 from .archive import Archive, StoredTensor
 from .optimizer_tree import OptimizerTree, is_optimizer, merged_optimizer
 
-__all__ = ["archive_of", "bounded", "is_model_key", "plain_name", "plain_names"]
+__all__ = ["archive_of", "bounded", "is_model_key", "plain_name", "without_ddp"]
 
 _MODEL_KEY = re.compile(
     r"(model|module|net|network|weights|params|state_dict|model_states?|model_state_dict|"
     r"model_weights|app|pytorch_model_fsdp)_?\d*"
 )
 _STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+_DDP = "module."
 _MAX_LEVELS = 3  # below which no section is looked for
 _MAX_DEPTH = 64
 _MAX_CONTAINERS = 500_000
@@ -45,13 +47,13 @@ def archive_of(
 ) -> Archive:
     """Return the archive of nested containers whose leaves are StoredTensors and plain values.
 
-    Names lose the prefixes that wrappers add. Tensors of the model with the same pieces are tied.
-    Several models keep the keys under which they stand as prefixes. Optimizer state is by name
-    where the tree has names, where groups have ``param_names``, or where the numbers fit only one
-    choice of the model's parameters; otherwise it stays numbered ("0", "1", ...). What is neither
-    model nor optimizer is in ``extra``, under the keys of the tree. step: taken from the tree if it
-    is None and stands at the top. Raises CheckpointError for containers that contain themselves,
-    or too many.
+    Names lose the parts that FSDP, activation checkpointing and torch.compile add. Tensors of the
+    model with the same pieces are tied. Several models keep the keys under which they stand as
+    prefixes. Optimizer state is by name if the tree has names or if the groups have
+    ``param_names``; otherwise it stays numbered ("0", "1", ...). What is neither model nor
+    optimizer is in ``extra``, under the keys of the tree. step: taken from the tree if it is None
+    and stands at the top. Raises CheckpointError for containers that contain themselves, or too
+    many.
     """
     tree = bounded(tree, path)
     archive = Archive(
@@ -67,9 +69,9 @@ def archive_of(
     else:
         archive.step = _step(tree) if step is None else step
         optimizers = _take_optimizers(tree)
-        num_wrappers = _set_model(archive, _take_models(tree))
+        _set_model(archive, _take_models(tree))
         archive.extra = _without_empty(tree)
-        _set_optimizer(archive, optimizers, num_wrappers)
+        _set_optimizer(archive, optimizers)
     archive.step = step if archive.step is None else archive.step
     archive.extra = _named(archive.extra, "")
     return archive
@@ -199,45 +201,65 @@ def _flat_tensors(node: dict[Any, Any], key: Any) -> dict[str, StoredTensor]:
 def plain_name(name: str) -> str:
     """Return the name that a parameter has without FSDP, activation checkpointing and
     torch.compile."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def plain_names(names: list[str], num_modules: int | None = None) -> tuple[dict[str, str], int]:
-    """Return the plain name of each name, and how many times "module." was removed from the front
-    of all of them, as DistributedDataParallel adds it. num_modules: remove it so many times
-    instead, where it is. Names that would become equal stay as they are."""
+def _plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the plain name of each name. Names that would become equal stay as they are."""
     plain = {name: plain_name(name) for name in names}
-    count = 0
-    while (
-        num_modules is None
-        and plain
-        and all(
-            name.startswith("module." * (count + 1)) and len(name) > len("module." * (count + 1))
-            for name in plain.values()
-        )
-    ):
-        count += 1
-    for _ in range(count if num_modules is None else num_modules):
-        plain = {name: short.removeprefix("module.") for name, short in plain.items()}
-    seen: dict[str, int] = {}
-    for short in plain.values():
-        seen[short] = seen.get(short, 0) + 1
-    return {name: short if seen[short] == 1 else name for name, short in plain.items()}, count
+    seen = Counter(plain.values())
+    return {name: short if seen[short] == 1 else name for name, short in plain.items()}
+
+
+def without_ddp(archive: Archive) -> None:
+    """Remove "module." from the front of the names of each model whose names all begin with it, as
+    often as they all do: DistributedDataParallel adds it, and Megatron-FSDP does so twice. Names
+    do not say whether the model has an attribute ``module`` instead. The optimizer's names follow
+    those of the model."""
+    for prefix in archive.models:
+        names = [*archive.tensors, *archive.aliases] or _optimizer_names(archive)
+        names = [name for name in names if name.startswith(prefix)]
+        first = prefix
+        while names and all(name.startswith(first + _DDP) for name in names):
+            first += _DDP
+        if first != prefix:
+            _replace_prefix(archive, first, prefix)
+
+
+def _optimizer_names(archive: Archive) -> list[str]:
+    groups = archive.param_groups or ()
+    return [*archive.states, *(name for group in groups for name in group["params"])]
+
+
+def _replace_prefix(archive: Archive, old: str, new: str) -> None:
+    def renamed(name: str) -> str:
+        return new + name.removeprefix(old) if name.startswith(old) else name
+
+    archive.tensors = {
+        renamed(name): dataclasses.replace(tensor, name=renamed(name))
+        for name, tensor in archive.tensors.items()
+    }
+    archive.aliases = {renamed(name): renamed(first) for name, first in archive.aliases.items()}
+    names = set(_optimizer_names(archive))
+    if archive.is_by_number or any(renamed(name) in names - {name} for name in names):
+        return
+    archive.states = {
+        renamed(name): {key: _named(value, f"{renamed(name)}/{key}") for key, value in own.items()}
+        for name, own in archive.states.items()
+    }
+    for group in archive.param_groups or ():
+        group["params"] = [renamed(name) for name in group["params"]]
 
 
 # -- filling the archive
 
 
-def _set_model(archive: Archive, models: dict[str, dict[str, Any]]) -> int:
-    """Enter the model's tensors and aliases; return how many "module." its names have lost."""
+def _set_model(archive: Archive, models: dict[str, dict[str, Any]]) -> None:
+    """Enter the model's tensors and aliases."""
     entries: dict[str, StoredTensor] = {}
-    counts = set()
-    for key, tensors in models.items():
-        prefix = f"{key}." if len(models) > 1 else ""
-        plain, count = plain_names(list(tensors))
-        counts.add(count)
+    archive.models = [f"{key}." for key in models] if len(models) > 1 else [""]
+    for prefix, tensors in zip(archive.models, models.values(), strict=False):
+        plain = _plain_names(tensors)
         entries |= {f"{prefix}{plain[name]}": tensor for name, tensor in tensors.items()}
     by_place: dict[Any, str] = {}
     for name, tensor in entries.items():
@@ -247,7 +269,6 @@ def _set_model(archive: Archive, models: dict[str, dict[str, Any]]) -> int:
             archive.aliases[name] = first
         else:
             archive.tensors[name] = dataclasses.replace(tensor, name=name)
-    return counts.pop() if len(counts) == 1 else 0
 
 
 def _place(tensor: StoredTensor) -> Any:
@@ -266,12 +287,10 @@ def _place(tensor: StoredTensor) -> Any:
     return tensor.dtype, tensor.shape, pieces
 
 
-def _set_optimizer(
-    archive: Archive, optimizers: dict[str, OptimizerTree], num_modules: int
-) -> None:
+def _set_optimizer(archive: Archive, optimizers: dict[str, OptimizerTree]) -> None:
     if not optimizers:
         return
-    one = merged_optimizer(optimizers, archive.tensors)
+    one = merged_optimizer(optimizers)
     if one is None:
         archive.left_out.append(
             f"the state of {len(optimizers)} optimizers, as their parameters are numbered; see "
@@ -281,10 +300,7 @@ def _set_optimizer(
             archive.extra[key] = optimizer.tree
         return
     names = [*one.states, *(name for group in one.param_groups for name in group["params"])]
-    if one.is_by_number:
-        plain = {name: name for name in names}
-    else:
-        plain, _ = plain_names(list(dict.fromkeys(names)), num_modules if archive.tensors else None)
+    plain = {name: name for name in names} if one.is_by_number else _plain_names(names)
     archive.is_by_number = one.is_by_number
     archive.states = {
         plain[name]: {

@@ -117,6 +117,7 @@ def verify(
     finite: bool = False,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
+    keep_module: bool = False,
     memory: int = MEMORY,
     workers: int = 1,
     progress: bool = False,
@@ -134,7 +135,7 @@ def verify(
     path: a file or a directory; its format is recognised.
     values: False reads no values, and compares no checksums: a matter of moments.
     finite: values that are NaN or infinite are a problem.
-    shapes, ignored: as for ``inspect``.
+    shapes, ignored, keep_module: as for ``inspect``.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
     workers: threads. progress: draw a bar, with tqdm.
 
@@ -152,7 +153,7 @@ def verify(
                 fix="leave one of them out",
             )
         )
-    archive = open_archive(Path(path), shapes, ignored)
+    archive = open_archive(Path(path), shapes, ignored, keep_module)
     job = _Verifier(archive, values, finite, memory, workers)
     return job.run(progress)
 

@@ -20,6 +20,7 @@ from fsdp_compat.checkpoint._tools.archive import Archive
 from fsdp_compat.checkpoint._tools.client_directories import read_client_directory
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.shapes import shapes_of
+from fsdp_compat.checkpoint._tools.tree import without_ddp
 from fsdp_compat.errors import CheckpointError
 from tests.support.checkpoints import (
     assert_is_reference,
@@ -36,6 +37,7 @@ from tests.support.ranks import run_ranks
 def opened(path: Path, **options: Any) -> Archive:
     archive = read_client_directory(path, **options)
     assert archive is not None
+    without_ddp(archive)
     return archive
 
 
@@ -145,14 +147,15 @@ def test_a_checkpoint_of_the_trainer_has_its_step(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_ddp_checkpoints_name_the_numbers_of_the_optimizer(tmp_path: Path) -> None:
+def test_ddp_checkpoints_keep_the_numbers_of_the_optimizer(tmp_path: Path) -> None:
     beside(tmp_path)
     model = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(2, 2)}
     save_file(model, tmp_path / "model.safetensors")
     states = {number: {"m": torch.zeros(shape)} for number, shape in enumerate([(3, 2), (2, 2)])}
     torch.save({"state": states, "param_groups": [{"params": [0, 1]}]}, tmp_path / "optimizer.bin")
     archive = opened(tmp_path)
-    assert set(archive.states) == set(archive.tensors) == set(model)
+    assert set(archive.tensors) == set(model)
+    assert archive.is_by_number and set(archive.states) == {"0", "1"}
     # The same model in two files of torch.save, with an index.
     (tmp_path / "model.safetensors").unlink()
     places = {"a.weight": "part-1.bin", "b.weight": "part-2.bin"}

@@ -328,7 +328,7 @@ def test_arguments_reach_convert(
 
     (tmp_path / "names.json").write_text('{"a": "b"}')
     monkeypatch.setattr(commands, "convert", convert)
-    usual = {"memory": 256 << 20, "workers": 1, "progress": False}
+    usual = {"memory": 256 << 20, "workers": 1, "progress": False, "keep_module": False}
     file = {"max_file_nbytes": 5_000_000_000}
     result = run("convert", model, "t")
     assert result.stdout == "t\n"

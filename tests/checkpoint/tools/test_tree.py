@@ -19,7 +19,7 @@ from fsdp_compat.checkpoint._tools.archive import (
     of_memory,
     whole,
 )
-from fsdp_compat.checkpoint._tools.tree import archive_of, plain_name
+from fsdp_compat.checkpoint._tools.tree import archive_of, plain_name, without_ddp
 from fsdp_compat.errors import CheckpointError
 
 PATH = Path("somewhere")
@@ -30,7 +30,9 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> StoredTensor:
 
 
 def parsed(tree: Any) -> Archive:
-    return archive_of(PATH, "test", tree)
+    archive = archive_of(PATH, "test", tree)
+    without_ddp(archive)
+    return archive
 
 
 def adam(*shape: int) -> dict[str, Any]:
@@ -83,6 +85,9 @@ def test_several_models_keep_their_keys() -> None:
 def test_wrappers_leave_names_and_names_of_the_model_stay() -> None:
     name = "_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._orig_mod.weight"
     assert plain_name(name) == "layers.0.weight"
+    # Names of the model that only end as a wrapper's name does.
+    own = ["my_orig_mod.weight", "x_fsdp_wrapped_module.w", "a._orig_mod_b.w"]
+    assert [plain_name(name) for name in own] == own
     # One parameter outside: "module" is the model's own.
     assert set(parsed({"module.w": tensor(2), "v": tensor(2)}).tensors) == {"module.w", "v"}
     # What would get one name keeps two.
@@ -152,7 +157,9 @@ def test_other_values_keep_their_place() -> None:
             "model": MODEL,
             "optimizer": {
                 "state": {1: adam(4), 0: adam(4, 3)},
-                "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+                "param_groups": [
+                    {"lr": 0.1, "params": [0, 1], "param_names": ["a.weight", "a.bias"]}
+                ],
             },
         },
         BY_NAME,
@@ -173,38 +180,28 @@ def test_the_optimizer_is_by_name(tree: dict[str, Any]) -> None:
     assert archive.extra == {}
 
 
-def numbered(model: dict[str, StoredTensor], *shapes: Any, groups: Any = None) -> Archive:
-    states = {number: adam(*shape) for number, shape in enumerate(shapes) if shape is not None}
-    groups = groups or [{"params": list(range(len(shapes)))}]
-    return parsed({"model": model, "optimizer": {"state": states, "param_groups": groups}})
+def test_numbers_become_names_only_if_the_groups_say_which() -> None:
+    model = {"a": tensor(2), "b": tensor(3)}
 
+    def opened(*groups: dict[str, Any]) -> Archive:
+        optimizer = {"state": {0: adam(3), 1: adam(2)}, "param_groups": list(groups)}
+        return parsed({"model": model, "optimizer": optimizer})
 
-def test_numbers_become_names_only_if_no_other_choice_fits() -> None:
-    same = {"a": tensor(2), "b": tensor(2)}
-    assert list(numbered(same, (2,), (2,)).states) == ["a", "b"]
-    for ambiguous in (
-        numbered({**same, "c": tensor(2)}, (2,), (2,)),  # two of three
-        numbered(same, (2,), (2,), groups=[{"params": [0]}, {"params": [1]}]),  # any order
-        numbered({"a": tensor(2)}, (3,)),  # another model's
-        numbered(same, (2,), None, (2,)),  # more than the model has
-    ):
-        assert ambiguous.is_by_number
-        assert set(ambiguous.states) <= {"0", "1", "2"}
-    # A parameter that was never trained has no state, and buffers have none.
-    norm = {
-        "w": tensor(3),
-        "running_mean": tensor(3),
-        "running_var": tensor(3),
-        "num_batches_tracked": tensor(dtype=torch.int64),
+    found = opened({"params": [0], "param_names": ["b"]}, {"params": [1], "param_names": ["a"]})
+    assert {name: states["exp_avg"].shape for name, states in found.states.items()} == {
+        "b": (3,),
+        "a": (2,),
     }
-    found = numbered({**norm, "frozen": tensor(5)}, (3,), None)
-    assert found.param_groups == [{"params": ["w", "frozen"]}]
-    # FSDP's numbers follow the model, whatever the order in the groups.
-    found = numbered(same, (2,), (2,), groups=[{"params": [1]}, {"params": [0]}])
     assert [group["params"] for group in found.param_groups or ()] == [["b"], ["a"]]
-    # torch.optim's own names decide.
-    named = [{"params": [0, 1], "param_names": ["b", "a"]}]
-    assert list(numbered(same, (2,), (2,), groups=named).states) == ["b", "a"]
+    for groups in (
+        [{"params": [0, 1]}],  # although shapes and order would fit one choice alone
+        [{"params": [0, 1], "param_names": ["b"]}],
+        [{"params": [0, 1], "param_names": ["b", "b"]}],
+        [{"params": [0], "param_names": ["b"]}],  # state 1 is in no group
+        [{"params": [0], "param_names": ["b"]}, {"params": [1]}],
+    ):
+        found = opened(*groups)
+        assert found.is_by_number and set(found.states) == {"0", "1"}
 
 
 def test_flattened_settings_make_groups_and_two_optimizers_become_one() -> None:
