@@ -15,10 +15,13 @@ import torch
 
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval
+from ...errors import CheckpointError
 from .._blocks import FileFacts
 
 __all__ = [
     "Archive",
+    "Checksum",
+    "NotRead",
     "Piece",
     "Span",
     "StoredTensor",
@@ -31,6 +34,20 @@ __all__ = [
 ]
 
 
+class NotRead(CheckpointError):
+    """Nothing is damaged: no checkpoint is there, or it holds objects of a class that is not
+    read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checksum:
+    """The CRC-32 that a zip archive has of one of its records."""
+
+    start: int  # the first byte of the record in the file
+    nbytes: int
+    crc32: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Span:
     """Elements in a file, placed as those of a strided tensor."""
@@ -38,6 +55,7 @@ class Span:
     path: Path
     start: int  # the first byte of the first element
     strides: tuple[int, ...]  # in elements, one per dimension of the box
+    checksum: Checksum | None = None  # of the record that the elements lie in, if it has one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ Exit status:
   0    everything is fine
   1    verify found a problem, or diff a difference
   2    wrong arguments, or a package is missing
-  3    the checkpoint is damaged, refused or unreadable, or the target exists
+  3    the checkpoint is damaged (but see 1), refused or unreadable, or the target exists
   130  interrupted by Ctrl-C; nothing is left under the target's name
   141  the output was closed early, as by head"""
 
@@ -270,7 +270,8 @@ def verify_command(
     **reading: Any,
 ) -> None:
     """Check that every element of every tensor is there exactly once, that files have their lengths
-    and checksums, and that replicas are equal; count NaN and infinite values."""
+    and checksums, and that replicas are equal; count NaN and infinite values. Values of files
+    without checksums, such as safetensors, can have changed unnoticed: the last line says so."""
     found = verify(source, values=not quick, finite=finite, progress=_progress(), **reading)
     if as_json:
         _print_json(found.as_json())

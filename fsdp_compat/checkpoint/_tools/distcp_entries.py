@@ -2,7 +2,8 @@
 
 There are as many as ranks times parameters, and reading the directory and the pickle of each takes
 longer than its values may. But chunks of one shape differ only in their values and checksums: so
-one is read in full, and the others are compared with it."""
+one is read in full, and the others are compared with it. The checksum of the values is behind them
+in files of torch.save, where their length is only known then, or in the header in front of them."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ __all__ = ["EntryTemplates"]
 _LOCAL_HEADER = b"PK\x03\x04"
 _HEADER_NBYTES = 30
 _CRC = slice(14, 18)
+_DESCRIPTOR = b"PK\x07\x08"  # in front of a checksum behind the values
 _MAX_HEAD = 4096
 _TAIL_NBYTES = 42  # the end of the zip's directory, which says where that begins
 _MAX_TEMPLATES = 1000
@@ -32,7 +34,8 @@ class _Template:
     header: int  # where the header of the values begins
     tail: bytes
     tensor: StoredTensor
-    strides: tuple[int, ...]
+    source: Span
+    crc: int  # where the checksum of the values is
 
 
 class EntryTemplates:
@@ -56,14 +59,26 @@ class EntryTemplates:
         for template in self._by_nbytes.get(nbytes, ()):
             end = len(template.head) + 4
             if tail == template.tail and _without_crc(head[:end], template.header) == template.head:
-                tensor = template.tensor
-                span = Span(path, start + end, template.strides)
-                return dataclasses.replace(tensor, pieces=(Piece(tensor.pieces[0].box, span),))
+                return self._moved(template, path, start, start + end)
         found = torch_files.records_at(path, start, nbytes)
         if not isinstance(found, StoredTensor) or len(found.pieces) != 1:
             return None
         self._learn(found, head, tail, start, nbytes)
         return found
+
+    def _moved(self, template: _Template, path: Path, start: int, values: int) -> StoredTensor:
+        """Return the tensor of a chunk at byte ``start``, whose values begin at byte ``values``."""
+        source, checksum = template.source, template.source.checksum
+        if checksum is not None:
+            crc32 = self._number(path, start + template.crc)
+            checksum = dataclasses.replace(checksum, start=values, crc32=crc32) if crc32 else None
+        span = Span(path, values, source.strides, checksum)
+        (piece,) = template.tensor.pieces
+        return dataclasses.replace(template.tensor, pieces=(Piece(piece.box, span),))
+
+    def _number(self, path: Path, start: int) -> int:
+        with self._files.descriptor(path) as descriptor:
+            return int.from_bytes(os.pread(descriptor, 4, start), "little")
 
     def _learn(
         self, found: StoredTensor, head: bytes, tail: bytes, start: int, nbytes: int
@@ -81,8 +96,15 @@ class EntryTemplates:
         )
         if header < 0 or end > len(head) or behind != end:  # not at the beginning of its storage
             return
+        crc, checksum = header + _CRC.start, source.checksum
+        if checksum is not None:
+            places = (end + checksum.nbytes + len(_DESCRIPTOR), crc)
+            crcs = [at for at in places if self._number(source.path, start + at) == checksum.crc32]
+            if not crcs:
+                return
+            crc = crcs[0]
         rest = _without_crc(head[:end], header)
-        template = _Template(rest, header, tail, found, source.strides)
+        template = _Template(rest, header, tail, found, source, crc)
         self._by_nbytes.setdefault(nbytes, []).append(template)
         self._num += 1
 

@@ -12,7 +12,7 @@ import torch
 
 from ..._layout.box import Box
 from ...errors import CheckpointError, explain
-from .archive import Piece, Span, StoredTensor, coverage_problem
+from .archive import Piece, StoredTensor, coverage_problem
 from .pickle_machine import Refused
 from .reading import Files, boxes_of, read_box
 from .sharded_records import DTensorRecord, ShardedTensorRecord
@@ -34,7 +34,7 @@ def part_of(tensor: StoredTensor, inside: Box, box: Box, holder: int | None) -> 
         return Piece(box, source[place], holder)
     first = sum(map(int.__mul__, inside.offsets, source.strides))
     start = source.start + first * tensor.dtype.itemsize
-    return Piece(box, Span(source.path, start, source.strides), holder)
+    return Piece(box, dataclasses.replace(source, start=start), holder)
 
 
 def tensor_of_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +13,22 @@ import torch
 from ..._layout.box import Box
 from ..._layout.spec import Interval
 from ..._layout.transfer import runs_of_part
+from ...errors import CheckpointError
 from .._blocks import damaged
 from .._directory import latest
 from .._head import Head
 from .._header import TensorInfo
-from .._manifest import MANIFEST, FlatGroup, SavedParameter, file_name
+from .._manifest import MANIFEST, FlatGroup, SavedParameter, file_name, read_manifest
 from .._rank_files import RankFiles
 from .._texts import sizes
 from .._values import decode, tensor_from_text
 from .archive import Archive, Piece, Span, StoredTensor, of_memory, pieces_of_run, row_major, whole
 from .paths import member
 
-__all__ = ["EXTRA", "EXTRA_STATE", "is_native", "read_native"]
+__all__ = ["EXTRA", "EXTRA_STATE", "files_of_native", "is_native", "read_native"]
+
+
+KIND = "native checkpoint of fsdp_compat"
 
 
 def is_native(path: Path) -> bool:
@@ -37,6 +42,18 @@ def read_native(path: Path) -> Archive:
     if not (path / MANIFEST).is_file():
         path = latest(path) or path
     return _Reader(path).archive()
+
+
+def files_of_native(path: Path) -> Archive:
+    """Return an archive without tensors, with the checksums of the files of a native checkpoint,
+    whose files may be damaged; without any if the manifest is."""
+    if not (path / MANIFEST).is_file():
+        path = latest(path) or path
+    archive = Archive(path, KIND, {})
+    with contextlib.suppress(CheckpointError):
+        files = read_manifest(path).files
+        archive.checksums = {path / file_name(number): each for number, each in enumerate(files)}
+    return archive
 
 
 # Keys in ``Archive.extra``: an extra value that is no dict of names, and modules' extra state.
@@ -54,7 +71,7 @@ class _Reader:
         common = self._head(manifest.common)
         archive = Archive(
             self._path,
-            "native checkpoint of fsdp_compat",
+            KIND,
             {},
             world_size=len(manifest.files),
             step=manifest.step,

@@ -12,7 +12,7 @@ from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._safetensors_parts import INDEX
 from .._texts import joined, open_file
-from .archive import Archive, Piece, Span, StoredTensor, coverage_problem
+from .archive import Archive, NotRead, Piece, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory, read_indexed_torch_files
 from .dcp_reading import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .flat_files import holds_flat_params
@@ -69,7 +69,15 @@ def _opened(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Arch
         if path.is_file():
             return _opened_file(path, shapes, ignored)
     except OSError as error:
-        raise _unreadable(path, f"{error.strerror}: {error.filename}") from error
+        raise CheckpointError(
+            explain(
+                "A file of the checkpoint cannot be read.",
+                expected="all files that were written together",
+                got=f"{error.strerror}: {error.filename}",
+                where=str(path),
+                fix="copy the missing file beside the others, or check its permissions",
+            )
+        ) from error
     got = "something that is neither" if os.path.lexists(path) else "nothing at this path"
     raise _unreadable(path, got)
 
@@ -200,8 +208,8 @@ def _length(file: Path, path: Path) -> int:
         ) from error
 
 
-def _unreadable(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
+def _unreadable(path: Path, got: str) -> NotRead:
+    return NotRead(
         explain(
             "No checkpoint was recognised.",
             expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "

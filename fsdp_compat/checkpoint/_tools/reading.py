@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from ..._layout.box import Box
 from ...errors import CheckpointError, explain
 from .._blocks import BLOCK_NBYTES, FileFacts, damaged
 from .._texts import open_file
-from .archive import Piece, StoredTensor, intersection, row_major, whole
+from .archive import Checksum, Piece, Span, StoredTensor, intersection, row_major, whole
 
 __all__ = ["AT_ONCE_NBYTES", "Files", "boxes_of", "read", "read_box", "slabs"]
 
@@ -34,12 +34,18 @@ AT_ONCE_NBYTES = 1 << 20
 class Files:
     """Open files, at most 64 at a time. Safe to use from several threads.
 
-    Of files with checksums each block is compared with its own before anything of it is used.
+    Of files with checksums each block is compared with its own before anything of it is used, and
+    so is each record of a zip archive. compares_records: False if the caller does that itself.
     """
 
-    def __init__(self, checksums: Mapping[Path, FileFacts] | None = None) -> None:
+    def __init__(
+        self, checksums: Mapping[Path, FileFacts] | None = None, compares_records: bool = True
+    ) -> None:
         self._checksums = checksums or {}
+        self._compares_records = compares_records
         self._checked: set[tuple[Path, int]] = set()  # blocks, by file and number
+        self._records: dict[tuple[Path, Checksum], threading.Lock] = {}
+        self._equal: set[tuple[Path, Checksum]] = set()  # records that were compared
         self._open: collections.OrderedDict[Path, int] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -70,20 +76,64 @@ class Files:
                 else:
                     self._open[path] = descriptor
 
-    def read_into(self, path: Path, start: int, room: memoryview) -> None:
-        """Fill ``room`` from byte ``start`` on. Raises CheckpointError if the file ends before, or
-        a checksum is wrong."""
+    def read_into(
+        self, path: Path, start: int, room: memoryview, checksum: Checksum | None = None
+    ) -> None:
+        """Fill ``room`` from byte ``start`` on. checksum: of the record that the bytes are in.
+        Raises CheckpointError if the file ends before, or a checksum is wrong."""
         with self.descriptor(path) as descriptor:
-            self.check(path, descriptor, start, len(room))
+            self.check(path, descriptor, start, len(room), checksum)
             while room:
                 num_read = os.preadv(descriptor, [room], start)
                 if not num_read:
                     raise _too_short(path, start + len(room))
                 room, start = room[num_read:], start + num_read
 
-    def check(self, path: Path, descriptor: int, start: int, nbytes: int) -> None:
-        """Compare the checksums of the blocks of some bytes, unless it was done before. Raises
-        CheckpointError. Reading the bytes then finds them in the page cache."""
+    def compare(
+        self, path: Path, checksum: Checksum, tick: Callable[[int], object] | None = None
+    ) -> None:
+        """Compare the checksum of a record, unless it was done before. Raises CheckpointError.
+        tick: called with the number of bytes just read."""
+        key = path, checksum
+        if key in self._equal:
+            return
+        with self._lock:
+            lock = self._records.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._equal:
+                self._compare(path, checksum, tick)
+                self._equal.add(key)
+
+    def _compare(
+        self, path: Path, checksum: Checksum, tick: Callable[[int], object] | None
+    ) -> None:
+        found, start, stop = 0, checksum.start, checksum.start + checksum.nbytes
+        room = memoryview(bytearray(min(AT_ONCE_NBYTES, checksum.nbytes)))
+        while start < stop:
+            piece = room[: stop - start]
+            self.read_into(path, start, piece)
+            found, start = zlib.crc32(piece, found), start + len(piece)
+            if tick is not None:
+                tick(len(piece))
+        if found != checksum.crc32:
+            raise damaged(
+                path,
+                f"checksum {checksum.crc32:08x} of the record at byte {checksum.start}",
+                f"{found:08x}",
+            )
+
+    def check(
+        self,
+        path: Path,
+        descriptor: int,
+        start: int,
+        nbytes: int,
+        checksum: Checksum | None,
+    ) -> None:
+        """Compare the checksums of the blocks and of the record of some bytes, unless it was done
+        before. Raises CheckpointError. Reading the bytes then finds them in the page cache."""
+        if checksum is not None and self._compares_records:
+            self.compare(path, checksum)
         facts = self._checksums.get(path)
         if facts is None or not nbytes:
             return
@@ -198,13 +248,13 @@ def _read_part(
     numel = last + 1  # from the first to the last element
     if _follow_one_another(common.sizes, strides):
         if target.is_contiguous():
-            files.read_into(source.path, start, memory_of(target.reshape(-1)))
+            files.read_into(source.path, start, memory_of(target.reshape(-1)), source.checksum)
         else:
             values = torch.empty(common.sizes, dtype=dtype)
-            files.read_into(source.path, start, memory_of(values.view(-1)))
+            files.read_into(source.path, start, memory_of(values.view(-1)), source.checksum)
             target.copy_(values)
         return
-    _read_strided(source.path, start, numel, strides, files, target)
+    _read_strided(source, start, numel, files, target)
 
 
 def _follow_one_another(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -215,28 +265,21 @@ def _follow_one_another(sizes: tuple[int, ...], strides: tuple[int, ...]) -> boo
     )
 
 
-def _read_strided(
-    path: Path,
-    start: int,
-    numel: int,
-    strides: tuple[int, ...],
-    files: Files,
-    target: torch.Tensor,
-) -> None:
-    dtype = target.dtype
+def _read_strided(source: Span, start: int, numel: int, files: Files, target: torch.Tensor) -> None:
+    path, dtype = source.path, target.dtype
     page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = start - page + numel * dtype.itemsize
     with files.descriptor(path) as descriptor:
         if os.fstat(descriptor).st_size < page + length:
             raise _too_short(path, page + length)
-        files.check(path, descriptor, page, length)
+        files.check(path, descriptor, page, length, source.checksum)
         mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, offset=page)
     # torch.frombuffer keeps the mapping alive; it goes with the tensor.
     flat = torch.frombuffer(mapped, dtype=torch.uint8)[start - page :]
     if (start - page) % dtype.itemsize:
         flat = flat.clone()
     values = flat[: numel * dtype.itemsize].view(dtype)
-    target.copy_(values.as_strided(target.shape, strides))
+    target.copy_(values.as_strided(target.shape, source.strides))
 
 
 def _too_short(path: Path, nbytes: int) -> CheckpointError:

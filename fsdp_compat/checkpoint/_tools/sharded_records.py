@@ -13,7 +13,7 @@ import torch
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.rows import CopiedLayout
 from ..._layout.spec import FlatLayout, Interval, ParamSpec
-from .archive import Piece, Span, StoredTensor, row_major, whole
+from .archive import Piece, StoredTensor, row_major, whole
 from .pickle_machine import Record, Refused
 
 __all__ = [
@@ -290,7 +290,8 @@ def run_part(run: StoredTensor, part: Interval, sizes: tuple[int, ...]) -> Store
         return StoredTensor("", run.dtype, sizes, (Piece(whole(sizes), values),))
     if source.strides != (1,) and part.numel > 1:
         raise Refused("a run of elements with gaps")
-    span = Span(source.path, source.start + part.start * run.dtype.itemsize, row_major(sizes))
+    start = source.start + part.start * run.dtype.itemsize
+    span = dataclasses.replace(source, start=start, strides=row_major(sizes))
     return StoredTensor("", run.dtype, sizes, (Piece(whole(sizes), span),))
 
 

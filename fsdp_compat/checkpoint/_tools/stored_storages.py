@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .archive import Piece, Span, StoredTensor, row_major, whole
+from .archive import Checksum, Piece, Span, StoredTensor, row_major, whole
 from .pickle_machine import Refused
 from .sharded_records import shape_of
 
@@ -34,6 +34,7 @@ class Storage:
     start: int  # of its first byte
     nbytes: int
     dtype: torch.dtype | None
+    checksum: Checksum | None = None
 
 
 def tensor_in(
@@ -59,5 +60,6 @@ def tensor_in(
             f"a tensor that ends at byte {(offset + last) * dtype.itemsize} of a storage of "
             f"{storage.nbytes}"
         )
-    span = Span(storage.path, storage.start + offset * dtype.itemsize, steps)
+    start = storage.start + offset * dtype.itemsize
+    span = Span(storage.path, start, steps, storage.checksum)
     return StoredTensor("", dtype, shape, (Piece(whole(shape), span),))

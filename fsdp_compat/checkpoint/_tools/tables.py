@@ -132,7 +132,7 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
 
 def _row_of_tensor(tensor: TensorFacts) -> tuple[str, ...]:
     num_copies = sum(part.is_copy for part in tensor.parts)
-    copies = f" + {num_copies} copies" if num_copies else ""
+    copies = f" (+{count_of(num_copies, 'copy', 'copies')})" if num_copies else ""
     return (
         tensor.path,
         dtype_name(tensor.dtype),
@@ -152,7 +152,6 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 def of_verification(found: Verification) -> Report:
     report = Report()
-    were_read = all(tensor.num_nan is not None for tensor in found.tensors)
     report.facts(_facts_of_verification(found))
     report.table(
         ("<tensor", "<dtype", "<shape", "NaN", "infinite"),
@@ -175,13 +174,26 @@ def of_verification(found: Verification) -> Report:
     )
     report.table(("<not looked at",), ((reason,) for reason in found.left_out), "yellow")
     if found.problems:
-        report.line(f"{count_of(len(found.problems), 'problem')}: do not rely on it", "bold red")
-    else:
         report.line(
-            "complete and undamaged" if were_read else "complete; values were not read",
-            "bold green",
+            f"{count_of(len(found.problems), 'problem')} found: do not load this checkpoint",
+            "bold red",
         )
+    else:
+        report.line(_verdict(found), "bold green")
     return report
+
+
+def _verdict(found: Verification) -> str:
+    if any(tensor.num_nan is None for tensor in found.tensors):
+        return "complete; values were not read"
+    if not found.num_without_checksum:
+        return "complete and undamaged"
+    if not found.num_checksums:
+        return "complete; this format has no checksums, so changed values cannot be seen"
+    return (
+        f"complete; {count_of(found.num_without_checksum, 'tensor')} without a checksum, of which "
+        "changed values cannot be seen"
+    )
 
 
 def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
@@ -189,10 +201,7 @@ def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
     yield "kind", found.kind
     yield "tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"
     yield "files", str(found.num_files)
-    yield (
-        "checksums",
-        f"{count_of(found.num_checksums, 'block')}" if found.num_checksums else "none",
-    )
+    yield "checksums", f"{found.num_checksums:,} compared" if found.num_checksums else "none"
     for section, counts in found.dtypes().items():
         texts = (f"{number} {dtype_name(dtype)}" for dtype, number in counts.items())
         yield f"dtypes, {section}", ", ".join(texts)

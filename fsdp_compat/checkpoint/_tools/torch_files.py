@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import CheckpointError, explain
-from .._texts import MAX_TEXT_NBYTES, open_file
+from .._blocks import damaged
+from .._texts import MAX_TEXT_NBYTES, brief, open_file
+from .archive import Checksum
 from .pickle_machine import Refused
 from .stored_storages import Storage, StorageKind
 from .unpickling import load, load_prefix, refused
@@ -65,8 +68,12 @@ def _guarded(path: Path, read: Callable[[], Any]) -> Any:
         return read()
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # of zipfile, for damaged files
+    except Exception as error:  # whatever wrong values raise
         raise refused(path, error) from error
+
+
+def _broken(path: Path, got: str) -> CheckpointError:
+    return damaged(path, "a complete zip archive, as torch.save writes it", got)
 
 
 def _not_torch(path: Path, start: bytes) -> CheckpointError:
@@ -116,23 +123,32 @@ class _Window:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A record of a zip archive. start: of its content, in the whole file."""
+    """A record of a zip archive. start: of its content, in the whole file. crc32: 0 if it was not
+    computed, as ``torch.serialization.set_crc32_options(False)`` and ``skip_data`` have it."""
 
     start: int
     nbytes: int
+    crc32: int
+
+    @property
+    def checksum(self) -> Checksum | None:
+        return Checksum(self.start, self.nbytes, self.crc32) if self.crc32 else None
 
 
 class _Archive:
     """The records of a zip archive that torch.save wrote, by their names without the directory that
-    all have in common. Raises Refused for what torch does not write."""
+    all have in common. Raises Refused for what torch does not write, and CheckpointError for a file
+    that was cut off or changed."""
 
-    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes = file, start, nbytes
-        with zipfile.ZipFile(_Window(file, start, nbytes)) as archive:
-            infos = archive.infolist()
-            if len(infos) > min(_MAX_RECORDS, nbytes // 46):
-                raise Refused(f"{len(infos)} records")
-            end = archive.start_dir
+    def __init__(self, file: BinaryIO, path: Path, start: int, nbytes: int) -> None:
+        self._file, self._path, self._start, self._nbytes = file, path, start, nbytes
+        try:
+            with zipfile.ZipFile(_Window(file, start, nbytes)) as archive:
+                infos, end = archive.infolist(), archive.start_dir
+        except Exception as error:  # of many classes, where the directory is damaged
+            raise _broken(path, f"{brief(error)} (was it copied completely?)") from error
+        if len(infos) > min(_MAX_RECORDS, nbytes // 46):
+            raise Refused(f"{len(infos)} records")
         infos.sort(key=lambda info: info.header_offset)
         self._entries: dict[str, _Entry] = {}
         ends = [info.header_offset for info in infos[1:]] + [end]
@@ -148,23 +164,24 @@ class _Archive:
             raise Refused(f"the encrypted record {name!r}")
         head = self._read(info.header_offset, _LOCAL_HEADER_NBYTES)
         if head[:4] != _ZIP:
-            raise Refused(f"the record {name!r} without a header")
+            raise _broken(self._path, f"the record {name!r} without a header")
         lengths = int.from_bytes(head[26:28], "little"), int.from_bytes(head[28:30], "little")
         start = info.header_offset + _LOCAL_HEADER_NBYTES + sum(lengths)
         if self._read(info.header_offset + _LOCAL_HEADER_NBYTES, lengths[0]) != _raw_name(info):
-            raise Refused(f"the record {name!r} under another name")
+            raise _broken(self._path, f"the record {name!r} under another name")
         if int.from_bytes(head[8:10], "little") != zipfile.ZIP_STORED:
             raise Refused(f"the compressed record {name!r}")
         if start + info.file_size > limit:
-            raise Refused(f"the record {name!r} reaches into the next one, or beyond the end")
+            got = f"the record {name!r} that reaches into the next one, or beyond the end"
+            raise _broken(self._path, got)
         inner = name.partition("/")[2]
         if inner in self._entries:
             raise Refused(f"two records {inner!r}")
-        self._entries[inner] = _Entry(self._start + start, info.file_size)
+        self._entries[inner] = _Entry(self._start + start, info.file_size, info.CRC)
 
     def _read(self, start: int, nbytes: int) -> bytes:
         if not 0 <= start <= start + nbytes <= self._nbytes:
-            raise Refused(f"a record at byte {start} of {self._nbytes}")
+            raise _broken(self._path, f"a record at byte {start} of {self._nbytes}")
         self._file.seek(self._start + start)
         return self._file.read(nbytes)
 
@@ -173,7 +190,7 @@ class _Archive:
 
     def entry(self, name: str) -> _Entry:
         if name not in self._entries:
-            raise Refused(f"no record {name[:200]!r}")
+            raise _broken(self._path, f"no record {name[:200]!r}")
         return self._entries[name]
 
     def content(self, name: str) -> bytes:
@@ -181,7 +198,10 @@ class _Archive:
         if entry.nbytes > MAX_TEXT_NBYTES:
             raise Refused(f"{entry.nbytes} bytes in {name}; the limit is {MAX_TEXT_NBYTES}")
         self._file.seek(entry.start)
-        return self._file.read(entry.nbytes)
+        content = self._file.read(entry.nbytes)
+        if entry.crc32 not in (0, found := zlib.crc32(content)):
+            raise damaged(self._path, f"checksum {entry.crc32:08x} of {name}", f"{found:08x}")
+        return content
 
 
 def _raw_name(info: zipfile.ZipInfo) -> bytes:
@@ -189,7 +209,7 @@ def _raw_name(info: zipfile.ZipInfo) -> bytes:
 
 
 def _zipped(file: BinaryIO, path: Path, start: int, nbytes: int, ignored: Collection[str]) -> Any:
-    archive = _Archive(file, start, nbytes)
+    archive = _Archive(file, path, start, nbytes)
     if "constants.pkl" in archive:
         raise Refused(
             "a TorchScript archive, which holds a program; save model.state_dict() with torch.save"
@@ -205,7 +225,7 @@ def _zipped(file: BinaryIO, path: Path, start: int, nbytes: int, ignored: Collec
         wanted = numel * kind.itemsize
         if wanted > entry.nbytes or known != kind:
             raise Refused(f"storage {key[:50]!r} of {wanted} bytes in a record of {entry.nbytes}")
-        return Storage(path, entry.start, wanted, kind.dtype)
+        return Storage(path, entry.start, wanted, kind.dtype, entry.checksum)
 
     return load(archive.content("data.pkl"), path, storage, ignored=ignored)
 

@@ -15,9 +15,11 @@ from ..._layout.box import Box
 from ...errors import CheckpointError, UsageError, explain
 from .._blocks import FileFacts, ReadRequest, check, nbytes_to_check
 from .._header import dtype_name
-from .._texts import brief
-from .archive import Archive, Piece, Span, StoredTensor, coverage_problem
+from .._manifest import MANIFEST
+from .._texts import brief, joined
+from .archive import Archive, Checksum, NotRead, Piece, Span, StoredTensor, coverage_problem
 from .inspection import file_name
+from .native_reading import files_of_native, is_native
 from .numbers import comparable, count_not_finite
 from .opening import open_archive
 from .paths import require_inside
@@ -67,7 +69,8 @@ class Verification:
     tensors: tuple[TensorCheck, ...]
     problems: tuple[Problem, ...]
     num_files: int  # that hold tensors or have checksums
-    num_checksums: int  # blocks that were compared; 0 if the format has none
+    num_checksums: int  # that were compared: of blocks or records; 0 if the files have none
+    num_without_checksum: int  # tensors whose values could change without a trace
     nbytes: int  # of all tensors
     left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
 
@@ -99,6 +102,7 @@ class Verification:
             "problems": [vars(problem) for problem in self.problems],
             "num_files": self.num_files,
             "num_checksums": self.num_checksums,
+            "num_without_checksum": self.num_without_checksum,
             "nbytes": self.nbytes,
             "num_not_finite": self.num_not_finite,
             "dtypes": {
@@ -122,25 +126,28 @@ def verify(
     workers: int = 1,
     progress: bool = False,
 ) -> Verification:
-    """Check a checkpoint of any format, and return every problem that was found.
+    """Check a checkpoint of any format, and return every problem found.
 
         result = verify("runs/7/step-00001200", workers=4)
         assert result.is_intact, result.problems
 
     Every element of every tensor has to be in the files exactly once, every file as long as the
-    checkpoint says and inside its directory. The values are read, too: checksums are compared where
-    the format has them, copies by replicas have to be equal, and NaN and infinite values are
-    counted for each tensor.
+    checkpoint says and inside its directory. The values are read: checksums are compared, copies by
+    replicas have to be equal, and NaN and infinite values are counted for each tensor. Native
+    checkpoints have checksums, and so do files of torch.save and torch.distributed.checkpoint
+    (unless they were turned off). safetensors files and those of torch before 1.6 have none:
+    ``num_without_checksum`` counts the tensors whose values could have changed unnoticed.
 
     path: a file or a directory; its format is recognised.
-    values: False reads no values, and compares no checksums: a matter of moments.
+    values: False: read no values and compare no checksums, which takes seconds.
     finite: values that are NaN or infinite are a problem.
     shapes, ignored, keep_module: as for ``inspect``.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
     workers: threads. progress: draw a bar, with tqdm.
 
-    Raises CheckpointError if the checkpoint cannot even be opened: it is not one, or its metadata
-    are damaged or refused; UsageError for wrong arguments; OSError.
+    Damage that prevents opening the checkpoint is a problem, too, and of a native one all files are
+    still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of a
+    class that is not in ``ignored``; UsageError for wrong arguments; OSError.
     """
     require_limits(memory, workers, progress, _WHERE)
     if finite and not values:
@@ -153,9 +160,30 @@ def verify(
                 fix="leave one of them out",
             )
         )
-    archive = open_archive(Path(path), shapes, ignored, keep_module)
-    job = _Verifier(archive, values, finite, memory, workers)
-    return job.run(progress)
+    try:
+        archive = open_archive(Path(path), shapes, ignored, keep_module)
+    except NotRead:
+        raise
+    except CheckpointError as error:
+        archive = _unopened(Path(path))
+        found = _Verifier(archive, values, finite, memory, workers).run(progress)
+        problems = found.problems or (_problem_of(error, Path(path)),)
+        return dataclasses.replace(found, problems=problems)
+    return _Verifier(archive, values, finite, memory, workers).run(progress)
+
+
+def _unopened(path: Path) -> Archive:
+    """Return what can be said of a checkpoint that cannot be opened."""
+    directory = path.parent if path.name == MANIFEST else path
+    if directory.is_dir() and is_native(directory):
+        return files_of_native(directory)
+    return Archive(path, "not known: it cannot be opened", {})
+
+
+def _problem_of(error: CheckpointError, path: Path) -> Problem:
+    """Return an error that was raised while a checkpoint was opened."""
+    title = str(error).partition("\n")[0].rstrip(".")
+    return Problem("file", path.name, f"{title}: {_line(error)}")
 
 
 class _Verifier:
@@ -166,7 +194,7 @@ class _Verifier:
     ) -> None:
         self._archive, self._values, self._finite = archive, values, finite
         self._memory, self._workers = memory, workers
-        self._files = Files()
+        self._files = Files(compares_records=False)
 
     def run(self, progress: bool) -> Verification:
         archive = self._archive
@@ -179,16 +207,25 @@ class _Verifier:
             for path, facts in (archive.checksums if self._values else {}).items()
             if file_name(path, archive.path) not in unusable
         ]
+        records = {
+            (path, checksum): names
+            for (path, checksum), names in (_records(tensors) if self._values else {}).items()
+            if file_name(path, archive.path) not in unusable
+        }
         requests = {path: [_whole_file(facts)] for path, facts in checksums}
         total = sum(nbytes_to_check(facts, requests[path]) for path, facts in checksums)
+        total += sum(checksum.nbytes for _, checksum in records)
         if self._values:
             total += sum(self._nbytes_to_read(tensor) for _, tensor in tensors)
-        work: list[tuple[Path, FileFacts] | tuple[str, StoredTensor]] = [*checksums, *tensors]
+        work = [*checksums, *records, *tensors]
 
         def do(item: tuple[Any, Any], tick: Tick) -> tuple[TensorCheck | None, list[Problem]]:
-            if isinstance(item[0], Path):
-                return None, self._compare_checksums(item[0], item[1], requests[item[0]], tick)
-            return self._look_at(item[0], item[1], unusable, tick)
+            where, what = item
+            if isinstance(what, FileFacts):
+                return None, self._compare_blocks(where, what, requests[where], tick)
+            if isinstance(what, Checksum):
+                return None, self._compare_record(where, what, records[item], tick)
+            return self._look_at(where, what, unusable, tick)
 
         with self._files:
             results = for_each(
@@ -207,9 +244,19 @@ class _Verifier:
             tensors=tuple(result for result, _ in results if result is not None),
             problems=tuple(problems),
             num_files=len(ends.keys() | archive.checksums.keys()),
-            num_checksums=sum(len(facts.checksums) for _, facts in checksums),
+            num_checksums=sum(len(facts.checksums) for _, facts in checksums) + len(records),
+            num_without_checksum=sum(self._has_no_checksum(tensor) for _, tensor in tensors),
             nbytes=archive.nbytes,
             left_out=tuple(archive.left_out),
+        )
+
+    def _has_no_checksum(self, tensor: StoredTensor) -> bool:
+        return any(
+            isinstance(source := piece.source, Span)
+            and source.checksum is None
+            and source.path not in self._archive.checksums
+            for piece in (*tensor.pieces, *tensor.copies)
+            if piece.box.numel
         )
 
     def _nbytes_to_read(self, tensor: StoredTensor) -> int:
@@ -246,13 +293,23 @@ class _Verifier:
                 at_least = "" if expected is not None else "at least "
                 yield Problem("file", name, f"{nbytes} bytes instead of {at_least}{end}")
 
-    def _compare_checksums(
+    def _compare_blocks(
         self, path: Path, facts: FileFacts, requests: list[ReadRequest], tick: Tick
     ) -> list[Problem]:
         try:
             check(path, facts, requests, tick)
         except (CheckpointError, OSError) as error:
             return [Problem("checksum", file_name(path, self._archive.path), _line(error))]
+        return []
+
+    def _compare_record(
+        self, path: Path, checksum: Checksum, names: list[str], tick: Tick
+    ) -> list[Problem]:
+        try:
+            self._files.compare(path, checksum, tick)
+        except (CheckpointError, OSError) as error:
+            what = f"{_line(error)}, of {joined(names, 3, ', ')}"
+            return [Problem("checksum", file_name(path, self._archive.path), what)]
         return []
 
     # -- values
@@ -343,6 +400,18 @@ def _ends(tensors: list[tuple[str, StoredTensor]]) -> dict[Path, int]:
                     end += (last + 1) * tensor.dtype.itemsize
                 ends[source.path] = max(ends.get(source.path, 0), end)
     return ends
+
+
+def _records(tensors: list[tuple[str, StoredTensor]]) -> dict[tuple[Path, Checksum], list[str]]:
+    """Return the records with checksums that tensors lie in, and the paths of these tensors."""
+    found: dict[tuple[Path, Checksum], list[str]] = {}
+    for path, tensor in tensors:
+        for piece in (*tensor.pieces, *tensor.copies):
+            if isinstance(source := piece.source, Span) and source.checksum is not None:
+                names = found.setdefault((source.path, source.checksum), [])
+                if path not in names[-1:]:
+                    names.append(path)
+    return found
 
 
 def _whole_file(facts: FileFacts) -> ReadRequest:

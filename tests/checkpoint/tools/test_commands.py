@@ -98,8 +98,8 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     }
     content = json.loads(run("verify", model, "--json").stdout)
     assert list(content) == [
-        *("path", "kind", "is_intact", "problems", "num_files", "num_checksums", "nbytes"),
-        *("num_not_finite", "dtypes", "tensors", "left_out"),
+        *("path", "kind", "is_intact", "problems", "num_files", "num_checksums"),
+        *("num_without_checksum", "nbytes", "num_not_finite", "dtypes", "tensors", "left_out"),
     ]
     assert content["is_intact"] is True and content["tensors"][0].keys() == {
         *("path", "dtype", "shape", "num_nan", "num_inf")
@@ -193,7 +193,9 @@ def test_the_answer_no_is_1(
     opens(monkeypatch, made)
     (made.path / "rank1").unlink()
     result = run("verify", made.path)
-    assert result.exit_code == 1 and result.stdout.endswith("1 problem: do not rely on it\n")
+    assert result.exit_code == 1 and result.stdout.endswith(
+        "1 problem found: do not load this checkpoint\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,10 +240,11 @@ def test_wrong_arguments_are_2_and_one_message(
 def test_damaged_or_unknown_files_are_3(model: Path, tmp_path: Path) -> None:
     model.write_bytes(model.read_bytes()[:-1])
     (tmp_path / "empty").mkdir()
+    assert run("verify", model).exit_code == 1
+    assert_one_message(run("verify", tmp_path / "empty"), 3)
     for path in (model, tmp_path / "empty"):
         for arguments in (
             ["inspect", path],
-            ["verify", path],
             ["diff", path, path],
             ["convert", path, tmp_path / "t"],
             ["merge", path, tmp_path / "t.safetensors"],

@@ -255,8 +255,8 @@ def test_other_values_dtypes_and_numbered_states_are_written(tmp_path: Path) -> 
     assert_same(all_values(written)["extra/pair/1"], weight, "pair")
     assert written.step == 5
     assert written.extra["list"] == [{"y": [1, 2]}]
-    assert written.param_groups == [{"lr": 0.1, "params": ["w"]}]  # one parameter: no doubt
-    assert set(written.states["w"]) == {"step", "m"}
+    assert written.param_groups == [{"lr": 0.1, "params": ["0"]}]
+    assert set(written.states["0"]) == {"step", "m"}
 
 
 def test_names_that_would_be_equal_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""One changed byte is an error or changes nothing: where files have checksums, no other value is
+ever read from them, and where they have none, `verify` says so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from fsdp_compat.checkpoint import convert, verify
+from fsdp_compat.checkpoint._tools import commands
+from fsdp_compat.checkpoint._tools.archive import Span
+from fsdp_compat.checkpoint._tools.opening import open_archive
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.errors import CheckpointError
+from tests.support import checkpoints
+
+TENSORS = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(24.0).view(6, 4).t() + 7}
+
+
+def values(path: Path) -> dict[str, bytes]:
+    with Files() as files:
+        found = {name: read(each, files) for name, each in open_archive(path).all_tensors()}
+    return {name: bytes(each.view(torch.uint8).numpy()) for name, each in found.items()}
+
+
+def changed_bytes(file: Path, step: int = 1) -> Iterator[int]:
+    """Flip one bit of each byte of a file in turn, and yield its place while it is changed."""
+    content = file.read_bytes()
+    for place in range(0, len(content), step):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        file.write_bytes(changed)
+        yield place
+    file.write_bytes(content)
+
+
+def spans(path: Path) -> list[Span]:
+    """Where the model's values are."""
+    pieces = [piece for each in open_archive(path).tensors.values() for piece in each.pieces]
+    return [p.source for p in pieces if isinstance(p.source, Span) and p.box.numel]
+
+
+def save_dcp(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "torch's dcp", "our dcp"])
+def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
+    torch.save(TENSORS, tmp_path / "x.pt")
+    path = file = tmp_path / "x.pt"
+    if kind == "torch's dcp":
+        path = save_dcp(tmp_path / "dcp", TENSORS)
+    elif kind == "our dcp":
+        path = convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp")
+    if path.is_dir():
+        (file,) = path.glob("*.distcp")
+    expected, num_refused = values(path), 0
+    for place in changed_bytes(file, 2):
+        try:
+            assert values(path) == expected, f"byte {place}"
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > 24 * 4 // 2, "at least the values themselves have checksums"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1-sharded-dcp", "fsdp2-torch"])
+def test_every_value_of_torchs_files_has_its_checksum(kind: str, tmp_path: Path) -> None:
+    path = checkpoints.make(kind, 2, tmp_path)["path"]
+    assert all(span.checksum is not None for span in spans(path))
+    result = verify(path)
+    assert result.is_intact and result.num_checksums and not result.num_without_checksum
+    span = max(spans(path), key=lambda span: span.start)
+    content = bytearray(span.path.read_bytes())
+    content[span.start + 1] ^= 4
+    span.path.write_bytes(content)
+    for workers in (1, 3):
+        problem, *more = verify(path, workers=workers).problems
+        assert (problem.kind, problem.where, more) == ("checksum", span.path.name, [])
+        assert "checksum" in problem.what and ", of " in problem.what
+    for target in ("x.safetensors", "x.pt", "native"):
+        with pytest.raises(CheckpointError, match="checksum"):
+            convert(path, tmp_path / target, to="native" if target == "native" else None)
+        assert not (tmp_path / target).exists()
+
+
+def verdict(path: Path) -> str:
+    result = CliRunner().invoke(commands.commands, ["verify", str(path)])
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()[-1]
+
+
+def test_files_without_checksums_are_not_damaged_and_said_to_have_none(tmp_path: Path) -> None:
+    save_file(
+        {name: each.contiguous() for name, each in TENSORS.items()}, tmp_path / "x.safetensors"
+    )
+    torch.save(TENSORS, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(TENSORS, tmp_path / "with.pt")
+    with torch.serialization.skip_data():
+        torch.save(TENSORS, tmp_path / "skipped.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(TENSORS, tmp_path / "off.pt")
+        save_dcp(tmp_path / "off", TENSORS)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for name in ("x.safetensors", "old.pt", "skipped.pt", "off.pt", "off"):
+        result = verify(tmp_path / name)
+        assert result.problems == ()
+        assert (result.num_checksums, result.num_without_checksum) == (0, 2)
+        assert verdict(tmp_path / name) == (
+            "complete; this format has no checksums, so changed values cannot be seen"
+        )
+    assert values(tmp_path / "off.pt") == values(tmp_path / "with.pt") == values(tmp_path / "off")
+    assert verdict(tmp_path / "with.pt") == "complete and undamaged"
+    assert verify(tmp_path / "with.pt").num_checksums == 2
+
+
+# -- one answer for damage, wherever it is
+
+
+def outcome(path: Path) -> tuple[int, list[str]]:
+    """The exit status, and the files with problems."""
+    result = CliRunner().invoke(commands.commands, ["verify", str(path), "--json"])
+    problems: list[Any] = []
+    with contextlib.suppress(CheckpointError):
+        problems = [problem.where for problem in verify(path).problems]
+    return result.exit_code, problems
+
+
+def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(
+    tmp_path: Path,
+) -> None:
+    torch.save({"w": torch.arange(3 << 20)}, tmp_path / "x.pt")  # beyond the block with the head
+    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=3)
+    zero, one, two = (path / f"rank-{rank:05d}.safetensors" for rank in range(3))
+    intact = {file: file.read_bytes() for file in (zero, one, two, path / "manifest.json")}
+
+    def change(file: Path, place: int) -> None:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+
+    change(zero, -1)
+    change(two, -1)
+    assert outcome(path) == (1, [zero.name, two.name])
+    for place in (3, 20):  # the length of the header, and the header
+        change(zero, place)
+        assert outcome(path) == (1, [zero.name, two.name])
+        change(zero, place)
+    change(zero, 20)
+    one.write_bytes(intact[one][:-1])
+    assert outcome(path) == (1, [one.name, zero.name, two.name])
+    one.unlink()
+    assert outcome(path) == (1, [one.name, zero.name, two.name])
+    (path / "manifest.json").write_bytes(intact[path / "manifest.json"].replace(b"w", b"v", 1))
+    status, (where,) = outcome(path)
+    assert (status, where) == (1, path.name)
+
+
+def test_a_file_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(content[:-100])
+    (problem,) = verify(tmp_path / "x.pt").problems
+    assert "x.pt is not what was saved" in problem.what and "zip archive" in problem.what
+    result = CliRunner().invoke(commands.commands, ["inspect", str(tmp_path / "x.pt")])
+    assert result.exit_code == 3
+    assert "copied completely" in result.stderr and "plain values" not in result.stderr
+    (tmp_path / "empty").mkdir()
+    assert outcome(tmp_path / "empty") == (3, []), "there is nothing to verify"
