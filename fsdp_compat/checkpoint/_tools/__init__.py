@@ -1,7 +1,13 @@
 """Checkpoints of any format, in one process, without a process group, a GPU or a model.
 
 A reader makes an `archive`: names, dtypes, shapes, and boxes with the bytes that hold them. Values
-are read when they are needed, through a buffer of bounded size. Nothing that a file holds is run.
+are read when they are needed, through a buffer of bounded size, and their checksums are compared
+first if the format has any. Nothing that a file holds is run.
+
+Files are not trusted. Bounded before any work, whatever a small file says: bytes of text and of
+pickles; the depth and the number of nested containers; shapes (64 dims, 2**60 elements); the sizes
+of a mesh; the boxes that the placements of DTensors cut a tensor into, for each and for all of one
+checkpoint. Not bounded yet: what a pickle copies from values that it refers to many times.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files

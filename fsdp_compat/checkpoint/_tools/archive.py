@@ -217,9 +217,12 @@ def coverage_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None
     if not shape:
         overlap = len(filled) > 1
         return "two pieces for one value" if overlap else None if filled else "its value is missing"
+    # Along the dim with the most cuts, few boxes lie beside one another.
+    dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
     active: list[Box] = []
-    for box in sorted(filled, key=lambda box: box.offsets):
-        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+    for box in sorted(filled, key=lambda box: box.offsets[dim]):
+        start = box.offsets[dim]
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
         for other in active:
             if intersection(box, other) is not None:
                 return f"{_text(other)} and {_text(box)} overlap"

@@ -15,7 +15,7 @@ from ...errors import CheckpointError, explain
 from .archive import Piece, StoredTensor, coverage_problem
 from .pickle_machine import Refused
 from .reading import Files, boxes_of, read_box
-from .sharded_records import DTensorRecord, ShardedTensorRecord
+from .sharded_records import DTensorRecord, ShardedTensorRecord, SplitLimit
 
 __all__ = ["Merger", "disagreement", "part_of", "tensor_of_parts"]
 
@@ -81,7 +81,7 @@ class Merger:
         self.differing: dict[tuple[str, ...], None] = {}
         self.conflicts: dict[tuple[str, ...], str] = {}
         self.num_sharded = 0
-        self._where, self._files = where, files
+        self._where, self._files, self._limit = where, files, SplitLimit()
 
     def merge(self, values: Mapping[int, Any], path: tuple[str, ...] = ()) -> Any:
         """values: by rank. Returns the merged value, in the containers of the first rank. Raises
@@ -136,7 +136,7 @@ class Merger:
         parts: list[Piece] = []
         try:
             for rank, value in values.items():
-                parts += _parts(value, rank)
+                parts += _parts(value, rank, self._limit)
         except Refused as error:
             raise disagreement(self._where, name, "parts that fit", str(error)) from error
         return tensor_of_parts(dtype, shape, parts, name, self._where)
@@ -179,9 +179,9 @@ class Merger:
         )
 
 
-def _parts(value: DTensorRecord | ShardedTensorRecord, rank: int) -> list[Piece]:
+def _parts(value: DTensorRecord | ShardedTensorRecord, rank: int, limit: SplitLimit) -> list[Piece]:
     if isinstance(value, DTensorRecord):
-        return [part_of(value.local, inside, box, rank) for inside, box in value.boxes()]
+        return [part_of(value.local, inside, box, rank) for inside, box in value.boxes(limit)]
     found = []
     for box, tensor in value.shards:
         if box.numel:

@@ -20,13 +20,17 @@ __all__ = [
     "DTensorRecord",
     "Placement",
     "ShardedTensorRecord",
+    "SplitLimit",
     "boxed_tensor",
     "d_tensor",
     "sharded_tensor",
     "shape_of",
 ]
 
-_MAX_SPLITS = 4096  # of a strided placement: as many as ranks that share a tensor
+_MAX_SPLITS = 4096  # of the rows of one tensor: as many as ranks that share it
+_FREE_SPLITS, _MORE_SPLITS = 128, 1 << 18  # of each DTensor; of all in one checkpoint, beyond those
+_MAX_DIMS = 64
+_MAX_MESH_PARTS = 256  # numbers and tuples in the sizes of one dim of a mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +59,12 @@ class DTensorRecord:
     def dtype(self) -> torch.dtype:
         return self.local.dtype
 
-    def boxes(self) -> list[tuple[Box, Box]]:
+    def boxes(self, limit: SplitLimit | None = None) -> list[tuple[Box, Box]]:
         """Return the boxes of ``local`` with those of the whole that they are. Raises Refused if
-        the sizes do not agree, and for placements that do not say where elements lie."""
+        the sizes do not agree, and for placements that do not say where elements lie, or cut it
+        into too many boxes."""
+        limit = limit or SplitLimit()
+        limit.left += _FREE_SPLITS
         rows = [[Interval(0, size)] for size in self.shape]
         for place, size, index in zip(
             self.placements, self.mesh_shape, self.coordinate, strict=True
@@ -70,7 +77,7 @@ class DTensorRecord:
             if not 0 <= dim < len(self.shape):
                 raise Refused(f"a DTensor of shape {list(self.shape)} with the placement {place}")
             splits = place.split_factor if place.kind == "_StridedShard" else 1
-            rows[dim] = _share(rows[dim], splits, size, index)
+            rows[dim] = _share(rows[dim], splits, size, index, limit)
         sizes = tuple(sum(part.numel for part in parts) for parts in rows)
         if sizes != self.local.shape:
             raise Refused(
@@ -80,8 +87,9 @@ class DTensorRecord:
             )
         if not math.prod(sizes):
             return []
-        found = []
-        for parts in itertools.product(*(_with_places(parts) for parts in rows)):
+        found, joined = [], [_with_places(parts) for parts in rows]
+        limit.spend(math.prod(map(len, joined)))
+        for parts in itertools.product(*joined):
             sizes = tuple(part.numel for part, _ in parts)
             found.append(
                 (
@@ -103,11 +111,27 @@ class ShardedTensorRecord:
     inside: FlatLayout | None = None  # of a flat tensor, if it says where its parameters lie
 
 
-def _share(parts: list[Interval], splits: int, num: int, index: int) -> list[Interval]:
+class SplitLimit:
+    """Limits the work that placements of one checkpoint ask for: the few bytes of a strided one can
+    cut a tensor into any number of boxes, those of several dims into their product."""
+
+    def __init__(self) -> None:
+        self.left = _MORE_SPLITS
+
+    def spend(self, num: int) -> None:
+        self.left -= num
+        if num > _MAX_SPLITS or self.left < 0:
+            raise Refused(f"a DTensor that is cut into {num} parts")
+
+
+def _share(
+    parts: list[Interval], splits: int, num: int, index: int, limit: SplitLimit
+) -> list[Interval]:
     """Return the share ``index`` of ``num`` of each of ``splits`` shares of rows, which are given
     as intervals. Shares are those of torch.chunk: the last ones may be smaller, or empty."""
     if not 1 <= splits <= _MAX_SPLITS or not 0 <= index < num:
         raise Refused(f"share {index} of {num}, in {splits} splits")
+    limit.spend(splits * len(parts))
     total = sum(part.numel for part in parts)
     found = []
     for split in range(min(splits, max(total, 1))):
@@ -152,10 +176,20 @@ def _with_places(parts: list[Interval]) -> list[tuple[Interval, int]]:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the sizes of a pickled shape. Raises Refused."""
-    if not isinstance(value, (tuple, list)) or not all(type(size) is int for size in value):
-        raise Refused("a shape that is not whole numbers")
-    if any(size < 0 for size in value) or math.prod(max(size, 1) for size in value) >= 1 << 60:
-        raise Refused(f"a shape of {str(list(value))[:100]}")
+    shape = _whole_numbers(value, _MAX_DIMS)
+    numel = 1
+    for size in shape:
+        numel *= max(size, 1)
+        if numel >= 1 << 60:  # before the product of huge numbers takes long
+            raise Refused("a shape of more than 2**60 elements")
+    return shape
+
+
+def _whole_numbers(value: Any, most: int) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) > most:
+        raise Refused("a shape that is not a short sequence")
+    if not all(type(size) is int and size >= 0 for size in value):
+        raise Refused("a shape that is not whole numbers from 0 on")
     return tuple(value)
 
 
@@ -169,12 +203,14 @@ def d_tensor(local: Any, spec: Any) -> DTensorRecord:
     # TensorMeta is a named tuple: (shape, stride, dtype)
     shape = shape_of(meta.args[0] if meta.args else meta.fields.get("shape"))
     mesh_shape, coordinate = _mesh_shape(mesh), mesh.fields.get("_coordinate_on_dim")
-    placements = tuple(_placement(item) for item in spec.fields.get("placements") or ())
+    placements = spec.fields.get("placements") or ()
     if coordinate is None:
         raise Refused("a DTensor of a rank that is not in its mesh")
     if not len(mesh_shape) == len(shape_of(coordinate)) == len(placements):
         raise Refused(f"{len(placements)} placements on a mesh of {len(mesh_shape)} dims")
-    return DTensorRecord(local, shape, mesh_shape, tuple(coordinate), placements)
+    return DTensorRecord(
+        local, shape, mesh_shape, tuple(coordinate), tuple(map(_placement, placements))
+    )
 
 
 def _mesh_shape(mesh: Record) -> tuple[int, ...]:
@@ -187,17 +223,31 @@ def _mesh_shape(mesh: Record) -> tuple[int, ...]:
     if not isinstance(layout, Record):
         raise Refused("a mesh without a layout")
     if "axes" in layout.fields:
-        sizes = [axis.fields["shape"] for axis in layout.fields["axes"]]
+        sizes = layout.fields["axes"]
     else:
         sizes = layout.args[0] if layout.args else layout.fields["shape"]
-        sizes = [sizes] if isinstance(sizes, int) else list(sizes)
-    return tuple(_product(size, 8) for size in sizes)
+        sizes = (sizes,) if isinstance(sizes, int) else sizes
+    if not isinstance(sizes, (tuple, list)) or len(sizes) > _MAX_DIMS:
+        raise Refused("a mesh without sizes, or of too many dims")
+    return tuple(
+        _product(size.fields["shape"] if isinstance(size, Record) else size) for size in sizes
+    )
 
 
-def _product(size: Any, depth: int) -> int:
-    if isinstance(size, tuple) and depth:
-        return math.prod(_product(item, depth - 1) for item in size)
-    return math.prod(shape_of((size,)))
+def _product(size: Any) -> int:
+    """Return the product of the numbers in nested tuples, which may be shared many times."""
+    found: list[Any] = []
+    waiting: list[Any] = [size]
+    for _ in range(_MAX_MESH_PARTS):
+        if not waiting:
+            numel: int = math.prod(shape_of(found))
+            return numel
+        item = waiting.pop()
+        if isinstance(item, tuple):
+            waiting += item[:_MAX_MESH_PARTS]
+        else:
+            found.append(item)
+    raise Refused(f"more than {_MAX_MESH_PARTS} numbers as the size of a dim of a mesh")
 
 
 def _placement(value: Any) -> Placement:
@@ -266,7 +316,7 @@ def boxed_tensor(
             shape_of(place.fields["origin"]),
         )
     everyone = []
-    for other, member in enumerate(shape_of(members)):
+    for other, member in enumerate(_whole_numbers(members, known.ranks)):
         boxes = cut_into_boxes(shape, known.part(index, other))
         everyone.append((member, [_moved(box, origin) for box in boxes]))
     numel = known.part(index, rank).numel
