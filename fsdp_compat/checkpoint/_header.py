@@ -41,6 +41,7 @@ __all__ = [
     "dtype_of",
     "encode_header",
     "is_known",
+    "is_quantized",
     "length_of_header",
     "parse_header",
     "read_header",
@@ -74,6 +75,8 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 # Read, but not written: many versions of the library do not know it.
 _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+# Bits of an element of dtypes that torch does not have: tensors of these are read as their bytes.
+_PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,7 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # first byte in the file
+    packed: str | None = None  # the dtype in the file, if torch does not have it
 
     @property
     def numel(self) -> int:
@@ -103,12 +107,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: object) -> torch.dtype:
-    """Return the dtype of one of torch's names; raises ValueError for anything else."""
+def dtype_of(name: object, of_tensor: bool = True) -> torch.dtype:
+    """Return the dtype of one of torch's names; raises ValueError for anything else. of_tensor: its
+    bytes are the values, so that it is not a quantized one."""
     found = vars(torch).get(str(name))  # getattr would import modules that torch loads lazily
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of this version of torch")
+    if of_tensor and is_quantized(found):
+        raise ValueError(f"{name!r} is a quantized dtype, whose values need a scale")
     return found
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    return dtype_name(dtype).startswith("q")
 
 
 def is_known(dtype: torch.dtype) -> bool:
@@ -203,16 +214,17 @@ def _parsed(
     entries, end = {}, 0
     for first, stop, name in places:
         facts = described[name]
-        if facts["dtype"] not in _DTYPES:
-            raise ValueError(f"{name!r}: dtype {facts['dtype']!r}, which cannot be loaded")
-        entries[name] = TensorInfo(
-            name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start + first
-        )
+        dtype, shape = facts["dtype"], tuple(facts["shape"])
+        packed: str | None = None
+        if dtype in _PACKED and not (num_bits := math.prod(shape) * _PACKED[dtype]) % 8:
+            packed, dtype, shape = dtype, "U8", (num_bits // 8,)
+        if dtype not in _DTYPES:
+            raise ValueError(f"{name!r}: dtype {dtype!r}, which cannot be loaded")
+        entries[name] = TensorInfo(name, _DTYPES[dtype], shape, start + first, packed)
         if first != end or stop - first != entries[name].nbytes:
-            shape = reprlib.repr(facts["shape"])
             raise ValueError(
-                f"{name!r}: {facts['dtype']} of shape {shape} at bytes {first} to {stop}, after "
-                f"byte {end}"
+                f"{name!r}: {facts['dtype']} of shape {reprlib.repr(facts['shape'])} at bytes "
+                f"{first} to {stop}, after byte {end}"
             )
         end = stop
     if start + end != nbytes:

@@ -241,7 +241,7 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         real, imag = listed(content)
         return complex(float(real), float(imag))
     if tag == "@dtype":
-        return dtype_of(content)
+        return dtype_of(content, of_tensor=False)
     if tag == "@device":
         return torch.device(text_in(content))
     raise _unreadable(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ _META = "meta.pt"  # of Lightning and Fabric
 _COMMON = "common.pt"  # of Megatron
 
 
-def read_client_directory(path: Path, shapes: Shapes | None = None) -> Archive | None:
+def read_client_directory(
+    path: Path, shapes: Shapes | None = None, ignored: Collection[str] = ()
+) -> Archive | None:
     """Return what a directory of one of these libraries holds; None if it is not one.
 
     - Accelerate: each model and optimizer as FULL (``pytorch_model_fsdp.bin``), SHARDED
@@ -56,10 +58,11 @@ def read_client_directory(path: Path, shapes: Shapes | None = None) -> Archive |
     - Megatron-FSDP: ``.metadata`` and ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
-    as random numbers, is named in ``left_out``. Raises CheckpointError and OSError.
+    as random numbers, is named in ``left_out``. ignored: as for ``unpickling.load``. Raises
+    CheckpointError and OSError.
     """
     if is_dcp(path):
-        return _with_values_beside(path)
+        return _with_values_beside(path, ignored)
     names = sorted(os.listdir(path))
     parts = _fsdp_parts(path, names)
     plain = _plain_models(path, names)
@@ -74,26 +77,26 @@ def read_client_directory(path: Path, shapes: Shapes | None = None) -> Archive |
         f"{file.name}: a further copy of the model" for file in plain.values() if has_models
     ]
     opened: dict[tuple[str, int], Archive] = {
-        key: _opened(path, files, key[0], shapes) for key, files in parts.items()
+        key: _opened(path, files, key[0], shapes, ignored) for key, files in parts.items()
     }
     for index, file in models.items():
-        opened["model", index] = _opened_plain(path, file)
+        opened["model", index] = _opened_plain(path, file, ignored)
     archive = _combined(path, kind, opened)
     archive.left_out += left_out
-    _add_values(archive, path, names)
+    _add_values(archive, path, names, ignored)
     return archive
 
 
 # -- Lightning, Fabric, Megatron-FSDP
 
 
-def _with_values_beside(path: Path) -> Archive | None:
+def _with_values_beside(path: Path, ignored: Collection[str]) -> Archive | None:
     """Return a torch.distributed.checkpoint with a file of plain values, or None without it."""
     name = next((name for name in (_META, _COMMON) if (path / name).is_file()), None)
     if name is None:
         return None
     tree, world_size, left_out = tree_of(path)
-    values = _torch_values(member(path, name), left_out)
+    values = _torch_values(member(path, name), left_out, ignored)
     values = values if isinstance(values, dict) else {"values": values}
     kind = "Megatron-FSDP"
     if name == _META:
@@ -103,10 +106,10 @@ def _with_values_beside(path: Path) -> Archive | None:
     return archive_of(path, kind, tree, world_size=world_size, left_out=left_out)
 
 
-def _torch_values(path: Path, left_out: list[str]) -> Any:
+def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> Any:
     """Return the values of a torch.save file; if they are refused, {} with a note."""
     try:
-        return read_torch_file(path)
+        return read_torch_file(path, ignored=ignored)
     except CheckpointError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         got = next((line for line in lines if line.startswith("got:")), lines[0])
@@ -152,23 +155,25 @@ def _plain_models(path: Path, names: Iterable[str]) -> dict[int, Path]:
     return found
 
 
-def _opened(path: Path, files: list[Path], what: str, shapes: Shapes | None) -> Archive:
+def _opened(
+    path: Path, files: list[Path], what: str, shapes: Shapes | None, ignored: Collection[str]
+) -> Archive:
     if files[0].is_dir():
         return read_dcp(files[0])
     if len(files) > 1 or "_rank" in files[0].name:
-        return read_rank_files(files, shapes)
-    return archive_of(path, "torch.save", {what: read_torch_file(files[0])})
+        return read_rank_files(files, shapes, ignored=ignored)
+    return archive_of(path, "torch.save", {what: read_torch_file(files[0], ignored=ignored)})
 
 
-def _opened_plain(path: Path, file: Path) -> Archive:
+def _opened_plain(path: Path, file: Path, ignored: Collection[str]) -> Archive:
     if ".safetensors" in file.name:
         return read_safetensors(file)
     if file.suffix == ".json":
-        return read_indexed_torch_files(file)
-    return archive_of(path, "torch.save", {"model": read_torch_file(file)})
+        return read_indexed_torch_files(file, ignored)
+    return archive_of(path, "torch.save", {"model": read_torch_file(file, ignored=ignored)})
 
 
-def read_indexed_torch_files(index: Path) -> Archive:
+def read_indexed_torch_files(index: Path, ignored: Collection[str] = ()) -> Archive:
     """Return the model in the torch.save files that ``pytorch_model.bin.index.json`` lists. Raises
     CheckpointError and OSError."""
     directory = index.parent
@@ -181,7 +186,7 @@ def read_indexed_torch_files(index: Path) -> Archive:
     found = {}
     for name, file in files.items():
         if file not in trees:
-            trees[file] = read_torch_file(member(directory, file))
+            trees[file] = read_torch_file(member(directory, file), ignored=ignored)
         values = trees[file]
         if not isinstance(values, dict) or name not in values:
             raise damaged(directory / file, f"no tensor {name!r:.200}, which {index.name} lists")
@@ -251,11 +256,13 @@ def _take_facts(archive: Archive, source: Archive, key: str) -> None:
         archive.extra[key] = source.extra
 
 
-def _add_values(archive: Archive, path: Path, names: Iterable[str]) -> None:
+def _add_values(
+    archive: Archive, path: Path, names: Iterable[str], ignored: Collection[str]
+) -> None:
     """Enter the step and the plain values beside model and optimizer."""
     for name in names:
         if match := _VALUES.fullmatch(name):
-            values = _torch_values(require_inside(path, path / name), archive.left_out)
+            values = _torch_values(require_inside(path, path / name), archive.left_out, ignored)
             if values != {}:
                 archive.extra[match["key"] + (match["index"] or "")] = values
         elif _OF_ONE_PROCESS.fullmatch(name):

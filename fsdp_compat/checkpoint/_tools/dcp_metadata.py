@@ -15,6 +15,7 @@ import torch
 
 from ..._layout.box import Box
 from ...errors import CheckpointError, explain
+from .._header import is_quantized
 from .._texts import MAX_TEXT_NBYTES, brief, open_file, shape_in, size, text_in
 from . import unpickling
 
@@ -142,7 +143,7 @@ def _entry(name: str, facts: Any, keys: tuple[str | int, ...], places: dict[_Key
         raise ValueError(f"{name!r} is a {facts.name:.100}")
     properties = facts.fields["properties"]
     dtype = properties.fields["dtype"] if properties.state is None else properties.state[0]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
         raise TypeError(f"{name!r} has a dtype {dtype!r:.100}")
     shape = _shape(facts.fields["size"])
     chunks = {}

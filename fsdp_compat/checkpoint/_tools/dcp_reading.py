@@ -140,7 +140,7 @@ class _Directory:
         match = _FILE_OF_RANK.fullmatch(path.name)
         holder = int(match[1]) if match else None
         found = self._templates.tensor_at(path, chunk.place.start, chunk.place.nbytes)
-        if found is None:
+        if found is None and self._is_safetensors(path):
             found = self._in_safetensors(path, name)
         if found is None or (found.dtype, found.shape) != (dtype, chunk.box.sizes):
             raise damaged(
@@ -150,6 +150,11 @@ class _Directory:
             )
         (piece,) = found.pieces
         return Piece(chunk.box, piece.source, holder)
+
+    def _is_safetensors(self, path: Path) -> bool:
+        """Return whether the text of a safetensors file begins where it does in such a file."""
+        with self._files.descriptor(path) as descriptor:
+            return os.pread(descriptor, 1, 8) == b"{"
 
     def _in_safetensors(self, path: Path, name: str) -> StoredTensor | None:
         if path not in self._headers:

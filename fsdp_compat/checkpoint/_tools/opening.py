@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from .tree import archive_of, without_ddp
 __all__ = ["open_archive", "problems_of"]
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
+_DEEPSPEED = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states\.pt|mp_rank_\d+_model_states\.pt"
+)
+_DEEPSPEED_SCRIPT = re.compile(r"zero_to_fp32\.py")  # beside the directory of a step
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
@@ -94,15 +99,16 @@ def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
 def _opened_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     if is_native(path):
         return read_native(path)
-    found = read_client_directory(path, shapes)
+    found = read_client_directory(path, shapes, ignored)
     if found is not None:
         return found
+    _require_not_deepspeed(path, _DEEPSPEED)
     if is_dcp(path):
         return read_dcp(path)
     if is_sharded_safetensors(path):
         return read_sharded_safetensors(path)
     if (path / _TORCH_INDEX).exists():
-        return read_indexed_torch_files(path / _TORCH_INDEX)
+        return read_indexed_torch_files(path / _TORCH_INDEX, ignored)
     ranks = [file for group in rank_files_in(path) for file in group.paths.values()]
     others = [file for file in sorted(path.iterdir()) if file.suffix in _TORCH_SUFFIXES]
     others = [file for file in others if file not in ranks]
@@ -115,8 +121,26 @@ def _opened_directory(path: Path, shapes: Shapes | None, ignored: Collection[str
         return read_safetensors(path)
     if len(others) == 1:
         return _opened_file(require_inside(path, others[0]), shapes, ignored)
+    _require_not_deepspeed(path, _DEEPSPEED_SCRIPT)
     names = [file.name for file in others] or sorted(file.name for file in path.iterdir())
     raise _unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
+
+
+def _require_not_deepspeed(path: Path, sign: re.Pattern[str]) -> None:
+    """Raise NotRead for a checkpoint of DeepSpeed, whose own code is needed to put its parts
+    together. sign: the name of a file that only such a directory has."""
+    found = next((name for name in sorted(os.listdir(path)) if sign.fullmatch(name)), None)
+    if found is not None:
+        raise NotRead(
+            explain(
+                "Checkpoints of DeepSpeed are not read.",
+                expected="the whole state dict that zero_to_fp32.py makes of one",
+                got=found,
+                where=str(path),
+                fix="run DeepSpeed's zero_to_fp32.py, which lies beside the checkpoint, and pass "
+                "what it writes",
+            )
+        )
 
 
 def _sibling_shapes(path: Path, others: list[Path]) -> Shapes | None:
@@ -137,7 +161,7 @@ def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) ->
     if path.name == MANIFEST:
         return read_native(path.parent)
     if path.name.endswith(".bin.index.json"):
-        return read_indexed_torch_files(path)
+        return read_indexed_torch_files(path, ignored)
     if path.suffix in (".safetensors", ".json"):
         return read_safetensors(path)
     if not is_torch_file(path):

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Global", "Ignored", "KeyLimit", "Machine", "Record", "Refused"]
+__all__ = ["Global", "Ignored", "KeyLimit", "Machine", "Record", "Refused", "RefusedName"]
 
 _MAX_KEYS = 10_000  # of kinds whose hashes a file could choose to be equal
 _MAX_INT_BITS = 61  # of an int that is a key: smaller ones have different hashes
@@ -24,6 +24,14 @@ _MAX_CONTAINERS = 1 << 20  # in a short pickle. A longer one may have one per 8 
 
 class Refused(ValueError):
     """The pickle is damaged, or asks for something that is not in the table."""
+
+
+class RefusedName(Refused):
+    """The pickle has an object of a class that is not in the table. name: the class's full name."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class Global:

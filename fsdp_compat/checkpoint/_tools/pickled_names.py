@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .archive import StoredTensor, of_memory
-from .pickle_machine import Global, Ignored, KeyLimit, Record, Refused
+from .pickle_machine import Global, Ignored, KeyLimit, Record, Refused, RefusedName
 from .sharded_records import shape_of
 from .stored_storages import StorageKind, tensor_in
 
@@ -114,7 +114,8 @@ class Names:
         full = f"{module}.{name}"
         if full in self._ignored:
             return Ignored(full)
-        raise Refused(f"{full[:_MAX_NAME_LENGTH]}, which {_why(module, name)}")
+        full = full[:_MAX_NAME_LENGTH]
+        raise RefusedName(f"{full}, which {_why(module, name)}", full)
 
     def _attribute(self, owner: Any, name: Any) -> Any:
         """Classes inside of classes, which protocol 2 pickles as a call of getattr."""

@@ -35,11 +35,16 @@ def of_info(info: TensorInfo, path: Path, holder: int | None = None) -> StoredTe
 def read_safetensors(path: Path) -> Archive:
     """Return the content of a file, of the files of an index, or of a directory with either."""
     directory = path if path.is_dir() else path.parent
+    found = tensors_of(path)
     tree = {
-        name: of_info(info, require_inside(directory, file))
-        for name, (file, info) in tensors_of(path).items()
+        name: of_info(info, require_inside(directory, file)) for name, (file, info) in found.items()
     }
-    return archive_of(path, "safetensors", {"model": tree} if tree else {})
+    left_out = [
+        f"{name}: its dtype {info.packed}, which torch does not have; its bytes are taken as uint8"
+        for name, (_, info) in found.items()
+        if info.packed
+    ]
+    return archive_of(path, "safetensors", {"model": tree} if tree else {}, left_out=left_out)
 
 
 # -- writing
@@ -105,13 +110,12 @@ def _require_writable(archive: Archive) -> None:
         if name == METADATA or not is_known(dtype_to_write(tensor)):
             raise UsageError(
                 explain(
-                    "A tensor cannot stand in a safetensors file.",
-                    expected="a dtype that the format supports, and any name but that of its "
-                    "metadata",
+                    "safetensors cannot store this tensor.",
+                    expected=f"a supported dtype, and another name than {METADATA!r}",
                     got=f"{dtype_to_write(tensor)}",
                     where=name,
-                    fix="pass dtype=torch.float32, leave it out with exclude, or write another "
-                    "format",
+                    fix=("pass dtype=torch.float32, " if tensor.dtype.is_floating_point else "")
+                    + "leave it out with exclude, or write another format",
                 )
             )
 

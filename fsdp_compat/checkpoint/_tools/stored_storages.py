@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._header import is_quantized
 from .archive import Checksum, Piece, Span, StoredTensor, row_major, whole
 from .pickle_machine import Refused
 from .sharded_records import shape_of
@@ -45,8 +46,8 @@ def tensor_in(
     if not isinstance(storage, Storage):
         raise Refused("a tensor without a storage")
     dtype = storage.dtype if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype):
-        raise Refused("a tensor without a dtype")
+    if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
+        raise Refused(f"a tensor of the dtype {dtype}")
     shape, steps = shape_of(sizes), shape_of(strides)
     if len(shape) != len(steps) or type(offset) is not int or offset < 0:
         raise Refused(f"a tensor of {len(shape)} dims with {len(steps)} strides")

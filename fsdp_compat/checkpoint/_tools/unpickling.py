@@ -9,7 +9,8 @@ from typing import Any, BinaryIO
 
 from ...errors import CheckpointError, explain
 from .._texts import MAX_TEXT_NBYTES, brief
-from .pickle_machine import Global, Ignored, Machine, Record, Refused
+from .archive import NotRead
+from .pickle_machine import Global, Ignored, Machine, Record, Refused, RefusedName
 from .pickled_names import Names, array_of
 from .sharded_records import (
     DTensorRecord,
@@ -78,6 +79,17 @@ def load_prefix(
 
 def refused(where: Path, error: BaseException | str) -> CheckpointError:
     """Return the error for a file that is damaged, or holds what is not read."""
+    if isinstance(error, RefusedName):
+        return NotRead(
+            explain(
+                f"{where.name} was refused.",
+                expected="tensors, numbers, texts and plain containers",
+                got=str(error),
+                where=str(where),
+                fix=f"to leave such objects out, pass ignored=[{error.name!r}] "
+                f"(--ignore-class {error.name}); nothing in the file was executed",
+            )
+        )
     if isinstance(error, Refused):
         got = " ".join(str(error).split())[:500]
     elif isinstance(error, IndexError):

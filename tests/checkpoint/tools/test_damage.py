@@ -4,6 +4,8 @@ ever read from them, and where they have none, `verify` says so."""
 from __future__ import annotations
 
 import contextlib
+import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fsdp_compat.checkpoint import convert, verify
@@ -19,7 +22,7 @@ from fsdp_compat.checkpoint._tools import commands
 from fsdp_compat.checkpoint._tools.archive import Span
 from fsdp_compat.checkpoint._tools.opening import open_archive
 from fsdp_compat.checkpoint._tools.reading import Files, read
-from fsdp_compat.errors import CheckpointError
+from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support import checkpoints
 
 TENSORS = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(24.0).view(6, 4).t() + 7}
@@ -171,9 +174,140 @@ def test_a_file_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> None:
     content = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(content[:-100])
     (problem,) = verify(tmp_path / "x.pt").problems
-    assert "x.pt is not what was saved" in problem.what and "zip archive" in problem.what
+    assert "a complete zip archive" in problem.what
     result = CliRunner().invoke(commands.commands, ["inspect", str(tmp_path / "x.pt")])
     assert result.exit_code == 3
     assert "copied completely" in result.stderr and "plain values" not in result.stderr
     (tmp_path / "empty").mkdir()
     assert outcome(tmp_path / "empty") == (3, []), "there is nothing to verify"
+
+
+def test_damage_of_a_distcp_file_is_not_taken_for_another_format(tmp_path: Path) -> None:
+    path = save_dcp(tmp_path / "dcp", TENSORS)
+    file = path / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(b"XX" + content[2:])
+    (problem,) = verify(path).problems
+    assert "__0_0.distcp is damaged" in problem.what and "safetensors" not in problem.what
+
+
+def test_a_link_that_leads_back_to_itself_is_damage(tmp_path: Path) -> None:
+    path = save_dcp(tmp_path / "dcp", TENSORS)
+    (path / ".metadata").unlink()
+    (path / ".metadata").symlink_to(".metadata")
+    with pytest.raises(CheckpointError, match=r"itself|cannot be read"):
+        open_archive(path)
+    assert len(verify(path).problems) == 1
+    result = CliRunner().invoke(commands.commands, ["inspect", str(path)])
+    assert result.exit_code == 3 and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("dtype", ["qint8", "quint4x2"])
+def test_a_quantized_dtype_in_a_native_checkpoint_is_damage(tmp_path: Path, dtype: str) -> None:
+    extra = torch.arange(8, dtype=torch.int8)
+    torch.save({"model": {"w": torch.arange(8)}, "extra": extra}, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native")
+    file = path / "rank-00000.safetensors"
+    header = file.read_bytes()
+    changed = header.replace(b'int8\\"', dtype.encode() + b'\\"')
+    assert changed != header
+    length = int.from_bytes(header[:8], "little") + len(changed) - len(header)
+    file.write_bytes(length.to_bytes(8, "little") + changed[8:])
+    manifest = json.loads((path / "manifest.json").read_text())["content"]
+    manifest["files"][0] |= {
+        "nbytes": len(changed),
+        "crc32": f"{zlib.crc32(file.read_bytes()):08x}",
+    }
+    text = json.dumps(manifest).encode()
+    framed = b'{"content": %b,\n"crc32": "%08x"}\n' % (text, zlib.crc32(text))
+    (path / "manifest.json").write_bytes(framed)
+    with pytest.raises(CheckpointError, match=f"{dtype}.* is a quantized dtype"):
+        convert(path, tmp_path / "y.pt")
+
+
+def test_packed_dtypes_of_safetensors_are_read_as_their_bytes(tmp_path: Path) -> None:
+    described = {
+        "f4": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]},
+        "f6": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [6, 9]},
+        "plain": {"dtype": "U8", "shape": [1], "data_offsets": [9, 10]},
+    }
+
+    def write(**changes: Any) -> Path:
+        text = json.dumps(described | changes).encode()
+        content = len(text).to_bytes(8, "little") + text + bytes(range(10))
+        (tmp_path / "x.safetensors").write_bytes(content)
+        return tmp_path / "x.safetensors"
+
+    path = write()
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(described), "it is one for the library"
+    found = open_archive(path)
+    assert {name: each.shape for name, each in found.tensors.items()} == {
+        **{"f4": (6,), "f6": (3,), "plain": (1,)}
+    }
+    assert values(path)["model/f6"] == bytes([6, 7, 8])
+    assert verify(path).is_intact
+    assert [text.partition(",")[0] for text in found.left_out] == [
+        "f4: its dtype F4",
+        "f6: its dtype F6_E2M3",
+    ]
+    with pytest.warns(UserWarning, match="f4: its dtype F4"):
+        convert(path, tmp_path / "x.pt")
+    write(f6={"dtype": "F6_E2M3", "shape": [5], "data_offsets": [6, 9]})  # 30 bits
+    assert not verify(path).is_intact
+
+
+# -- what else an error says
+
+
+def test_what_safetensors_cannot_hold_is_not_to_be_converted_to_what_does_not_apply(
+    tmp_path: Path,
+) -> None:
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
+    torch.save({"w": torch.ones(2).to(torch.float8_e8m0fnu)}, tmp_path / "y.pt")
+    for name, helps in (("x.pt", False), ("y.pt", True)):
+        with pytest.raises(UsageError, match="safetensors cannot store this tensor") as raised:
+            convert(tmp_path / name, tmp_path / "z.safetensors")
+        assert ("dtype=torch.float32" in str(raised.value)) == helps
+    convert(tmp_path / "y.pt", tmp_path / "z.safetensors", dtype=torch.float32)
+
+
+class Settings:
+    """Stands for what trainers pickle beside the weights."""
+
+
+def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> None:
+    name = f"{Settings.__module__}.Settings"
+    torch.save({"model": TENSORS, "settings": Settings()}, tmp_path / "x.pt")
+    # In a directory of the Trainer, too.
+    trainer = tmp_path / "trainer"
+    trainer.mkdir()
+    (trainer / "trainer_state.json").write_text('{"global_step": 1}')
+    torch.save({**TENSORS, "settings": Settings()}, trainer / "pytorch_model.bin")
+    for path in (tmp_path / "x.pt", trainer):
+        for command in ("inspect", "verify"):
+            result = CliRunner().invoke(commands.commands, [command, str(path)])
+            assert result.exit_code == 3 and f"--ignore-class {name}" in result.stderr
+            program = [command, str(path), "--ignore-class", name]
+            assert CliRunner().invoke(commands.commands, program).exit_code == 0
+
+
+def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(
+    tmp_path: Path,
+) -> None:
+    run, step = tmp_path / "run", tmp_path / "run" / "global_step10"
+    step.mkdir(parents=True)
+    (run / "latest").write_text("global_step10")
+    (run / "zero_to_fp32.py").write_text("")
+    shapes = {"w": torch.Size([4])}
+    model = {"module": {"w": torch.zeros(0)}, "param_shapes": [shapes]}
+    torch.save(model, step / "mp_rank_00_model_states.pt")
+    for rank in range(2):
+        state = {"optimizer_state_dict": {"single_partition_of_fp32_groups": [torch.ones(2)]}}
+        torch.save(state, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    for path in (run, step):
+        result = CliRunner().invoke(commands.commands, ["inspect", str(path)])
+        assert result.exit_code == 3, result.output
+        assert "DeepSpeed" in result.stderr and "zero_to_fp32.py" in result.stderr
+    torch.save(TENSORS, run / "pytorch_model.bin")  # what the script makes
+    assert set(open_archive(run).tensors) == set(TENSORS)
