@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, StateError
 from fsdp_compat._comm import shared_memory
+from fsdp_compat._comm.peer_memory import PeerMemory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -183,6 +184,27 @@ def with_small_blocks(ranks: int, function: Callable[[], None]) -> None:
 def shares_everything(function: Callable[[], None]) -> None:
     with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
         function()
+
+
+def reads_after_forks() -> list[float]:
+    """What a peer reads at a location that was told before several forks, the files of which it has
+    not opened yet."""
+    shared_memory.identity()
+    arena, kept, found = shared_memory._arena, [], []
+    for number in range(3):
+        kept.append(shared_memory.allocate(WIDTH, torch.float32, min_nbytes=0).fill_(number))
+        found.append(shared_memory.location_of(kept[-1]))
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert arena.control is not None
+    peer = PeerMemory(os.getpid(), arena.control.fd, arena.token)
+    return [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found]
+
+
+def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
+    assert run_ranks(1, reads_after_forks) == [[0.0, 1.0, 2.0]]
 
 
 # -- cost

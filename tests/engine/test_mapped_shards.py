@@ -9,7 +9,8 @@ import functools
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
-from fsdp_compat._comm import gloo, mapped
+from fsdp_compat._comm import gloo, mapped, shared_memory
+from fsdp_compat._comm.arena import Arena
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends import test_calls, test_entry_points, test_random_programs
@@ -314,6 +316,166 @@ def forks_between_steps() -> None:
 
 def test_ranks_that_fork_are_mapped_again() -> None:
     run_ranks(2, forks_between_steps, environment=MAPPED)
+
+
+class LockThatTells:
+    """A lock that calls ``told`` when a thread wants it."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self._lock, self._told = threading.RLock(), told
+
+    def acquire(self) -> bool:
+        self._told()
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class ForksWhileMapping:
+    """Forks from another thread at one point: before the optimizer writes to shards, or, when the
+    next forward begins, before or after a call that locates shards, tells the other ranks, maps, or
+    counts forks.
+
+    The fork ends there, or pauses before or after it freezes, until this thread wants the arena's
+    lock or the forward has begun.
+    """
+
+    def __init__(self, pause: str) -> None:
+        self._pause, self._paused, self._goes_on = pause, threading.Event(), threading.Event()
+        self._point, self._num_points, self._thread = -1, 0, threading.Thread()
+        self._main, self._freeze = threading.get_ident(), Arena.freeze
+
+    @contextlib.contextmanager
+    def at(self, point: int) -> Iterator[None]:
+        """Fork at a point of this step."""
+        self._point, self._num_points = point, 0
+        with contextlib.ExitStack() as stack:
+            for owner, name in (
+                (shared_memory, "num_forks"),
+                (shared_memory, "locate"),
+                (gloo, "map_shards"),
+                (gloo.GlooTransport, "gather_objects"),
+                (gloo.GlooTransport, "any_of"),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, self._around(owner, name)))
+            arena = shared_memory._arena
+            freeze = functools.partial(self._frozen, arena)
+            stack.enter_context(mock.patch.object(arena, "freeze", freeze))
+            lock = LockThatTells(self._wants_lock)
+            stack.enter_context(mock.patch.object(arena, "lock", lock))
+            stack.callback(self._let_go)
+            self._pass_point()
+            yield
+        assert self._num_points >= self._point, "the last point was passed"
+
+    def begun(self, *_: object) -> None:
+        """The forward has begun."""
+        self._point = -1
+        self._let_go()
+
+    def _around(self, owner: Any, name: str) -> Callable[..., Any]:
+        call = getattr(owner, name)
+
+        @functools.wraps(call)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            self._pass_point()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._pass_point()
+
+        return around
+
+    def _pass_point(self) -> None:
+        if threading.get_ident() != self._main or self._point < 0:
+            return
+        if self._num_points == self._point:
+            self._paused.clear()
+            self._goes_on.clear()
+            self._thread = threading.Thread(target=fork_and_end)
+            self._thread.start()
+            if self._pause:
+                assert self._paused.wait(30)
+            else:
+                self._thread.join()
+        self._num_points += 1
+
+    def _frozen(self, arena: Arena) -> None:
+        for now in ("before freezing", "after freezing"):
+            if self._pause == now and threading.get_ident() != self._main:
+                self._paused.set()
+                assert self._goes_on.wait(30)
+            if now == "before freezing":
+                self._freeze(arena)
+
+    def _wants_lock(self) -> None:
+        if threading.get_ident() == self._main:
+            self._goes_on.set()
+
+    def _let_go(self) -> None:
+        self._goes_on.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+def fork_and_end() -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+NUM_POINTS = 17  # of a step that maps two shards
+
+
+def trains_while_it_forks(pause: str | None) -> list[Tensor]:
+    """Losses and parameters. In every other step rank 1 forks first, so that all ranks map shards
+    anew, and rank 0 forks at the next point of that. pause: None: no rank forks."""
+    torch.manual_seed(0)
+    model = FSDP(Wide(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    x, found = torch.ones(2, WIDTH) * (1 + dist.get_rank()), []
+    for step in range(2 * NUM_POINTS + 3):
+        with contextlib.ExitStack() as stack:
+            if pause is not None and step % 2 and step < 2 * NUM_POINTS:
+                if dist.get_rank() == 1:
+                    if step > 1:  # at first, only rank 0's fork calls for new mappings
+                        fork_and_end()
+                else:
+                    forks = ForksWhileMapping(pause)
+                    hook = model.module.register_forward_pre_hook(forks.begun)
+                    stack.callback(hook.remove)
+                    stack.enter_context(forks.at(step // 2))
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+        found.append(loss.detach())
+    assert all(mapping is not None for mapping in mappings_of(model)) == (
+        os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
+    )
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@functools.cache
+def trained_without_forks() -> list[list[Tensor]]:
+    return run_ranks(2, trains_while_it_forks, None, environment=MAPPED | MESSAGES)
+
+
+@pytest.mark.parametrize("pause", ["", "before freezing", "after freezing"])
+def test_forks_in_another_thread_change_nothing_wherever_they_come(pause: str) -> None:
+    expected = trained_without_forks()
+    found = run_ranks(2, trains_while_it_forks, pause, environment=MAPPED)
+    for one, other in zip(found, expected, strict=True):
+        equal = list(map(torch.equal, one, other))
+        assert all(equal), f"other values from step {equal.index(False)} on"
 
 
 # -- what cannot be mapped
