@@ -67,13 +67,16 @@ def managed_parts(groups: list[NamedGroup]) -> Iterator[HeldPart]:
     for named in groups:
         store = store_of(named.group)
         for index in named.params:
+            part = store.part(index, store.rank)
+            # Every rank may hold the one element of a 0-d parameter.
+            is_first = store.rank == 0 or part != store.part(index, 0)
             yield HeldPart(
                 named.names(index),
                 store.dtype,
                 named.piece(index),
-                store.part(index, store.rank),
+                part,
                 store.local_part(index),
-                named.is_written_here,
+                named.is_written_here and is_first,
             )
 
 
