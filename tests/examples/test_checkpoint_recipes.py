@@ -37,6 +37,7 @@ def lay_out(folder: Path) -> None:
         ("fsdp2-torch", 2, "rank_files"),
         ("fsdp2-dcp", 2, "dcp_checkpoint"),
         ("fsdp1-local", 2, "local_files"),
+        ("ddp", 1, "last.pt"),
         ("ours-native", 4, "runs/7/step-00001200"),
     ):
         made = make(kind, ranks, folder / "made")
@@ -49,6 +50,8 @@ def lay_out(folder: Path) -> None:
         dtype=torch.float16,
         optimizer=False,
     )
+    names = reference()["optimizer"]["param_groups"][0]["params"]
+    (folder / "names.json").write_text(json.dumps(names))
     accelerate = folder / "checkpoint-1000"
     accelerate.mkdir()
     (accelerate / "trainer_state.json").write_text(json.dumps({"global_step": 1000}))
@@ -116,6 +119,8 @@ def assert_targets_hold_the_model() -> None:
     names = [name for name in reference()["model"] if name.startswith("blocks.")]
     assert len(blocks_only) == len(names)
     assert_same(blocks_only, {name: f"layers.{name.removeprefix('blocks.')}" for name in names})
+    continued = checkpoint.diff("runs/7/step-00001200", "runs/8/step-00001200", exclude=["^extra/"])
+    assert continued.is_same and len(continued.tensors) > len(reference()["model"])
     assert len(list(Path("for_two_ranks").glob("*.safetensors"))) == 2
     assert checkpoint.diff("runs/7/step-00001200", "for_two_ranks").is_same
     assert all(Path(f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("norms", "bytes"))
