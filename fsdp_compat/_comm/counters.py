@@ -6,12 +6,11 @@ last one that it has read of that peer's, and a few words about the one sent. A 
 kernel (a futex) until a counter reaches the number that it waits for; while nothing waits, nothing
 is done.
 
-A wait looks up every ``SLICE_S`` seconds: at the peer's process (a pidfd, so that the death of a
-killed process is noticed at once), whether the peer has closed its table, and whether this rank's
-wait was aborted.
+A waiting rank wakes every ``SLICE_S`` seconds to check that the peer's process still runs the same
+program (processes.py), that its table is open, and that the wait was not aborted.
 
-Only where a store that was made earlier is seen earlier (x86-64) and where the kernel has both
-calls: elsewhere the same is told by messages (same_host.py)."""
+Requires x86-64, where stores become visible in program order, and Linux, for the futex; other
+machines use messages (same_host.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ import functools
 import itertools
 import os
 import platform
-import select
 import struct
 import sys
 import time
@@ -30,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
 from .peer_memory import MappedFile, PeerMemory
+from .processes import Process
 
 __all__ = ["NUM_TAGS", "CounterWork", "PeerTable", "Table", "are_supported"]
 
@@ -59,7 +58,6 @@ def are_supported() -> bool:
         sys.platform == "linux"
         and platform.machine() == "x86_64"
         and ctypes.sizeof(ctypes.c_void_p) == 8
-        and hasattr(os, "pidfd_open")
     )
 
 
@@ -115,10 +113,10 @@ class PeerTable:
             raise OSError("a table of another size")
         self._rank = rank
         self._counters = self._file.view.cast("I")
-        process = os.pidfd_open(memory.pid)
-        weakref.finalize(self, os.close, process).atexit = False
-        self._process = select.poll()
-        self._process.register(process, select.POLLIN)
+        process = Process.with_id(memory.pid)
+        if process is None:
+            raise OSError("the process has ended")
+        self._process = process
 
     def words(self, tag: int) -> tuple[int, ...]:
         """Return what the peer has said of its last message."""
@@ -144,7 +142,7 @@ class PeerTable:
     @property
     def is_lost(self) -> bool:
         """True if the peer will not count any more."""
-        return bool(self._counters[_CLOSED]) or bool(self._process.poll(0))
+        return bool(self._counters[_CLOSED]) or self._process.has_ended()
 
 
 class CounterWork:
@@ -165,15 +163,17 @@ class CounterWork:
         end = time.monotonic() + timeout.total_seconds()
         while True:
             table.sleep(counter, number)
+            if table.has_reached(counter, number):
+                return True
             is_lost = table.is_lost  # first: what the peer has counted before it ended is seen
             if table.has_reached(counter, number):
                 return True
             if self._is_aborted:
                 return False
             if is_lost:
-                raise RuntimeError("the peer has closed the connection, or its process has ended")
+                raise RuntimeError("the connection was closed")
             if time.monotonic() > end:
-                raise RuntimeError("the time limit")
+                raise RuntimeError("Timed out")
 
     def abort(self) -> None:
         """End the wait, now or later, from another thread."""

@@ -11,7 +11,9 @@ from pathlib import Path
 
 __all__ = ["Process", "host", "stat_of"]
 
-_STATE, _START_TIME = 0, 19  # among the fields of a process's stat after its name
+# Among the fields of a process's stat after its name. The address of its stack is random, and
+# another one after an exec, which keeps all else; it is 0 for processes that may not know it.
+_STATE, _START_TIME, _STACK = 0, 19, 25
 
 
 @functools.cache
@@ -31,19 +33,21 @@ def stat_of(process: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A name of a process. It tells a killed process, which is silent, from a stopped one, which is
-    silent too."""
+    """A name of a process and of the program that it runs. It tells a killed process, which is
+    silent, from a stopped one, which is silent too."""
 
     machine: str  # the same for processes that see each other's ids
     pid: int
     started: str  # distinguishes it from a later process with the same id
+    stack: str  # distinguishes its program from the one that it runs after an exec
 
     @staticmethod
     def with_id(pid: int) -> Process | None:
         """Return a process of this machine, or None if there is no /proc."""
         try:
             namespace = os.stat("/proc/self/ns/pid").st_ino
-            return Process(f"{host()}/{namespace}", pid, stat_of(str(pid))[_START_TIME])
+            fields = stat_of(str(pid))
+            return Process(f"{host()}/{namespace}", pid, fields[_START_TIME], fields[_STACK])
         except OSError:
             return None
 
@@ -52,12 +56,16 @@ class Process:
         return Process.with_id(os.getpid())
 
     def has_ended(self) -> bool:
-        """True if it no longer runs. The caller is on its machine."""
+        """True if it no longer runs, or runs another program. The caller is on its machine."""
         try:
             fields = stat_of(str(self.pid))
         except (FileNotFoundError, ProcessLookupError):
             return True
-        return fields[_STATE] in "ZX" or fields[_START_TIME] != self.started  # Z: a zombie
+        return (
+            fields[_STATE] in "ZX"  # Z: a zombie
+            or fields[_START_TIME] != self.started
+            or (fields[_STACK] != self.stack and "0" not in (fields[_STACK], self.stack))
+        )
 
     def is_known_to_have_ended(self) -> bool:
         """False for a live process, and for a process of another machine."""
