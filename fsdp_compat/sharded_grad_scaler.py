@@ -239,7 +239,8 @@ class ShardedGradScaler(GradScaler):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         flags = [flag.to(device) for flag in by_device.values()] or [found_inf.to(device)]
-        return {device: max_in_group(group, torch.stack(flags).amax())}
+        what = "a check for gradients that are not finite"
+        return {device: max_in_group(group, torch.stack(flags).amax(), what)}
 
     def _group(self) -> dist.ProcessGroup:
         group = self.process_group

@@ -240,7 +240,7 @@ BREAKS = (
     ),
     Break(
         "step skipped only on the rank with a non-finite gradient",
-        "max_in_group(group, torch.stack(flags).amax())",
+        "max_in_group(group, torch.stack(flags).amax(), what)",
         "torch.stack(flags).amax()",
         f"{FRONTENDS}/test_sharded_grad_scaler.py -k one_of_four_ranks",
     ),

@@ -73,9 +73,9 @@ def _transport(
     return NativeTransport
 
 
-def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
+def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:
     """Return the elementwise maximum of ``value`` over all ranks, on the device of ``value``, which
-    the group need not support. Collective."""
+    the group need not support. Collective. what: it is for, for errors."""
     axis = axis_of(group)
     if axis.ranks == 1:
         return value
@@ -86,4 +86,4 @@ def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
             pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")
         ]  # "cpu:gloo,cuda:nccl"
     found = value.clone() if value.device.type in supported else value.to(supported[0])
-    return communicator(axis, found.device).max_of(found).to(value.device)
+    return communicator(axis, found.device).max_of(found, what).to(value.device)

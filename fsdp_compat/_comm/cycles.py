@@ -4,16 +4,19 @@ A rank *lacks* what another rank waits for while it has begun it less often than
 
 A circle that the search finds is real, however old a post is. A waiting rank starts nothing. If
 rank B has not yet started what A waits for, and B itself waits, then A's wait ends after B's. In a
-circle of such waits no wait can be the first to end. The same holds for a chain that ends at a rank
-whose communication has failed. A rank that computes has no post, and a message in flight was begun;
-so neither a slow rank nor a slow network looks like a circle. All this needs ranks that communicate
-from one thread: while several threads do, deadlock.py does not search.
+circle of such waits no wait can be the first to end. The same holds for a chain that ends at a wait
+over connections of which some rank has failed: every exchange needs that rank. A rank that computes
+has no post, and a message in flight was begun; so neither a slow rank nor a slow network looks like
+a circle. All this needs ranks that communicate from one thread: while several threads do,
+deadlock.py does not search.
 
 A rank that waits in a rendezvous has sent nothing yet. If a circle passes through such ranks, only
 they get an error and the waits of the others go on, because a refused rank can still do what they
 wait for."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from .status_store import Post, StatusStore
 from .waits import Report
@@ -26,16 +29,17 @@ def find_cycle(store: StatusStore, own: Post) -> Report | None:
     path: dict[int, Post] = {}  # by rank, in the order of the search
     done: set[int] = set()  # ranks that lead to no circle
 
-    def report(is_circle: bool, lines: dict[int, str]) -> Report:
-        return Report(is_circle, {**lines, **{rank: post.wait.text for rank, post in path.items()}})
+    def with_path(report: Report) -> Report:
+        lines = {rank: post.wait.text for rank, post in path.items()}
+        return dataclasses.replace(report, lines={**report.lines, **lines})
 
     def search(post: Post) -> Report | None:
         wait = post.wait
         path[wait.rank] = post
+        failed = None if wait.can_be_refused else store.failure_of(wait.name)
+        if failed is not None:
+            return with_path(failed)
         for rank in wait.peers:
-            failed = None if wait.can_be_refused else store.failure_of(wait.name, rank)
-            if failed is not None:
-                return report(failed.is_circle, failed.lines)
             peer = path.get(rank) or (None if rank in done else store.post_of(rank))
             if peer is None or not peer.lacks(wait):
                 continue
@@ -48,7 +52,7 @@ def find_cycle(store: StatusStore, own: Post) -> Report | None:
             circle = ranks[ranks.index(rank) :]
             refused = [rank for rank in circle if path[rank].wait.can_be_refused]
             if not refused or own.wait.rank in refused:
-                return report(True, {})
+                return with_path(Report(True, {}))
         del path[wait.rank]
         done.add(wait.rank)
         return None

@@ -4,8 +4,9 @@ what.
 A background thread looks at what this process waits for (waits.py). When a wait has lasted
 ``PATIENCE`` seconds, it publishes the wait in the status store, with how often this rank has begun
 each message, and searches the posts of other ranks for a circle (cycles.py). A wait in a circle is
-ended, with all communication of the process: see ``give_up``. So is a wait whose connection has
-closed, because gloo does not tell every message. A rendezvous in a circle is refused alone, because
+ended, with all communication of the process: see ``give_up``. So is a wait for a rank that has
+gone, because gloo does not tell every message, and a child of a killed process may hold its
+connections open. A rendezvous in a circle is refused alone, because
 nothing has been sent in it.
 
 The same thread tells other ranks what this process is doing (progress.py) when they ask, so that a
@@ -37,7 +38,7 @@ from .status_store import Answer, Post, StatusStore, status_store
 from .time_limits import quiet_s
 from .waits import Report, Wait, Waiter, Waiting
 
-__all__ = ["PATIENCE", "failure_of_member", "give_up", "watch"]
+__all__ = ["PATIENCE", "failure_of_member", "give_up", "report_of_lost", "watch"]
 
 PATIENCE = 5.0  # seconds in the same wait before it is published
 LOOK_S = 1.0  # at most, between two looks of the thread
@@ -132,7 +133,7 @@ class Search:
         if activity.diagnosis is not None:
             waiter.end_wait()  # again, as this wait may have begun after the last time
             return
-        report = find_cycle(store, own) or self._lost_connection(waiter, own.wait)
+        report = find_cycle(store, own) or self._lost_peer(waiter, own.wait, store)
         if report is not None and activity.waiting is waiting:
             activity.diagnosis = report
             if not own.wait.can_be_refused:
@@ -142,16 +143,14 @@ class Search:
                         store.report_failure(other.activity, report)
             waiter.end_wait()
 
-    def _lost_connection(self, waiter: Waiter, wait: Wait) -> Report | None:
-        """Return a report if a peer has closed its connection without one, as a killed process
-        does. Asks rarely, because each time a message is sent."""
+    def _lost_peer(self, waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:
+        """Return a report if a peer has gone without one, as a killed process does. Asks rarely,
+        because each time a message is sent."""
         now = time.monotonic()
         if now - max(self._since, self._probed_at) < PATIENCE:
             return None
         self._probed_at = now
-        report = waiter.lost_connection(wait)
-        # a peer that has failed says why before it closes
-        return None if report is None else failure_of_member(waiter) or report
+        return report_of_lost(waiter, wait, store)
 
 
 class _Watcher:
@@ -250,15 +249,22 @@ def watch(waiter: Waiter) -> None:
     _watcher.watch(waiter)
 
 
+def report_of_lost(waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:
+    """Return a report if a rank that a wait needs has gone."""
+    rank = waiter.lost_peer(wait, store.is_gone)
+    if rank is None:
+        return None
+    # a rank that has failed says why before it closes its connections
+    reported = store.failure_of(wait.name, except_of=wait.rank)
+    return reported or Report(False, {}, store.fate_of(rank), rank)
+
+
 def failure_of_member(waiter: Waiter) -> Report | None:
     """Return what another member has reported when its connections of the same name failed."""
     store, activity = status_store(), waiter.activity
     if store is not None:
         with contextlib.suppress(RuntimeError):
-            for rank in activity.members:
-                report = store.failure_of(activity.name, rank)
-                if report is not None and rank != activity.global_rank:
-                    return report
+            return store.failure_of(activity.name, except_of=activity.global_rank)
     return None
 
 

@@ -242,7 +242,9 @@ class GlooTransport(ProcessGroupTransport):
             return [None] * len(shards)
         places = [its_places for _, its_places in told]
         found = map_shards(self.rank, near.memories, shards, places, mappings)
-        failed = self.any_of(torch.tensor([mapping is None for mapping in found]).byte())
+        failed = self.any_of(
+            torch.tensor([mapping is None for mapping in found]).byte(), "the mapping of shards"
+        )
         return [None if has_failed else m for m, has_failed in zip(found, failed, strict=True)]
 
     @all_or_nothing
@@ -386,7 +388,7 @@ class GlooTransport(ProcessGroupTransport):
         connections.require_thread()
         what = connections.names.get(tag, "a message that an exception left behind")
         if tag % len(Kind) != Kind.GATHER:
-            connections.fail_wait(what, RuntimeError("an exception has interrupted a reduction"))
+            connections.fail_wait(what, cause="an exception has interrupted a reduction")
         self.end_gather(connections.unfinished[tag], what)
 
     def _end(self, handle: Handle, what: str) -> bool:
@@ -436,7 +438,7 @@ class GlooTransport(ProcessGroupTransport):
             or sent.dtype not in (like.dtype, handle.keep.dtype)
         ):
             error = f"rank {rank} has sent {sent} for {like.numel()} of {like.dtype}"
-            self.connections.fail_wait(what, RuntimeError(error))
+            self.connections.fail_wait(what, cause=error)
         if sent.location.is_sent:
             into = torch.empty(sent.numel, dtype=sent.dtype, device="cpu")
             return self._receive_values(handle, source, into, what)
@@ -445,7 +447,7 @@ class GlooTransport(ProcessGroupTransport):
             return memory.view(sent.location, sent.numel, sent.dtype)
         except OSError as error:
             text = f"the memory of rank {rank} cannot be read: {error}"
-            self.connections.fail_wait(what, RuntimeError(text))
+            self.connections.fail_wait(what, cause=text)
 
     def _receive_values(
         self, handle: Handle, source: int, into: torch.Tensor, what: str
@@ -467,7 +469,7 @@ class GlooTransport(ProcessGroupTransport):
         for source, descriptor in handle.descriptors.items():
             if self.connections.same_host.has_failed(source, descriptor):
                 error = f"the communication of rank {self.members[source]} has failed"
-                self.connections.fail_wait(what, RuntimeError(error))
+                self.connections.fail_wait(what, cause=error)
 
     def _acknowledge(self, handle: Handle, what: str) -> Sent:
         """Tell the peers that their messages were read."""

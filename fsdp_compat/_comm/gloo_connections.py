@@ -176,8 +176,8 @@ class GlooConnections:
     def fail_meeting(self, handle: Handle, what: str, index: int) -> typing.NoReturn:
         """Fail because a peer has come to a meeting with an exception."""
         rank = self.activity.members[self.peers[index][0]]
-        error = RuntimeError(f"rank {rank} has left with an exception")
-        self.fail_wait(what, error, (handle.message, index, what))
+        cause = f"rank {rank} has left with an exception"
+        self.fail_wait(what, waiting=(handle.message, index, what), cause=cause)
 
     def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         """Run a synchronous collective of all members."""
@@ -231,7 +231,7 @@ class GlooConnections:
         except RuntimeError as error:
             if isinstance(error, StateError):
                 raise
-            self.fail_wait(what, error, activity.waiting)
+            self.fail_wait(what, error, activity.waiting, str(error))
         except BaseException as error:
             self.abandon(what, error)
             raise
@@ -261,7 +261,7 @@ class GlooConnections:
             if (
                 activity.diagnosis is not None
                 or time.monotonic() > end
-                or store.failure_of(activity.name, missing)
+                or store.failure_of(activity.name)
             ):
                 raise RuntimeError(f"rank {missing} did not connect")
             time.sleep(pause_s)
@@ -279,23 +279,42 @@ class GlooConnections:
     # -- failing
 
     def fail_wait(
-        self, what: str, error: RuntimeError, waiting: Waiting | None = None
+        self,
+        what: str,
+        error: RuntimeError | None = None,
+        waiting: Waiting | None = None,
+        cause: str = "",
     ) -> typing.NoReturn:
-        """Fail because a wait has failed, and raise a StateError with the reason."""
-        report = self.activity.diagnosis or deadlock.failure_of_member(self) or Report(False, {})
-        if waiting is not None:
-            wait = self.describe(waiting)
+        """Fail because a wait has failed, and raise a StateError with the reason. cause: in words,
+        if it is not that a connection has closed or the time limit."""
+        wait = None if waiting is None else self.describe(waiting)
+        report = self.activity.diagnosis or deadlock.failure_of_member(self)
+        if report is None and error is not None and not cause:
+            report = self._why_failed(error, wait)
+        if report is None:
+            report = Report(False, {}, cause)
+        if wait is not None:
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
         if report.is_circle:
             first = f"Waiting for {what} can never end: ranks wait for each other."
-            got = str(report)
         else:
-            silence = f"no message within {self.timeout.total_seconds():g} s, or a lost connection"
-            first = f"Waiting for {what} failed."
-            got = "; ".join(filter(None, [f"{silence} ({error})", str(report)]))
+            first = f"Waiting for {what} failed{': ' if report.cause else ''}{report.cause}."
+        activity, got = self.activity, str(report) or "no message"
         self._failure = self._failure or f"{first} {got}"
         deadlock.give_up(self, report)
-        raise communication_error(first, got, self.activity.rank, self.activity.members) from error
+        culprit = None if report.culprit == activity.global_rank else report.culprit
+        raise communication_error(first, got, activity.rank, activity.members, culprit) from error
+
+    def _why_failed(self, error: RuntimeError, wait: Wait | None) -> Report:
+        """Return why the backend has ended a wait, for which no rank has reported a reason."""
+        if torch_gloo.is_timeout(error):
+            limit_s = self.timeout.total_seconds()
+            text = f"no message within {limit_s:g} s, the time limit of the process group"
+            return Report(False, {}, text)
+        wait = wait or self.describe(((COLLECTIVE, 0, 0, 0), 0, ""))  # for all peers
+        store = status_store()
+        lost = None if store is None else deadlock.report_of_lost(self, wait, store)
+        return lost or Report(False, {}, "a connection was closed")
 
     def abandon(self, what: str, error: BaseException) -> None:
         """Fail because an exception of other code, above all an interrupt, came in the middle of an
@@ -304,7 +323,8 @@ class GlooConnections:
             rank = self.activity.global_rank
             name = type(error).__name__
             self._failure = f"rank {rank} left {what} with {name}, at {progress.place()}"
-            deadlock.give_up(self, Report(False, {rank: self._failure}))
+            report = Report(False, {rank: self._failure}, self._failure, rank)
+            deadlock.give_up(self, report)
 
     def _refuse(self) -> typing.NoReturn:
         if not self._failure:
@@ -361,14 +381,13 @@ class GlooConnections:
         text += f", at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
-    def lost_connection(self, wait: Wait) -> Report | None:
-        gloo, rank = self.gloo, self.activity.global_rank
-        if gloo is None:
-            return None
-        for index, peer in enumerate(self.activity.members):
-            if peer in wait.peers and torch_gloo.is_closed(gloo, index):
-                time.sleep(0.1)  # what came before it closed may be about to end the wait
-                return Report(False, {peer: f"rank {rank} has lost its connection to rank {peer}"})
+    def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:
+        gloo = self.gloo
+        if gloo is not None:
+            for index, peer in enumerate(self.activity.members):
+                if peer in wait.peers and (torch_gloo.is_closed(gloo, index) or is_gone(peer)):
+                    time.sleep(0.1)  # what came before may be about to end the wait
+                    return peer
         return None
 
     def end_wait(self) -> None:

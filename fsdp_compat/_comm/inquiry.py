@@ -34,7 +34,7 @@ class Inquiry:
         answer = self._store.answer_of(rank)
         if answer is not None and answer.ended:
             return f"it {answer.text}", True
-        failed = self._store.failure_of(self._name, rank)
+        failed = self._store.failure_of(self._name)
         if failed is not None:
             return f"its communication has failed ({failed})", True
         last, since = self._last.setdefault(rank, (number - 1, now))

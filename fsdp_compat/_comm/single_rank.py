@@ -67,13 +67,13 @@ class SingleRank(TransportBase):
     def flush_sends(self, what: str) -> None:
         pass
 
-    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
         return flags
 
-    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
         return values
 
-    def max_of(self, values: torch.Tensor) -> torch.Tensor:
+    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
         return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:

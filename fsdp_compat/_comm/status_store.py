@@ -42,6 +42,7 @@ class StatusStore:
 
     def __init__(self, store: _torch_private.Store) -> None:
         self._store = store
+        self._processes: dict[int, Process] = {}  # by rank, those that were looked up
 
     def _get(self, key: str) -> str:
         key = f"fsdp_compat/{key}"
@@ -66,16 +67,20 @@ class StatusStore:
         return Post(Wait(rank, tuple(peers), *rest), counts)
 
     def report_failure(self, activity: Activity, report: Report) -> None:
-        key = f"failed/{activity.name}/{activity.global_rank}"
-        self._set(key, [report.is_circle, report.lines])
+        """Tell all members that the connections of this rank have failed. The first report counts,
+        as the others may be its consequences."""
+        value = json.dumps([activity.global_rank, *dataclasses.astuple(report)])
+        self._store.compare_set(f"fsdp_compat/failed/{activity.name}", "", value)
 
-    def failure_of(self, name: str, rank: int) -> Report | None:
-        """Return what a rank has reported when its connections of this name failed."""
-        text = self._get(f"failed/{name}/{rank}")
+    def failure_of(self, name: str, *, except_of: int | None = None) -> Report | None:
+        """Return what the first member whose connections of this name failed has reported, unless
+        that is the rank ``except_of``."""
+        text = self._get(f"failed/{name}")
         if not text:
             return None
-        is_circle, lines = json.loads(text)
-        return Report(is_circle, {int(rank): line for rank, line in lines.items()})
+        rank, is_circle, lines, *rest = json.loads(text)
+        lines = {int(rank): line for rank, line in lines.items()}
+        return None if rank == except_of else Report(is_circle, lines, *rest)
 
     # -- connecting
 
@@ -111,8 +116,21 @@ class StatusStore:
 
     def is_gone(self, rank: int) -> bool:
         """True if the process of a rank is known to have ended. Only ranks on its host can tell."""
-        text = self._get(f"process/{rank}")
-        return bool(text) and Process(*json.loads(text)).is_known_to_have_ended()
+        if rank not in self._processes:
+            text = self._get(f"process/{rank}")
+            if not text:
+                return False
+            self._processes[rank] = Process(*json.loads(text))
+        return self._processes[rank].is_known_to_have_ended()
+
+    def fate_of(self, rank: int) -> str:
+        """Return why a rank is not there any more, as far as that is known."""
+        answer = self.answer_of(rank)
+        if answer is not None and answer.ended:
+            return f"rank {rank} {answer.text}"
+        if self.is_gone(rank):
+            return f"the process of rank {rank} was killed, or runs another program now (exec)"
+        return f"rank {rank} closed its connection"
 
 
 def status_store() -> StatusStore | None:

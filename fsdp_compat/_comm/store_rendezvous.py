@@ -138,7 +138,7 @@ class StoreRendezvous:
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
-    def lost_connection(self, wait: Wait) -> None:
+    def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> None:
         """Nothing to lose: there are no connections."""
 
     def end_wait(self) -> None:

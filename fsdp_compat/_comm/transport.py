@@ -228,13 +228,13 @@ class Communicator(typing.Protocol):
         """Fail because a rank, whose word was the one with ``index``, has left what the meeting
         ends with an exception."""
 
-    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
         """flags: uint8 [n]. Return their maximum over the ranks."""
 
-    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Return the sum of ``values`` over the ranks, computed in place where possible."""
 
-    def max_of(self, values: torch.Tensor) -> torch.Tensor: ...
+    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor: ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Send contiguous tensors from the first rank of the axis; on the other ranks they are
@@ -306,17 +306,15 @@ class ProcessGroupTransport(TransportBase):
         """Run a synchronous collective."""
         raise NotImplementedError
 
-    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
-        return self.max_of(flags)
+    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+        return self.max_of(flags, what)
 
-    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
-        self._run("a sum over the ranks", lambda group: group.all_reduce(values, dist.ReduceOp.SUM))
+    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        self._run(what, lambda group: group.all_reduce(values, dist.ReduceOp.SUM))
         return values
 
-    def max_of(self, values: torch.Tensor) -> torch.Tensor:
-        self._run(
-            "a maximum over the ranks", lambda group: group.all_reduce(values, dist.ReduceOp.MAX)
-        )
+    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        self._run(what, lambda group: group.all_reduce(values, dist.ReduceOp.MAX))
         return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -344,16 +342,21 @@ class ProcessGroupTransport(TransportBase):
         return found
 
 
-def communication_error(first: str, got: str, rank: int, members: tuple[int, ...]) -> StateError:
-    """The error for a wait that failed. first: a sentence with the thing that was waited for."""
+def communication_error(
+    first: str, got: str, rank: int, members: tuple[int, ...], culprit: int | None = None
+) -> StateError:
+    """The error for a wait that failed. first: a sentence with the thing that was waited for.
+    culprit: the global rank that has failed first, if it is known."""
+    look = "look for a rank that raised or skipped a unit"
+    if culprit is not None:
+        look = f"look at rank {culprit}'s own error first; without one, it skipped a unit or step"
     return StateError(
         explain(
             first,
             expected="every rank alive, and using the same units in the same order",
             got=got,
             where=f"rank {rank} of {len(members)} (global ranks {list(members)})",
-            fix="look for a rank that raised or skipped a unit; if ranks may use different units, "
-            "pass allow_unused_units=True",
+            fix=f"{look}; if ranks may use different units, pass allow_unused_units=True",
         )
     )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
 
 from .transport import MessageId
 
@@ -46,6 +47,8 @@ class Report:
 
     is_circle: bool  # ranks wait for each other; else a time limit, a lost connection, an interrupt
     lines: dict[int, str]  # by global rank: what it waits for
+    cause: str = ""  # in words, unless it is a circle
+    culprit: int | None = None  # the global rank whose own error comes first, if one is known
 
     def __str__(self) -> str:
         return "; ".join(self.lines[rank] for rank in sorted(self.lines))
@@ -100,9 +103,9 @@ class Waiter(typing.Protocol):
 
     def describe(self, waiting: Waiting) -> Wait: ...
 
-    def lost_connection(self, wait: Wait) -> Report | None:
-        """Return a report if a connection that this long wait needs has closed. The wait itself may
-        not have noticed."""
+    def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:
+        """Return the global rank of a peer that this long wait needs and that has closed its
+        connection or ``is_gone``. The wait itself may not have noticed."""
 
     def end_wait(self) -> None:
         """End the wait of the communicating thread with an error. Called until it has ended."""

@@ -242,7 +242,8 @@ class BackwardRunner:
         rank has used keep ``.grad`` None."""
         every = self._gradients()
         used = self._communicators.any_rank(
-            [gradients in backward.reduced or bool(gradients.received) for gradients in every]
+            [gradients in backward.reduced or bool(gradients.received) for gradients in every],
+            "the list of the units that some rank has used",
         )
         for gradients, is_used in zip(every, used, strict=True):
             if is_used and gradients not in backward.reduced:

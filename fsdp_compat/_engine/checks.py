@@ -78,7 +78,9 @@ class Checks:
                 value = read()
                 if value is not None and is_uninitialised(value):
                     missing.append(names[-1])
-        [some_missing] = self._communicators.any_rank([bool(missing)])
+        [some_missing] = self._communicators.any_rank(
+            [bool(missing)], "a check that all parameters and buffers have values"
+        )
         if some_missing:
             # Where another rank lacks values, this one names its own from the meta device.
             shown = missing or names or ["tensors of another rank"]

@@ -42,11 +42,12 @@ class Communicators:
             }.values()
         )
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Collective. Return for each flag whether it is set on any rank. One byte per flag."""
+    def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Collective. Return for each flag whether it is set on any rank. One byte per flag. what:
+        they are for, for errors."""
         values = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         for communicator in self._communicators:
-            values = communicator.any_of(values)
+            values = communicator.any_of(values, what)
         return [bool(value) for value in values.tolist()]
 
     def flush(self, what: str) -> None:

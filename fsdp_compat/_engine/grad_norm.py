@@ -92,11 +92,12 @@ def dtype_of_norm(
 
 def _norm_over_ranks(axis: Communicator, local: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the norm over all ranks of an axis. Collective."""
+    what = "the norm of the gradients"
     if not math.isinf(norm_type):
-        return axis.sum_of(local.pow(norm_type)).pow(1 / norm_type)
+        return axis.sum_of(local.pow(norm_type), what).pow(1 / norm_type)
     is_nan = local.isnan()  # a maximum may drop NaN
     largest, any_nan = axis.max_of(
-        torch.stack([local.nan_to_num(0.0, posinf=math.inf), is_nan.to(local.dtype)])
+        torch.stack([local.nan_to_num(0.0, posinf=math.inf), is_nan.to(local.dtype)]), what
     ).unbind()
     return torch.where(any_nan > 0, math.nan, largest)
 

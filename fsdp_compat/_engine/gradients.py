@@ -394,7 +394,7 @@ class InFlightReductions:
 
 
 def drop_zeroed(
-    groups: Iterable[Gradients], any_rank: Callable[[Sequence[bool]], list[bool]]
+    groups: Iterable[Gradients], any_rank: Callable[[Sequence[bool], str], list[bool]]
 ) -> None:
     """Before a backward: drop the received gradients that zero_grad has cleared since a backward
     without communication. Collective.
@@ -408,7 +408,10 @@ def drop_zeroed(
     cleared = True
     # All ranks take the same branch, because they run the same program.
     if any(gradients.sharded.was_written() for gradients in noted):
-        [scaled] = any_rank([any(gradients.sharded.was_scaled() for gradients in noted)])
+        [scaled] = any_rank(
+            [any(gradients.sharded.was_scaled() for gradients in noted)],
+            "a check whether zero_grad cleared gradients",
+        )
         cleared = not scaled
     for gradients, zeroed in answers.items():
         gradients.drop([z is Zeroed.YES or (z is Zeroed.UNCLEAR and cleared) for z in zeroed])

@@ -110,7 +110,9 @@ class Rounds:
         """Collective. Every unit was gathered once. If the method still runs on some rank, begin
         another round and return True."""
         end_gathers(self._units, self._communicators)
-        [again] = self._communicators.any_rank([is_running])
+        [again] = self._communicators.any_rank(
+            [is_running], "the end of a method that ranks run in rounds"
+        )
         if again:
             self._forward_order.restart([unit for unit in self._inside if unit is not self._caller])
         return again

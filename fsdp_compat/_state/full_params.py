@@ -175,5 +175,6 @@ def _gather_grads(group: Group) -> torch.Tensor | None:
         if param.grad is not None:
             place.copy_(_torch_private.local_part(param.grad))
             has = True
-    some_have = group.shard.any_of(torch.tensor([has], dtype=torch.uint8, device=group.device))
+    own_has = torch.tensor([has], dtype=torch.uint8, device=group.device)
+    some_have = group.shard.any_of(own_has, f"a check for gradients of {group.name}")
     return group.gather_full(own) if some_have else None

@@ -69,7 +69,7 @@ def fill_from_rank0(
     )
     communicators = [communicator(axis, device) for axis in (mesh.replica, mesh.shard)]
     for each in communicators:
-        flags = each.any_of(flags)
+        flags = each.any_of(flags, "a check of the state dicts to load")
     somebody_has, somebody_lacks, first_lacks, somebody_wrong = flags.tolist()
     if somebody_wrong and not wrong:
         raise _refused(

@@ -26,6 +26,7 @@ __all__ = [
     "break_connections",
     "gloo_of_its_own",
     "is_closed",
+    "is_timeout",
 ]
 
 
@@ -68,6 +69,11 @@ def is_closed(gloo: Any, peer: int) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """True if a wait has ended at its time limit: gloo has no class of errors for this."""
+    return "timed out" in str(error).lower()
 
 
 _NEVER_SENT = (1 << 31) - 1  # a tag

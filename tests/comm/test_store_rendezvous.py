@@ -321,7 +321,7 @@ def test_rank_that_waits_for_a_waiting_rank_ends_the_rendezvous(make: Callable[.
     )
     assert "rank 0 waits in state_dict() for the ranks [1], at train.py:1 in main()" in message
     assert "rank 1 waits for the parameters of unit 'a'" in message
-    assert ranks.status.failure_of(ranks.rendezvous[0].activity.name, 0) is None
+    assert ranks.status.failure_of(ranks.rendezvous[0].activity.name) is None
     assert ranks.status.post_of(0) is None, "withdrawn"
     ranks.assert_all_can_go_on()
 

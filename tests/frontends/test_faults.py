@@ -305,11 +305,8 @@ def fails_where_one_rank_is_interrupted(folder: str) -> None:
                     call(subject)
             else:
                 message = message_of_first(subject, call)
-                assert_told(
-                    message,
-                    rf"rank {subject.pair.ranks - 1} left .* with KeyboardInterrupt, at {HERE}",
-                    "^Waiting for ",
-                )
+                cause = rf"rank {subject.pair.ranks - 1} left .* with KeyboardInterrupt, at {HERE}"
+                assert_told(message, f"^Waiting for .* failed: {cause}")
         assert_stays_failed(subject)
 
 

@@ -712,7 +712,7 @@ def test_the_found_inf_flag_is_reduced_on_a_device_of_the_group(
     sent: list[str] = []
 
     class ReducePlan:
-        def max_of(self, values: Tensor) -> Tensor:
+        def max_of(self, values: Tensor, what: str) -> Tensor:
             sent.append(values.device.type)
             return values
 
@@ -724,7 +724,7 @@ def test_the_found_inf_flag_is_reduced_on_a_device_of_the_group(
         mock.patch.object(dist, "get_backend_config", lambda group: backends),
     ):
         group: Any = object()
-        found = max_in_group(group, torch.zeros((), device=device))
+        found = max_in_group(group, torch.zeros((), device=device), "a test")
     assert (sent, found.device.type) == ([sent_from], device)
 
 
@@ -751,7 +751,9 @@ def test_cpu_gradients_are_unscaled_with_a_synchronized_scale(
         FakeTensorMode(),
         mock.patch.object(torch.amp.GradScaler, "_unscale_grads_", unscale),
         mock.patch.object(torch.amp.GradScaler, "step", step),
-        mock.patch("fsdp_compat.sharded_grad_scaler.max_in_group", lambda group, value: value),
+        mock.patch(
+            "fsdp_compat.sharded_grad_scaler.max_in_group", lambda group, value, what: value
+        ),
         mock.patch.object(ShardedGradScaler, "_group", lambda self: None),
     ):
         scaler, parameters = _scaler(), _parameters(2)

@@ -155,7 +155,9 @@ def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
         assert all(present) or not any(present), (
             f"{group.name}: only some parameters have a gradient"
         )
-        some_have = group.shard.any_of(torch.tensor([any(present)], dtype=torch.uint8))
+        some_have = group.shard.any_of(
+            torch.tensor([any(present)], dtype=torch.uint8), "a check for gradients"
+        )
         for (param, _), view in zip(
             group.store.sharded_params, group.store.grads(total), strict=True
         ):

@@ -442,7 +442,8 @@ def _assert_fails_for_good(subject: Subject, call: Call) -> None:
         assert_told(message, rf"rank {last} \(process \d+\) has ended")
     if "did not" in message:  # refused: everything that was sent was received
         message = message_of(Subject.forward, subject)
-    assert_told(message, "^Waiting for .* failed", "to do: +look for a rank that raised")
+    look = r"to do: +look (for a rank that raised|at rank \d's own error)"
+    assert_told(message, "^Waiting for .* failed", look)
     assert_stays_failed(subject)
 
 

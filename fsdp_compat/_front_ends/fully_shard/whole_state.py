@@ -127,7 +127,7 @@ def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | Non
     rendezvous.require_all_ranks("load_state_dict", groups, copies=True)
     lacks = torch.tensor([not state_dict], dtype=torch.uint8, device=record.device)
     for axis in {id(c): c for group in groups for c in (group.replica, group.shard)}.values():
-        lacks = axis.any_of(lacks)
+        lacks = axis.any_of(lacks, "a check of the state dicts to load")
     if lacks.item():
         raise CheckpointError(
             explain(
