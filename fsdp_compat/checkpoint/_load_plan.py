@@ -65,6 +65,8 @@ class LoadPlan:
             )
         )
         number = ranks.number if len(self.files.manifest.files) == ranks.count else 0
+        if self.files.manifest.shares_extra:
+            number = self._common
         self._extra = decode(
             self.files.head(number).extra,
             "extra",

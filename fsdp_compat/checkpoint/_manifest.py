@@ -178,6 +178,7 @@ class Manifest:
     written_by: dict[str, str]  # versions
     # The class of the optimizer and those that it inherits from; empty: not known.
     optimizer_classes: tuple[str, ...] = ()
+    shares_extra: bool = False  # the extra values in the common file are those of all ranks
 
     def parameters(self) -> dict[str, SavedParameter]:
         """Return the parameters by name; one with several names is under each of them. Raises
@@ -215,6 +216,7 @@ class Manifest:
             "groups": [group.as_json() for group in self.groups],
             "param_groups": self.param_groups,
             "optimizer_classes": list(self.optimizer_classes),
+            "shares_extra": self.shares_extra,
             "files": [
                 {
                     "name": file_name(number),
@@ -335,7 +337,9 @@ def _of_json(content: dict[str, Any]) -> Manifest:
         tuple(files),
         content["param_groups"],
         {text_in(name): text_in(version) for name, version in content["written_by"].items()},
-        tuple(texts(content.get("optimizer_classes", []))),  # an optional field
+        # optional fields
+        tuple(texts(content.get("optimizer_classes", []))),
+        content.get("shares_extra", False) is True,
     )
     manifest.parameters()  # raises
     return manifest

@@ -136,6 +136,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         files=tuple(files),
         param_groups=settings,
         written_by={"torch": "3"},
+        shares_extra=draw(st.booleans()),
     )
 
 

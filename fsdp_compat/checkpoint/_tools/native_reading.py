@@ -121,7 +121,7 @@ class _Reader:
         if extra_state:
             archive.extra[EXTRA_STATE] = extra_state
         heads = [self._head(number) for number in range(len(manifest.files))]
-        if any(head.extra != heads[0].extra for head in heads):
+        if not manifest.shares_extra and any(head.extra != heads[0].extra for head in heads):
             self._left_out.append("the extra values of all ranks but the first, which differ")
         self._left_out += sorted({name for head in heads for name in head.left_out})
         archive.left_out = self._left_out

@@ -34,6 +34,7 @@ from .writing import WriteOptions, dtype_to_write
 __all__ = ["write_native"]
 
 _ALIGN_NBYTES = 16
+_COMMON = 0  # the file with what is the same on all ranks
 
 
 def write_native(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
@@ -149,8 +150,10 @@ class _Target:
     def write(self, number: int) -> FileFacts:
         """Write the file of a rank."""
         own: dict[str, StoredTensor] = {}  # tensors of the extra values and of other states
+        common = self._encoded_common(own) if number == _COMMON else {"extra": None}
+        described = [(name, dtype_to_write(tensor), tensor.shape) for name, tensor in own.items()]
         head, infos = encode_header(
-            [*self._described(), *self._described_own(own)], {TEXT: self._text(number, own)}
+            [*self._described(), *described], {TEXT: self._text(number, common)}
         )
         shards = {
             name: (group, tensors)
@@ -177,12 +180,6 @@ class _Target:
             for group in self._groups
             for name, dtype, _ in _shards_of(group)
         ]
-
-    def _described_own(
-        self, own: dict[str, StoredTensor]
-    ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        self._encoded_own(own)
-        return ((name, dtype_to_write(tensor), tensor.shape) for name, tensor in own.items())
 
     def _write_shard(
         self,
@@ -216,8 +213,7 @@ class _Target:
 
     # -- texts
 
-    def _text(self, number: int, own: dict[str, StoredTensor]) -> str:
-        extra, other_states, others = self._encoded_own(own)
+    def _text(self, number: int, common: dict[str, Any]) -> str:
         text: dict[str, Any] = {
             "identity": self._identity,
             "number": number,
@@ -225,7 +221,7 @@ class _Target:
             "states": {},
             "scalars": {},
             "own": {},
-            "extra": extra,
+            **common,
         }
         for group in self._groups:
             num_params = len(group.tensors)
@@ -248,18 +244,14 @@ class _Target:
                 ]
                 for key, values in group.scalars.items()
             ]
-        if number == 0:
-            text |= {"others": others, "other_states": other_states}
         encoded = json.dumps(text, separators=(",", ":"))
         require_readable(encoded.encode("ascii"))
         return encoded
 
-    def _encoded_own(
-        self, own: dict[str, StoredTensor]
-    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    def _encoded_common(self, own: dict[str, StoredTensor]) -> dict[str, Any]:
         """Return the extra values, the states of parameters that are not there, and modules' extra
-        state, encoded; their tensors are entered in ``own``."""
-        own.clear()
+        state, encoded, as they stand in the text of one file; their tensors are entered in
+        ``own``."""
         stand_ins: dict[int, StoredTensor] = {}
         held: list[torch.Tensor] = []  # so that no memory is used twice
 
@@ -303,7 +295,11 @@ class _Target:
         }
         others = {name: encode(stand_in(value), name, put) for name, value in extra_state.items()}
         arrays = {name for name, tensor in own.items() if tensor.is_array}
-        return _with_arrays(encoded, arrays), states, others
+        return {
+            "extra": _with_arrays(encoded, arrays),
+            "others": others,
+            "other_states": states,
+        }
 
     def manifest(self, facts: list[FileFacts]) -> str:
         """Return the text of the manifest. facts: of the ranks' files."""
@@ -311,7 +307,7 @@ class _Target:
         return Manifest(
             self._identity,
             self._options.step,
-            0,
+            _COMMON,
             (tuple(range(self._options.world_size)),),
             tuple(group.facts for group in self._groups),
             tuple(facts),
@@ -322,6 +318,7 @@ class _Target:
                 for number, group in enumerate(groups)
             ],
             versions(),
+            shares_extra=True,
         ).as_text()
 
     def _settings(self, group: Mapping[str, Any], number: int) -> Any:

@@ -461,6 +461,30 @@ def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path:
     assert same(extra["number"], VALUES["number"])
 
 
+def save_with_large_values(directory: str) -> None:
+    model = checkpoints.ours_fsdp1(checkpoints.unsharded())
+    checkpoint.save(directory, model, None, {"average": torch.arange(5000.0)}, step=1)
+
+
+def load_large_values(directory: str) -> dict[str, Any]:
+    return checkpoint.load(directory, checkpoints.ours_fsdp1(checkpoints.unsharded()))
+
+
+def test_a_native_target_holds_extra_tensors_once_for_all_ranks(tmp_path: Path) -> None:
+    run_ranks(1, save_with_large_values, str(tmp_path))
+    source = checkpoint.latest(tmp_path)
+    assert source is not None
+    written = convert(source, tmp_path / "native", to="native", world_size=3)
+    files = [written / f"rank-{number:05d}.safetensors" for number in range(3)]
+    assert [file.stat().st_size > 5000 * 4 for file in files] == [True, False, False]
+    for ranks in (3, 2):
+        for extra in run_ranks(ranks, load_large_values, str(written)):
+            assert torch.equal(extra["average"], torch.arange(5000.0))
+    archive = open_archive(written)
+    assert list(archive.extra) == ["average"]
+    assert archive.left_out == []
+
+
 def test_a_tie_without_its_first_name_keeps_its_optimizer_state(tmp_path: Path) -> None:
     made = checkpoints.make("ours-native", 2, tmp_path)
     for settings in ({"exclude": ["embed"]}, {"rename": {"words.embed.weight": None}}):
