@@ -26,17 +26,31 @@ from ..errors import (
     explain,
 )
 from .placement import RowPlacement, contiguous_stride
+from .row_params import present_in
 from .row_store import RowStore
 from .row_views import as_bytes
 
 __all__ = ["ExtensionStore", "has_extension"]
 
+_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in all of them
 
 
 def has_extension(parameter: torch.Tensor) -> bool:
-    """True if a parameter, or the local tensor of a DTensor, all-gathers in its own way."""
-    return hasattr(_torch_private.local_part(parameter), "fsdp_pre_all_gather")
+    """True if a parameter, or the local tensor of a DTensor, all-gathers in its own way.
+
+    A class without ``__torch_dispatch__``, or an attribute of a whole parameter, does not: the
+    parts of the parameter are tensors without them, in torch's FSDP2 too.
+    """
+    local = _torch_private.local_part(parameter)
+    return hasattr(local, _BEFORE) and (
+        _keeps_class(local) or (local is not parameter and _BEFORE in vars(local))
+    )
+
+
+def _keeps_class(tensor: torch.Tensor) -> bool:
+    """True if operations on a tensor return tensors of its class."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 class _Input(typing.NamedTuple):
@@ -85,13 +99,28 @@ class _Hooks:
         local = _torch_private.local_part(self._params[index])
         if local.device != device:
             local = local.to(device, non_blocking=True)
+        cut = self._cuts[index]
+        if not cut.is_even and _keeps_class(local):
+            local = _padded(local, cut)
         hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
         if len(inspect.signature(hook).parameters) == 1:
             tensors, metadata = hook(mesh)
         else:
-            shape = torch.Size(self._cuts[index].shape)
+            shape = torch.Size(cut.shape)
             module = self._members[index][0]
             tensors, metadata = hook(mesh, shape, contiguous_stride(shape), module, policy)
+        if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
+            raise AssertedUsageError(
+                explain(
+                    "A parameter is not cut evenly, and what fsdp_pre_all_gather returns is not "
+                    "padded.",
+                    expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
+                    got=_described([(each.size(), each.dtype) for each in tensors]),
+                    where=f"parameter {self._members[index][1]!r}, of which this rank holds "
+                    f"{tuple(local.shape)}",
+                    fix="pad what fsdp_pre_all_gather returns",
+                )
+            )
         return list(tensors), metadata
 
     @torch.no_grad()
@@ -139,7 +168,10 @@ class _Hooks:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise self._wrong_result(index, f"a {type(result).__name__}")
             value, inner = result
-            if tuple(value.shape) != self._cuts[index].shape:
+            cut = self._cuts[index]
+            if value.dim() and value.shape[0] == cut.chunk * cut.ranks:
+                value = value.narrow(0, 0, cut.shape[0])  # without the padding of the last ranks
+            if tuple(value.shape) != cut.shape:
                 raise self._wrong_result(index, f"a tensor of shape {tuple(value.shape)}")
             self.inner += list(inner)
             found.append(value)
@@ -212,10 +244,11 @@ class ExtensionStore(RowStore):
         of mixed precision. Both are handed to fsdp_pre_all_gather. gather_dtype: the policy's
         dtype of parameters, or None.
 
-        Raises UsageError for parameters that are not cut evenly, or without the second method.
+        Raises UsageError for parameters that cannot be padded, or without the second method.
         """
         for member, placement in zip(members, placements, strict=True):
-            _require_extension(member, placement, ranks)
+            local = _torch_private.local_part(member.parameter)
+            _require_extension(local, Cut(tuple(local.shape), placement.dim, ranks), member.name)
         self._context = mesh, policy, compute_device
         self._hooks: _Hooks | None = None  # None while on the meta device
         super().__init__(
@@ -226,6 +259,26 @@ class ExtensionStore(RowStore):
             device=device,
             gather_dtype=gather_dtype,
         )
+
+    @classmethod
+    def of(
+        cls,
+        store: RowStore,
+        indices: Sequence[int],
+        *,
+        compute_device: torch.device,
+        mesh: Any,
+        policy: Any,
+    ) -> ExtensionStore:
+        """Return a store for some parameters of another one, whose local tensors have got the two
+        methods since. They are to be adopted."""
+        made = store.take_apart(cls, indices)
+        for place, cut in zip(made.orig_params, made.layout.cuts, strict=True):
+            _require_extension(
+                _torch_private.local_part(present_in(place.slots[0])), cut, place.name
+            )
+        made._context, made._hooks = (mesh, policy, compute_device), None
+        return made
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
         self.layout = RowLayout.in_order(cuts, cuts[0].ranks, dtype.itemsize)
@@ -321,30 +374,38 @@ class ExtensionStore(RowStore):
         )
 
 
-def _require_extension(member: OrigParam, placement: RowPlacement, ranks: int) -> None:
-    local = _torch_private.local_part(member.parameter)
-    if not hasattr(local, "fsdp_post_all_gather"):
+def _require_extension(local: torch.Tensor, cut: Cut, name: str) -> None:
+    if not hasattr(local, _AFTER):
         raise AssertedUsageError(
             explain(
                 "A tensor subclass has only one of the two methods of an all-gather.",
                 expected="fsdp_pre_all_gather and fsdp_post_all_gather",
                 got=f"{type(local).__name__} without fsdp_post_all_gather",
-                where=f"parameter {member.name!r}",
+                where=f"parameter {name!r}",
                 fix="define both",
             )
         )
-    cut = Cut(tuple(local.shape), placement.dim, ranks)
-    if cut.dim is None or cut.num_rows % ranks or not cut.numel:
+    if not cut.numel or cut.dim is None or (cut.dim and not cut.is_even):
         raise NotImplementedUsageError(
             explain(
-                "A tensor subclass with fsdp_pre_all_gather is not cut evenly.",
-                expected=f"a dim {cut.dim or 0} whose size is a multiple of {ranks} ranks",
+                "A tensor subclass with fsdp_pre_all_gather cannot be cut like this.",
+                expected=f"a dim 0, or another one whose size is a multiple of {cut.ranks} ranks",
                 got=f"shape {cut.shape}",
-                where=f"parameter {member.name!r}",
+                where=f"parameter {name!r}",
                 fix="pad the parameter, pass another dim by shard_placement_fn, or list the "
                 "parameter in ignored_params",
             )
         )
+
+
+def _padded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Return this rank's rows, with zeros as far as the first rank has more."""
+    if local.shape[0] == cut.chunk:
+        return local
+    padded = local.new_zeros((cut.chunk, *cut.tail))
+    if local.shape[0]:
+        padded.narrow(0, 0, local.shape[0]).copy_(local)
+    return padded
 
 
 def _laid_out(sent: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[_Input]], int]:

@@ -54,6 +54,9 @@ _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
 )
 
 
+_Store = typing.TypeVar("_Store", bound="RowStore")
+
+
 class _Memory(typing.NamedTuple):
     """Where the shard is, and in which dtype it is all-gathered."""
 
@@ -355,6 +358,17 @@ class RowStore(StateStore):
                 self._bring_home(index, value, moved)
         self._note()
         return moved or was_replaced
+
+    def take_apart(self, cls: type[_Store], indices: Sequence[int]) -> _Store:
+        """Return a store for some of the parameters, which are to be adopted. This store must not
+        be used any more."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(self))
+        made.orig_params = tuple(self.orig_params[index] for index in indices)
+        made.parallel = [self.parallel[index] for index in indices]
+        made._params = [self._params[index] for index in indices]
+        made._lay_out([param.cut for param in made._params], *self._kind)
+        return made
 
     def _take_in(self, index: int, parameter: nn.Parameter) -> None:
         """Let ``parameter`` be the sharded parameter ``index``."""

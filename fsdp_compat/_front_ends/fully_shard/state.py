@@ -27,8 +27,9 @@ from ..._engine.schedule import Prefetch
 from ..._engine.unit import Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
-from ..._stores.extension import ExtensionStore
+from ..._stores.extension import ExtensionStore, has_extension
 from ..._stores.placement import DataMesh
+from ..._stores.row_params import present_in
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
 from ...errors import StateError, explain
@@ -116,7 +117,8 @@ class ShardedModules:
             return self.unit
         if self.unit is not None:
             self.unit.reshard()
-        changed = [own.store.adopt() for own in self.stores]
+        changed = [self._take_extensions()]
+        changed += [own.store.adopt() for own in self.stores]
         self.is_dirty = False
         if self.unit is None or any(changed):
             self._refuse_meta()
@@ -124,6 +126,28 @@ class ShardedModules:
             if self.runtime is not None:
                 self.runtime.stale = True
         return self.unit
+
+    def _take_extensions(self) -> bool:
+        """Let parameters whose local tensors have got fsdp_pre_all_gather since the call of
+        ``fully_shard`` have stores of their own. Returns True if there are some."""
+        stores: list[_OwnStore] = []
+        for own in self.stores:
+            store, late = own.store, list[int]()
+            if not isinstance(store, ExtensionStore):
+                slots = [place.slots[0] for place in store.orig_params]
+                late = [i for i, slot in enumerate(slots) if has_extension(present_in(slot))]
+            if not late:
+                stores.append(own)
+                continue
+            if rest := [index for index in range(len(store.orig_params)) if index not in late]:
+                stores.append(_OwnStore(store.take_apart(RowStore, rest), own.planned))
+            mesh, plan = own.planned.mesh.shard_mesh, self.plan
+            extended = ExtensionStore.of(
+                store, late, compute_device=plan.device, mesh=mesh, policy=plan.policy
+            )
+            stores.append(_OwnStore(extended, own.planned))
+        has_changed, self.stores = stores != self.stores, stores
+        return has_changed
 
     def _make_unit(self) -> Unit:
         plan, policy = self.plan, self.plan.policy
