@@ -240,7 +240,7 @@ class Machine:
         them."""
         self._left -= 1 + (len(value) if hasattr(value, "__len__") else 0)
         if self._left < 0:
-            raise Refused("far more values than the pickle has bytes for")
+            raise Refused("the pickle expands to more values than its size allows")
 
     def set_items(self, target: Any, items: list[Any]) -> None:
         if len(items) % 2:

@@ -218,7 +218,7 @@ def _not_ranks(group: RankFiles, where: Path) -> CheckpointError:
     names = ", ".join(path.name for path in list(group.paths.values())[:4])
     return CheckpointError(
         explain(
-            "The files have numbers in their names, but hold no parts of sharded tensors.",
+            "These numbered files are not one checkpoint: none of them holds a shard.",
             expected="one file per rank with DTensors or ShardedTensors, or the word 'rank'",
             got=names,
             where=str(where),
