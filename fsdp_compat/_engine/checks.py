@@ -4,7 +4,9 @@ with an error that says what to do."""
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from ..errors import AssertedStateError, StateError, UsageError, explain
 from . import hooks
@@ -18,6 +20,7 @@ __all__ = [
     "Checks",
     "refuse_in_pass",
     "refuse_late_hook",
+    "refuse_meta",
     "refuse_summoned",
     "refuse_summoned_backward",
     "require_own",
@@ -138,6 +141,25 @@ def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoR
             fix="call it before forward, or after backward has returned",
         )
     )
+
+
+def refuse_meta(
+    fn: Callable[[torch.Tensor], torch.Tensor], shards: Iterable[torch.Tensor], where: str
+) -> None:
+    """Raise StateError if ``fn``, which a module is about to apply to its tensors, moves shards to
+    the meta device."""
+    for dtype, device in {(shard.dtype, shard.device) for shard in shards if not shard.is_meta}:
+        if fn(torch.empty(0, dtype=dtype, device=device)).is_meta:
+            raise StateError(
+                explain(
+                    "A sharded model cannot be moved to the meta device.",
+                    expected="a device with memory",
+                    got=f"a move of shards from {str(device)!r} to 'meta'",
+                    where=where,
+                    fix="delete the model to free its memory, or build it on the meta device, then "
+                    "shard it",
+                )
+            )
 
 
 def refuse_summoned(what: str, where: str) -> typing.NoReturn:

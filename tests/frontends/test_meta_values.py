@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType, UsageError
+from fsdp_compat import ShardingStrategy, StateDictType, StateError, UsageError, fully_shard
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.pairwise import each_value
@@ -465,3 +465,47 @@ def _sends_extremes() -> None:
 
 def test_nan_and_largest_integers_count_as_values_unless_from_meta() -> None:
     run_ranks(2, _sends_extremes)
+
+
+# -- back to the meta device
+
+
+SHARD: dict[str, Callable[[nn.Module], Any]] = {
+    "flat": partial(FSDP, use_orig_params=False),
+    "original": partial(FSDP, use_orig_params=True),
+    "in place": fully_shard,
+}
+
+
+def stays(kind: str, is_used: bool) -> None:
+    """A model, or one around it, is asked to move to the meta device. Then it moves to where it is,
+    and trains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    plain = copy.deepcopy(model)
+    model[0] = SHARD[kind](model[0])
+    model = SHARD[kind](model)
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    x = torch.ones(1, DIM)
+
+    def step() -> None:
+        for m, optim in zip((model, plain), optims, strict=True):
+            m(x).square().sum().backward()
+            optim.step()
+            optim.zero_grad()
+        assert_close(model(x), plain(x), "output")
+
+    if is_used:
+        step()
+    for moved in (model, nn.Sequential(model)):
+        with pytest.raises(StateError, match="cannot be moved to the meta device") as raised:
+            moved.to("meta")
+        assert "'cpu' to 'meta'" in str(raised.value)
+    model.to("cpu").float()
+    step()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("kind", SHARD)
+def test_a_sharded_model_is_not_moved_to_the_meta_device(kind: str, is_used: bool) -> None:
+    run_ranks(2, stays, kind, is_used)

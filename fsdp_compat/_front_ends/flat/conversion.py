@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..._engine import rendezvous
+from ..._engine.checks import refuse_meta
 from ..._engine.group import Group
 from ..._stores.flat_store import FlatStore
 from ...errors import ValueStateError, explain
@@ -19,8 +20,10 @@ __all__ = ["convert", "convert_as", "move"]
 
 def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert the shards of a wrapper, and of all wrappers below it, to the dtypes that ``fn``
-    returns. Collective if any dtype changes."""
+    returns. Collective if any dtype changes. Raises StateError if ``fn`` moves to the meta
+    device."""
     stores = [store for each in flat_units_in(wrapper) for store in each.stores]
+    refuse_meta(fn, (store.shard for store in stores), f"a {type(wrapper).__name__}")
     dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}
     for dtype, device in dtypes:
         dtypes[dtype, device] = fn(torch.empty(0, dtype=dtype, device=device)).dtype

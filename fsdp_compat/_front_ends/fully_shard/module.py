@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import deprecated
 
+from ..._engine.checks import refuse_meta
 from ..._state.validation import not_loaded
 from ...errors import (
     AssertedStateError,
@@ -399,11 +400,13 @@ class FSDPModule:
             )
         return state
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move or cast the sharded parameters, as ``to`` and ``to_empty`` do."""
         state = self._get_fsdp_state()
+        shards = [own.store.shard for each in self._states(recurse) for own in each.stores]
+        refuse_meta(fn, shards, state.label)
         state.before_state_dict("Module.to")
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+        result = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's
         state.look_again()
         return result
 
