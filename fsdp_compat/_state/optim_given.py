@@ -19,7 +19,7 @@ from .optim_values import StateKind, classify
 from .param_ownership import ParamOwnership, is_whole, numbered_names
 from .rank0 import Outline
 from .rank_local import RankState, check_layout
-from .values import is_sharded, misfit, shape_of
+from .values import dtype_of, is_sharded, misfit, shape_of
 
 __all__ = ["LATER", "GivenState", "LoadOptions", "outline", "read_given", "refuse_sharded"]
 
@@ -97,7 +97,7 @@ def outline(value: Any, cut: bool) -> Any:
     """Return a stand-in for a large value, and a small value as it is. cut: the value is a tensor
     with one element per element of a parameter that a unit manages."""
     if cut:
-        return Outline(shape_of(value), value.dtype)
+        return Outline(shape_of(value), dtype_of(value))
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return value.detach().cpu()
     return value if value is None or isinstance(value, (numbers.Number, str)) else LATER

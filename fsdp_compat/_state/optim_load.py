@@ -21,7 +21,7 @@ from .optim_values import copied, snapshot
 from .param_ownership import ParamOwnership
 from .rank0 import Rank0Broadcast
 from .rank_local import restored
-from .values import read_part
+from .values import dtype_of, read_part
 
 __all__ = ["optim_state_to_load"]
 
@@ -253,7 +253,7 @@ class _Loading:
             values = self._sender.send(values, f"the state {key!r} of {group.name}")
         for (param, index, _), value in zip(found, values, strict=True):
             if states[param][key] is None:
-                states[param][key] = torch.zeros_like(param.detach(), dtype=value.dtype)
+                states[param][key] = torch.zeros_like(param.detach(), dtype=dtype_of(value))
             own = states[param][key]
             if _torch_private.is_dtensor(own):
                 _take_rows(own, value, store, index, members)

@@ -16,6 +16,7 @@ from .._layout.spec import Section
 from ..errors import CheckpointError
 from .names import clean_name, named_sections
 from .values import (
+    dtype_of,
     is_local,
     is_readable,
     is_sharded,
@@ -77,9 +78,9 @@ def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[s
     store = store_of(group)
     if not isinstance(value, torch.Tensor):
         return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
-    if value.dtype.is_complex and not store.dtype.is_complex:
+    if (got := dtype_of(value)).is_complex and not store.dtype.is_complex:
         return [
-            f"{key}: expected {store.dtype}, got {value.dtype}, whose imaginary part would be lost"
+            f"{key}: expected {store.dtype}, got {got}, whose imaginary part would be lost"
         ]
     if (wrong := misfit(value)) is not None:
         return [f"{key}: {wrong}"]
@@ -135,8 +136,8 @@ def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype
             f"{key}: expected a tensor with values, got one "
             f"{'on the meta device' if value.is_meta else value.layout}"
         )
-    if value.dtype.is_complex and not dtype.is_complex:
-        return f"{key}: expected {dtype}, got {value.dtype}, whose imaginary part would be lost"
+    if (given := dtype_of(value)).is_complex and not dtype.is_complex:
+        return f"{key}: expected {dtype}, got {given}, whose imaginary part would be lost"
     return None
 
 

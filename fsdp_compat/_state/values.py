@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "dtype_of",
     "is_local",
     "is_readable",
     "is_sharded",
@@ -148,7 +149,7 @@ def read_local(
     if isinstance(value, BoxedTensor) or _described(value) != _parts(flat):
         return read_part(value, flat, 0, rank, members)
     own = value.local_shards()
-    return own[0].tensor.detach() if own else torch.empty(0, dtype=value.dtype)
+    return own[0].tensor.detach() if own else torch.empty(0, dtype=dtype_of(value))
 
 
 def _described(value: ShardedTensor) -> list[tuple[int, int]]:
@@ -247,6 +248,14 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
 
 
+def dtype_of(value: Any) -> torch.dtype:
+    """Return its dtype. Torch's ShardedTensor warns, at this package's lines, when it is asked."""
+    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
+        return value.metadata().tensor_properties.dtype
+    dtype: torch.dtype = value.dtype
+    return dtype
+
+
 def read_part(
     value: Any,
     layout: FlatLayout,
@@ -312,13 +321,14 @@ def _whole(value: ShardedTensor) -> torch.Tensor:
         else [shard.tensor for shard in value.local_shards()]
     )
     tensors = [tensor.detach().reshape(-1) for tensor in own_shards]
-    own = torch.zeros(longest, dtype=value.dtype, device=tensors[0].device if tensors else None)
+    dtype = dtype_of(value)
+    own = torch.zeros(longest, dtype=dtype, device=tensors[0].device if tensors else None)
     start = 0
     for tensor in tensors:
         own[start : start + tensor.numel()] = tensor
         start += tensor.numel()
     gathered = gather_in_group(group, own)
-    whole = torch.empty(size, dtype=value.dtype, device=own.device)
+    whole = torch.empty(size, dtype=dtype, device=own.device)
     starts = {rank: position * longest for position, rank in enumerate(ranks)}
     for shard in metadata.shards_metadata:
         rank, numel = _rank_of(shard), math.prod(shard.shard_sizes)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
 from tests.support.odd_model import (
@@ -274,6 +275,9 @@ def test_torchs_fsdp_loads_our_dcp_checkpoints(
     run_ranks(readers, _torch_reads, optimizer, runs, str(tmp_path))
 
 
+PACKAGE = Path(fsdp_compat.__file__).parent
+
+
 def _older_function_of_dcp(path: str) -> None:
     warnings.simplefilter("ignore")
     for config in CONFIGS[:2]:
@@ -287,7 +291,11 @@ def _older_function_of_dcp(path: str) -> None:
             loaded = load_sharded_optimizer_state_dict(
                 model_state_dict=state, optimizer_key="optim", storage_reader=reader
             )
-            other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, loaded["optim"]))
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, loaded["optim"]))
+            ours = [each for each in seen if PACKAGE in Path(each.filename).parents]
+            assert not ours, f"torch warns of its ShardedTensors at {ours[0].filename}"
         assert_same(
             get_state_dict(model, other, options=FULL)[1]["state"],
             get_state_dict(model, optimizer, options=FULL)[1]["state"],
