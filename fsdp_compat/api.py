@@ -131,7 +131,8 @@ class StateDictType(enum.Enum):
     """What `state_dict` and `load_state_dict` contain for each parameter of a wrapped model.
 
     FULL_STATE_DICT     the whole tensor under its original name, as before wrapping
-    LOCAL_STATE_DICT    this rank's shard of the flat parameter; needs the same wrapping and ranks
+    LOCAL_STATE_DICT    this rank's shard of the flat parameter, and with use_orig_params=True also
+                        its part of each parameter; needs the same wrapping and ranks
     SHARDED_STATE_DICT  this rank's shard of each original parameter, under its original name;
                         loads on any number of ranks
     """

@@ -374,7 +374,9 @@ class FullyShardedDataParallel(nn.Module):
         - SHARDED_STATE_DICT: this rank's part of each parameter, as a ShardedTensor whose shards
           are views of the flat shard; nothing is sent. For a model with a device mesh a DTensor,
           which is a copy; collective.
-        - LOCAL_STATE_DICT: this rank's flat shards themselves; nothing is sent.
+        - LOCAL_STATE_DICT: this rank's flat shards themselves, as ShardedTensors; with
+          ``use_orig_params=True`` also this rank's part of each parameter, a 1-D tensor of the same
+          memory. Nothing is sent. Either loads without the other.
 
         Views change as training continues, as in the state dict of an unwrapped module; buffers
         are views in every type. Use ``offload_to_cpu=True`` in the configuration,

@@ -8,6 +8,7 @@ Saved files refer to FlatOfParameters, Place and _rebuilt by their names in this
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -38,7 +39,7 @@ if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.check
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["BoxedTensor", "FlatOfParameters", "Place", "place_of"]
+__all__ = ["BoxedTensor", "FlatOfParameters", "LocalPart", "Place", "place_of"]
 
 
 _PROPERTIES = (
@@ -142,7 +143,7 @@ class BoxedTensor(ShardedTensor):
     _layout: FlatLayout
     _index: int
     _members: tuple[int, ...]
-    _rank: int
+    _rank: int  # in `_layout`
     _group: _Shared
 
     @staticmethod
@@ -181,6 +182,11 @@ class BoxedTensor(ShardedTensor):
     @property
     def whole_shape(self) -> tuple[int, ...]:
         return self.place.whole_shape
+
+    @property
+    def rank(self) -> int:
+        """The rank, among those that the value is spread over, whose elements are here."""
+        return self._rank
 
     @property
     def shape_here(self) -> tuple[int, ...]:
@@ -267,6 +273,10 @@ class BoxedTensor(ShardedTensor):
         """True if this is the flat tensor of ``layout``, whose shards may be padded otherwise."""
         flat = self._layout
         return isinstance(flat, FlatOfParameters) and flat.fits_but_for_padding(layout)
+
+    @property
+    def _is_flat(self) -> bool:
+        return isinstance(self._layout, FlatOfParameters)
 
     def elements(self) -> torch.Tensor:
         """Return this rank's elements out of the local shards, 1-D and in order: a view where they
@@ -438,16 +448,19 @@ class BoxedTensor(ShardedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
         """Return a value with memory of its own: this rank's elements, and no more."""
+        if self._is_flat:  # the parts of parameters go on sharing its memory
+            return self._with([copy.deepcopy(s.tensor.detach(), memo) for s in self._local_shards])
         return self._with([shard.tensor.detach().clone() for shard in self._local_shards])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle without the process group, so that it can be read without one. Unpickled values
         use the default group, if there is one."""
+        run = self.elements()
         return _rebuilt, (
             self._layout,
             self._index,
             self._rank,
-            self.elements().clone(),
+            run if self._is_flat else run.clone(),
             self._members,
             self.place,
         )
@@ -472,6 +485,21 @@ class BoxedTensor(ShardedTensor):
     @_process_group.setter
     def _process_group(self, group: Any) -> None:
         self._group = _Shared(group)
+
+
+class LocalPart(torch.Tensor):
+    """This rank's elements of one parameter in a local state dict: a 1-D view of its shard.
+
+    A plain tensor, except that torch.distributed.checkpoint must know it: it takes tensors for the
+    same on all ranks (see ``_torch_patches/local_parts.py``). Results and pickles are plain."""
+
+    __torch_function__ = _torch_private.no_torch_function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalPart:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo).as_subclass(LocalPart)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def _rebuilt(

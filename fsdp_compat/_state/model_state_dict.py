@@ -349,7 +349,7 @@ def _before_load(
         if clean != key:
             state_dict[clean] = state_dict.pop(key)
     if not own.unit.summoned:
-        load_unit(own.unit, state_dict, prefix, missing_keys, error_msgs)
+        load_unit(own.unit, state_dict, prefix, missing_keys, error_msgs, own.takes_parts)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.

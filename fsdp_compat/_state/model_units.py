@@ -30,7 +30,7 @@ from ..api import (
     StateDictSettings,
     StateDictType,
 )
-from .names import Wanted, clean_name, everything, flat_names
+from .names import Wanted, clean_name, everything, flat_names, shows_originals
 from .param_ownership import NamedUnit
 
 __all__ = [
@@ -84,6 +84,11 @@ class ModelUnit:
     def runtime(self) -> Runtime:
         """The runtime of the unit's root."""
         return runtime_of(self.unit)
+
+    @property
+    def takes_parts(self) -> bool:
+        """True if a parameter's value in a state dict may be this rank's part of it."""
+        return self.form.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
     def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, value) of the buffers that are cast for computing, with the values in their
@@ -196,7 +201,8 @@ def managed_in(model: nn.Module) -> set[int]:
 
 def names_in_order(model: nn.Module, base: str) -> list[str]:
     """Return the keys of a module's state dict in their order before sharding, including the keys
-    of flat parameters in local state dicts.
+    of flat parameters in local state dicts: as in torch, before everything else in their unit, or
+    with use_orig_params=True after it.
 
     base: the prefix of the keys.
     """
@@ -211,17 +217,24 @@ def names_in_order(model: nn.Module, base: str) -> list[str]:
                 for inner, names in registered.attribute_order.items()
             )
     names = []
+    last: list[tuple[str, list[str]]] = []  # (prefix, names) that come after what is below it
     for path, child in modules:
         start = f"{base}{path}." if path else base
+        while last and not start.startswith(last[-1][0]):
+            names += last.pop()[1]
         registered = model_unit_of(child)
         if registered is not None and not is_lazy(child):
-            names += [start + name for name in flat_names(registered.unit)]
+            flat = [start + name for name in flat_names(registered.unit)]
+            if shows_originals(registered.unit):
+                last.append((start, flat))
+            else:
+                names += flat
         if registered is None or registered.unit.module is child:
             attributes = dict.fromkeys(
                 (*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state")
             )
             names += [start + attribute for attribute in attributes]
-    return names
+    return names + [name for _, flat in reversed(last) for name in flat]
 
 
 def names_before(model: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from .._engine.group import Group
 from .._engine.state_store import FLAT_PARAM, flat_param_name, store_of
 from .._engine.unit import Unit
+from .._layout.rows import CopiedLayout
 from .._layout.spec import Section
 from ..errors import takes, wrong_type
 
@@ -21,6 +22,7 @@ __all__ = [
     "is_flat_name",
     "named_sections",
     "param_names",
+    "shows_originals",
     "wanted_by",
     "without_checkpoint_wrapper",
 ]
@@ -85,6 +87,17 @@ def named_sections(unit: Unit) -> list[tuple[str, Group, Section]]:
     dicts."""
     sections = [(group, section) for group in unit.groups for section in store_of(group).sections]
     return [(flat_param_name(number), *found) for number, found in enumerate(sections)]
+
+
+def shows_originals(unit: Unit) -> bool:
+    """True if the unit's own parameters are 1-D views of flat shards: use_orig_params=True."""
+    stores = [store_of(group) for group in unit.groups]
+    return not any(
+        store.is_flattened
+        or len(store.sections) > 1
+        or isinstance(store.sections[0].layout, CopiedLayout)
+        for store in stores
+    )
 
 
 def is_flat_name(name: str) -> bool:

@@ -16,7 +16,8 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval
 from ..errors import UsageError, explain
-from .names import Wanted, clean_name, everything, named_sections
+from .formats import LocalPart
+from .names import Wanted, clean_name, everything, named_sections, shows_originals
 from .optim_values import copied
 from .values import local_value, mesh_sharded_value, sharded_value
 
@@ -202,23 +203,34 @@ def local_entries(
     unit: Unit, prefix: str, wanted: Wanted, process_group: dist.ProcessGroup | None, to_cpu: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold
-    anything wanted. Nothing is sent.
+    anything wanted; with use_orig_params=True first (name of a parameter, this rank's elements of
+    it), which share the memory. Nothing is sent.
 
-    The value views the shard; with ``to_cpu``, and where some parameters are left out, it is a
-    copy. Where one rank holds all there are no shards: then the parameters come under their own
-    names, as torch has it.
+    The values view the shard; with ``to_cpu``, and where some parameters are left out, a copy.
+    Where one rank holds all there are no shards: then the parameters come under their own names, as
+    torch has it.
     """
     for flat_name, group, section in named_sections(unit):
         store = store_of(group)
         if group.shard.ranks == 1:
             if section is store.sections[0]:
                 yield from _shard_entries(group, prefix, wanted, process_group, to_cpu)
-        elif any(section is store.section_of(index) for index in _chosen(store, [prefix], wanted)):
+            continue
+        chosen = {
+            index: names
+            for index, names in _chosen(store, [prefix], wanted).items()
+            if section is store.section_of(index)
+        }
+        if chosen:
             if store.parallel[0] is not None:
                 raise _no_parallel_boxes(unit.label, store.orig_params[0].name, "LOCAL_STATE_DICT")
             shard = store.shard.detach()[section.place.slice]
             if to_cpu or wanted is not everything:
                 shard = copied(shard, to_cpu)
+            for index, names in chosen.items() if shows_originals(unit) else ():
+                part = section.layout.part_in_shard(index - section.first_param, store.rank)
+                for name in names:
+                    yield name, shard[part.slice].as_subclass(LocalPart)
             yield (
                 prefix + flat_name,
                 local_value(section.layout, store.rank, shard, group.shard.members, process_group),

@@ -7,13 +7,15 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .._engine.group import Group
 from .._engine.ownership import ParamSlots
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
-from .._layout.spec import Section
+from .._layout.spec import Interval, Section
 from ..errors import CheckpointError
+from .formats import BoxedTensor
 from .names import clean_name, named_sections
 from .values import (
     dtype_of,
@@ -41,30 +43,83 @@ class Rank0Value:
 
 
 def check_unit(
-    unit: Unit, entries: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]
+    unit: Unit,
+    entries: Mapping[str, Any],
+    prefix: str,
+    missing: list[str],
+    errors: list[str],
+    takes_parts: bool,
 ) -> None:
     """Add the unit's parameters that ``entries`` lack to ``missing``, and reasons why values cannot
-    be loaded to ``errors``. Changes nothing else."""
+    be loaded to ``errors``. Changes nothing else.
+
+    takes_parts: the state dict type is local: a parameter's value may be this rank's part of it.
+    """
     for flat_name, group, section in named_sections(unit):
         store = store_of(group)
-        if prefix + flat_name in entries:
-            errors += _wrong_local(group, section, prefix + flat_name, entries[prefix + flat_name])
-            continue
+        flat = entries.get(key := prefix + flat_name)
+        if key in entries:
+            errors += (wrong_flat := _wrong_local(group, section, key, flat))
+            if wrong_flat:
+                continue
         for index, member in _params_of(store, section):
             keys = [prefix + clean_name(name) for name in member.names]
             found = [key for key in keys if key in entries]
+            if flat is not None:
+                place = section.layout.params[index - section.first_param].place
+                errors += [
+                    _contradiction(key, prefix + flat_name)
+                    for key in found
+                    if not _is_part_of(flat, entries[key], place)
+                ]
+                continue
             missing += [] if found else keys[:1]
-            errors += [
-                wrong
-                for key in found
-                if (wrong := wrong_value(key, entries[key], store.shape(index), store.dtype))
-            ]
+            part = store.part(index, store.rank)
+            for key in found:
+                is_part = _is_part(entries[key], part)
+                shape = (part.numel,) if is_part and takes_parts else store.shape(index)
+                wrong = wrong_value(key, entries[key], shape, store.dtype)
+                if wrong is not None and is_part and not takes_parts:
+                    wrong += (
+                        ", which would be this rank's part: to load that, set "
+                        "StateDictType.LOCAL_STATE_DICT"
+                    )
+                errors += [] if wrong is None else [wrong]
             shape, parallel = store.local_shape(index), store.parallel[index]
             errors += [
                 _other_parallel(key)
                 for key in found
                 if not is_readable(entries[key], shape, parallel)
             ]
+
+
+def _is_part(value: Any, part: Interval) -> bool:
+    """True if ``value`` has the shape of a rank's part of a parameter."""
+    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+    return is_plain and tuple(value.shape) == (part.numel,)
+
+
+def _is_part_of(flat: torch.Tensor, value: Any, place: Interval) -> bool:
+    """True if ``value`` holds what this rank's shard of a flat parameter, which fits the unit, has
+    of the parameter at ``place``."""
+    first, shard = 0, torch.empty(0, dtype=dtype_of(flat))
+    if isinstance(flat, ShardedTensor) and (own := flat.local_shards()):
+        first, shard = own[0].metadata.shard_offsets[0], own[0].tensor.detach()
+    part = place.clipped(Interval(first, first + shard.numel())).shifted(-first)
+    expected = shard[part.slice]
+    if not _is_part(value, part):
+        return False
+    if value.data_ptr() == expected.data_ptr() and value.dtype == expected.dtype:
+        return True
+    found = value.detach().to(expected)
+    return bool(((found == expected) | ((found != found) & (expected != expected))).all())
+
+
+def _contradiction(key: str, flat_name: str) -> str:
+    return (
+        f"{key}: its values are not those that this rank has of it in {flat_name!r}, a flat "
+        "parameter in the same dict. Delete the entry that is not to be loaded"
+    )
 
 
 def _params_of(store: StateStore, section: Section) -> list[tuple[int, ParamSlots]]:
@@ -85,6 +140,11 @@ def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[s
     if (wrong := misfit(value)) is not None:
         return [f"{key}: {wrong}"]
     if group.shard.ranks > 1 and is_local(value, section.layout):
+        if isinstance(value, BoxedTensor) and value.rank != store.rank:
+            return [
+                f"{key}: this rank is {store.rank} of {group.shard.ranks}, and this is the shard "
+                f"of rank {value.rank}. Load the file that this rank saved"
+            ]
         return []
     return [
         other_local(
@@ -147,6 +207,7 @@ def load_unit(
     prefix: str,
     missing: list[str],
     errors: list[str],
+    takes_parts: bool,
 ) -> None:
     """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's
     part of each into its shard.
@@ -156,7 +217,7 @@ def load_unit(
     a value is sharded in another way than the unit, or is `Rank0Value`.
     """
     wrong: list[str] = []  # a module around this one may be loading, without an earlier check
-    check_unit(unit, entries, prefix, missing, wrong)
+    check_unit(unit, entries, prefix, missing, wrong, takes_parts)
     errors += wrong
     with torch.no_grad():
         for flat_name, group, section in named_sections(unit):
@@ -175,7 +236,7 @@ def load_unit(
                 continue
             received = _received(group, found)
             for index in list(received):
-                _load_parameter(group, index, received.pop(index))
+                _load_parameter(group, index, received.pop(index), takes_parts)
 
 
 def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
@@ -214,11 +275,14 @@ def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
     return {**found, **sent}
 
 
-def _load_parameter(group: Group, index: int, value: Any) -> None:
+def _load_parameter(group: Group, index: int, value: Any, takes_parts: bool) -> None:
     store = store_of(group)
-    run = read_part(
-        value, *store.cut(index), store.rank, group.shard.members, store.parallel[index]
-    )
+    if takes_parts and _is_part(value, store.part(index, store.rank)):
+        run = value.detach()
+    else:
+        run = read_part(
+            value, *store.cut(index), store.rank, group.shard.members, store.parallel[index]
+        )
     _write(store.shard[store.part_in_shard(index).slice], run)
 
 

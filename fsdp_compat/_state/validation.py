@@ -11,7 +11,7 @@ from torch import nn
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError, UsageError, explain
-from .model_units import model_unit_of, names_in_order, units_of
+from .model_units import model_unit_of, model_units_in, names_in_order, units_of
 from .names import clean_name, flat_names, is_flat_name
 from .unit_loading import check_unit, other_local, wrong_value
 from .unmanaged import unmanaged_in
@@ -34,9 +34,11 @@ def refuse_values(
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     if not errors:
         units = units_of(model)
-        for named in units:
+        for named, registered in zip(units, model_units_in(model), strict=True):
             if not named.unit.summoned:
-                check_unit(named.unit, by_name, named.prefix, missing, errors)
+                check_unit(
+                    named.unit, by_name, named.prefix, missing, errors, registered.takes_parts
+                )
         for name, tensor in others_in(model).items():
             if tensor is not None and name in by_name:  # None: a class that loads in its own way
                 wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)

@@ -16,7 +16,7 @@ from .._engine import freshness
 from .._front_ends import data_parallel
 from .._state import optimizers, raw_optimizer_state
 from .._state.model_units import model_units_in
-from . import assignments, clip_grad, dcp_adapter, hugging_face_storage
+from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, local_parts
 
 __all__ = ["PATCHES", "patch_torch", "undo"]
 
@@ -24,6 +24,7 @@ PATCHES: tuple[types.ModuleType, ...] = (
     clip_grad,
     dcp_adapter,
     hugging_face_storage,
+    local_parts,
     assignments,
     optimizers,
     raw_optimizer_state,

@@ -56,6 +56,7 @@ __all__ = [
     "never_compiled",
     "note_composable",
     "has_optimizers_in_backward",
+    "no_torch_function",
     "norms_together",
     "offsets_on_mesh",
     "on_end_of_backward",
@@ -428,6 +429,10 @@ def wraps_as(module: nn.Module) -> str | None:
 
 # The base of torch's _FSDPState: parts of torch and clients import that class, and ask for it.
 ComposableState = _State
+
+# For subclasses of torch.Tensor whose results are plain tensors; its name is documented, not
+# public.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def replicate_module() -> type:

@@ -10,12 +10,14 @@ import gc
 import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _common_utils as torch_utils
@@ -114,6 +116,39 @@ def test_audiocraft_replaces_a_hook_and_reshards_what_stayed_unsharded(
     run_ranks(2, _hook_and_purge, use_orig_params)
 
 
+class DropsShardedTensors(FullyShardedDataParallel):
+    """Saves and loads local states by itself."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = dict(super().state_dict(*args, **kwargs))
+        return {key: value for key, value in state.items() if not isinstance(value, ShardedTensor)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        current = dict(super().state_dict())
+        for key, value in state.items():
+            current[key].copy_(value)
+
+
+@installed
+def _copies_into_local_states(directory: str) -> None:
+    options: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "use_orig_params": True}
+    torch.manual_seed(0)
+    saved = DropsShardedTensors(Stack(2), **options)
+    FullyShardedDataParallel.set_state_dict_type(saved, StateDictType.LOCAL_STATE_DICT)
+    assert list(saved.state_dict()) == list(Stack(2).state_dict())
+    torch.save(saved.state_dict(), f"{directory}/{dist.get_rank()}.pt")
+    other = DropsShardedTensors(Stack(2), **options)
+    FullyShardedDataParallel.set_state_dict_type(other, StateDictType.LOCAL_STATE_DICT)
+    other(inputs()).sum().backward()
+    other.load_state_dict(torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=True))
+    assert_same(whole(other), whole(saved))
+    assert_close(other(inputs()), saved(inputs()), "the next forward")
+
+
+def test_audiocraft_copies_into_local_states_without_sharded_tensors(tmp_path: Path) -> None:
+    run_ranks(2, _copies_into_local_states, str(tmp_path))
+
+
 # -- OLMo
 
 
@@ -205,9 +240,7 @@ def _handles_and_summon(use_orig_params: bool) -> None:
     assert state is model and utils._get_module_fsdp_state(nn.Linear(1, 1)) is None
     options = dict.fromkeys(("writeback", "rank0_only", "offload_to_cpu", "with_grads"), False)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            utils._unshard_params_for_summon(module=model, state=state, **options)
-        )
+        stack.enter_context(utils._unshard_params_for_summon(module=model, state=state, **options))
         assert model.module.stem.weight.shape == (DIM, DIM)
         stack.enter_context(utils._unshard_params(model, recurse=True, **options))
         found = {name: p.detach().clone() for name, p in model.named_parameters()}

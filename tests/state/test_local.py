@@ -80,48 +80,82 @@ def assert_holds(model: nn.Module, plain: nn.Module) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def _as_torchs() -> None:
-    inner = make_model(plain=True)
-    theirs = TorchFSDP(
+def torchs(use_orig_params: bool, seed: int = 0) -> TorchFSDP:
+    inner = make_model(seed, plain=True)
+    model = TorchFSDP(
         inner,
         auto_wrap_policy=TorchWrapPolicy({nn.Linear}),
         ignored_modules=[inner.ignored],
         device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
     )
-    with TorchFSDP.state_dict_type(theirs, TorchType.LOCAL_STATE_DICT):
-        expected = theirs.state_dict()
-    for use_orig_params in (False, True):
-        model = shard(make_model(plain=True), use_orig_params)
+    TorchFSDP.set_state_dict_type(model, TorchType.LOCAL_STATE_DICT)
+    return model
+
+
+def assert_equal_entries(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same keys in the same order, with values of the same shapes, placements and elements."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if not isinstance(value, ShardedTensor):
+            assert not isinstance(found[name], ShardedTensor), name
+            assert found[name].shape == value.shape and not found[name].requires_grad, name
+            assert torch.equal(found[name], value), name
+            continue
+        assert isinstance(found[name], ShardedTensor), name
+        assert found[name].metadata().size == value.metadata().size
+        described, wanted = (
+            [(m.shard_offsets, m.shard_sizes, str(m.placement)) for m in each.shards_metadata]
+            for each in (found[name].metadata(), value.metadata())
+        )
+        assert described == wanted
+        for own, other in zip(found[name].local_shards(), value.local_shards(), strict=True):
+            assert torch.equal(own.tensor, other.tensor), name
+
+
+def _as_torchs() -> None:
+    forms = (False, True)
+    theirs = {form: torchs(form).state_dict() for form in forms}
+    ours = {}
+    for form in forms:
+        model = shard(make_model(plain=True), form)
+        ours[form] = local_state(model)
         for offload_to_cpu in (False, True):
-            found = local_state(model, offload_to_cpu)
-            assert list(found) == list(expected)
-            for name, value in expected.items():
-                if not isinstance(value, ShardedTensor):
-                    assert torch.equal(found[name], value), name
-                    continue
-                assert isinstance(found[name], ShardedTensor), name
-                assert found[name].metadata().size == value.metadata().size
-                assert [
-                    (m.shard_offsets, m.shard_sizes, str(m.placement))
-                    for m in found[name].metadata().shards_metadata
-                ] == [
-                    (m.shard_offsets, m.shard_sizes, str(m.placement))
-                    for m in value.metadata().shards_metadata
-                ]
-                for own, other in zip(
-                    found[name].local_shards(), value.local_shards(), strict=True
-                ):
-                    assert torch.equal(own.tensor, other.tensor), name
-        other = shard(make_model(1, plain=True), use_orig_params)
-        assert str(other.load_state_dict(expected)) == "<All keys matched successfully>"
-        assert_holds(other, make_model(plain=True))
+            assert_equal_entries(local_state(model, offload_to_cpu), theirs[form])
+    for form in forms:
+        for given in (*theirs.values(), *ours.values()):
+            other = shard(make_model(1, plain=True), form)
+            assert str(other.load_state_dict(given)) == "<All keys matched successfully>"
+            assert_holds(other, make_model(plain=True))
+        # Torch's own finds some keys of its own unexpected with original parameters.
+        other = torchs(form, seed=1)
+        result = other.load_state_dict(dict(ours[form]), strict=not form)
+        assert not result.missing_keys
+        assert_equal_entries(other.state_dict(), theirs[form])
 
 
-def test_keys_types_and_shards_are_those_of_torchs_fsdp1_with_flat_parameters() -> None:
+def test_entries_are_those_of_torchs_fsdp1_and_each_loads_the_others() -> None:
     run_ranks(2, _as_torchs)
 
 
-KEYS = ["_flat_param", "_flat_param_1", "_flat_param_2", "count", "first._flat_param"]
+PLAIN = ["ignored.weight", "ignored.bias"]
+# The tied weight belongs to the root; the two modules that hold it are no units.
+KEYS = {
+    False: [
+        *("_flat_param", "_flat_param_1", "_flat_param_2", "count", "first._flat_param"),
+        *PLAIN,
+    ],
+    True: [
+        *("own", "frozen", "wide", "count", "first.weight", "first.bias", "first._flat_param"),
+        *("second.weight", *PLAIN, "tied.weight", "_flat_param", "_flat_param_1", "_flat_param_2"),
+    ],
+}
+
+
+def storage_of(value: torch.Tensor) -> int:
+    if isinstance(value, ShardedTensor):
+        value = value.local_shards()[0].tensor
+    return value.untyped_storage().data_ptr()
 
 
 def _round_trips(directory: str) -> None:
@@ -131,21 +165,15 @@ def _round_trips(directory: str) -> None:
         before = [dict(each.counts) for each in traffic]
         state = local_state(model)
         assert before == [dict(each.counts) for each in traffic], "nothing is sent"
-        # the tied weight belongs to the root; the two modules that hold it are no units
-        assert list(state) == [*KEYS, "ignored.weight", "ignored.bias"]
-        shards = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
-        views = [
-            each.tensor
-            for v in state.values()
-            if isinstance(v, ShardedTensor)
-            for each in v.local_shards()
-        ]
-        assert all(
-            not view.numel() or view.untyped_storage().data_ptr() in shards for view in views
-        )
+        assert list(state) == KEYS[use_orig_params]
+        shards = {storage_of(group.store.shard) for group in model._runtime.groups}
+        own = {key for key in state if key not in (*PLAIN, "count")}
+        assert all(storage_of(state[key]) in {0, *shards} for key in own), "views"
 
         path = f"{directory}/{use_orig_params}"
-        dcp.save(state, checkpoint_id=path)
+        dcp.save({"model": state}, checkpoint_id=path)
+        written = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        assert {key.removeprefix("model.") for key in written} == set(KEYS[False]), "nothing twice"
         torch.save(state, f"{directory}/{dist.get_rank()}.pt")
         for number, read in enumerate(("dcp", "torch", "memory", "other form")):
             other = shard(
@@ -154,14 +182,15 @@ def _round_trips(directory: str) -> None:
             )
             loaded = local_state(other)
             if read == "dcp":
-                dcp.load(loaded, checkpoint_id=path)
-                other.load_state_dict(loaded)
+                dcp.load({"model": loaded}, checkpoint_id=path)
             elif read == "torch":
-                other.load_state_dict(
-                    torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=False)
-                )
+                loaded = torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=True)
             else:
-                other.load_state_dict(copy.deepcopy(state))
+                loaded = copy.deepcopy(state)
+            if read != "dcp":  # in the file, and in copies, each element is once
+                assert len({storage_of(loaded[key]) for key in own} - {0}) == len(shards)
+                assert not {storage_of(loaded[key]) for key in own} & shards
+            other.load_state_dict(loaded)
             assert_holds(other, make_model(1))
         dist.barrier()
 
@@ -171,6 +200,59 @@ def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(world_size, _round_trips, str(tmp_path))
+
+
+def _parts_alone() -> None:
+    """A client drops ShardedTensors."""
+    state = local_state(shard(make_model(1), True))
+    parts = {
+        key: value.clone() for key, value in state.items() if not isinstance(value, ShardedTensor)
+    }
+    for use_orig_params in (True, False):
+        model = shard(make_model(2), use_orig_params)
+        with pytest.raises(CheckpointError, match=r"part.* set StateDictType.LOCAL_STATE_DICT"):
+            model.load_state_dict(parts)
+        FSDP.set_state_dict_type(model, LOCAL)
+        assert str(model.load_state_dict(dict(parts))) == "<All keys matched successfully>"
+        assert_holds(model, make_model(1))
+        with pytest.raises(CheckpointError, match=r"second\.weight"):
+            model.load_state_dict({**parts, "second.weight": parts["second.weight"][:1]})
+        first = parts.pop("first.weight")
+        with pytest.raises(CheckpointError, match=r'Missing key.*"first\.weight"'):
+            model.load_state_dict(parts)
+        parts["first.weight"] = first
+        full = make_model(3).state_dict()
+        model.load_state_dict(full)
+        assert_holds(model, make_model(3))
+
+
+def test_parts_of_parameters_load_without_the_flat_parameters() -> None:
+    run_ranks(2, _parts_alone)
+
+
+def _what_contradicts_is_refused(directory: str) -> None:
+    state, key = local_state(shard(make_model(1), True)), "second.weight"
+    whole = make_model(1).second.weight.detach()
+    for use_orig_params in (True, False):
+        model = shard(make_model(2), use_orig_params)
+        for changed in (state[key] + 1, state[key][1:], whole, 3.0):
+            with pytest.raises(CheckpointError, match=f"{key}: its values .*'_flat_param'"):
+                model.load_state_dict({**state, key: changed})
+        assert_holds(model, make_model(2))
+        model.load_state_dict({**state, key: state[key].double()})
+        assert_holds(model, make_model(1))
+    path = f"{directory}/{dist.get_rank()}.pt"
+    torch.save(local_state(shard(make_model(1), False)), path)
+    dist.barrier()
+    other = torch.load(f"{directory}/{1 - dist.get_rank()}.pt", weights_only=True)
+    with pytest.raises(CheckpointError, match=f"shard of rank {1 - dist.get_rank()}"):
+        shard(make_model(2), False).load_state_dict(other)
+
+
+def test_other_values_than_in_the_flat_parameter_and_other_ranks_are_refused(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _what_contradicts_is_refused, str(tmp_path))
 
 
 def _one_shard() -> None:

@@ -18,7 +18,7 @@ import torch
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval, ParamSpec
 from ...errors import CheckpointError, explain
-from .archive import StoredTensor
+from .archive import Span, StoredTensor
 from .merging import disagreement, part_of
 from .reading import Files, read_box
 from .shapes import Shapes
@@ -128,11 +128,30 @@ class _Local:
             params = {param.name: param for param in layout.params}
             ties = {} if self._shapes is None else self._shapes.ties
             params |= {name: params[first] for name, first in ties.items() if first in params}
+            params |= self._names_of_parts(records, params)
             for rank, node in self._nodes.items():
                 for other in [other for other in node if plain_name(str(other)) in params]:
                     del node[other]  # with use_orig_params=True, views of the same values
                 for name, param in params.items():
                     node[name] = _part_of_flat(records[rank], param)
+
+    def _names_of_parts(
+        self, records: Mapping[int, ShardedTensorRecord], params: Mapping[str, ParamSpec]
+    ) -> dict[str, ParamSpec]:
+        """Return the parameters by the names of entries that view their memory. With
+        use_orig_params=True each has such entries, and a tied one has several."""
+        found = {}
+        for rank, node in self._nodes.items():
+            starts = {}
+            for param in params.values():
+                shards = _part_of_flat(records[rank], param).shards
+                if shards and (start := _start_of(shards[0][1])) is not None:
+                    starts[start] = param
+            for other, value in node.items():
+                start = _start_of(value) if isinstance(value, StoredTensor) else None
+                if start is not None and start in starts:
+                    found[plain_name(str(other))] = starts[start]
+        return found
 
     def _layout(self, key: Any, records: Mapping[int, ShardedTensorRecord]) -> _Layout:
         first = next(iter(records.values()))
@@ -283,6 +302,12 @@ def _part_of_flat(record: ShardedTensorRecord, param: ParamSpec) -> ShardedTenso
             shards.append((each, run_part(values, Interval(at, at + each.numel), each.sizes)))
             at += each.numel
     return ShardedTensorRecord(param.shape, record.dtype, tuple(shards), ())
+
+
+def _start_of(value: StoredTensor) -> tuple[Path, int] | None:
+    """Return where in a file the elements of a tensor begin, if it has any there."""
+    source = value.pieces[0].source if value.pieces and value.numel else None
+    return (source.path, source.start) if isinstance(source, Span) else None
 
 
 # -- FairScale
