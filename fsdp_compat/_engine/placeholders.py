@@ -39,6 +39,8 @@ _METADATA = frozenset(
         "size",
     }
 )
+_READ, _ASSIGNMENT = "its attribute {!r}", "an assignment to its attribute {!r}"
+_FREEZING = (_READ.format("requires_grad_"), _ASSIGNMENT.format("requires_grad"))
 
 
 class ViewedUnit(typing.Protocol):
@@ -73,7 +75,7 @@ def _refuse(
             got=use,
             where=label,
             fix="pass use_orig_params=True, to change requires_grad of some of a unit's parameters"
-            if "'requires_grad" in use
+            if use in _FREEZING
             else "call the FullyShardedDataParallel itself instead of the module inside it; for "
             "another entry point (generate, encode, ...) call "
             "register_fsdp_forward_method(wrapped_model, 'name') once; or wrap the use in "
@@ -118,7 +120,7 @@ class ShardedPlaceholder:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ShardedPlaceholder.__slots__:
-            self._used(f"an assignment to its attribute {name!r}")
+            self._used(_ASSIGNMENT.format(name))
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +128,7 @@ class ShardedPlaceholder:
             return getattr(self._like, name)
         if name.startswith("__"):  # protocols that Python looks for
             raise AttributeError(name)
-        self._used(f"its attribute {name!r}")
+        self._used(_READ.format(name))
 
     def __repr__(self) -> str:
         return (
