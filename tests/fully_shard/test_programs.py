@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.support.fully_sharded import (
     Twins,
@@ -406,25 +407,31 @@ def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: st
     run_ranks(2, _sees_updates, name)
 
 
-def _steps_another_optimizer() -> None:
-    """Two evaluations, between which one rank steps an optimizer of its own."""
+def _acts_alone(act: str) -> None:
+    """Two evaluations, between which one rank steps an optimizer of its own, or looks at the
+    state."""
     model: Any = shard_all(Stack())
     other = nn.Linear(2, 2)
     optim = torch.optim.SGD(other.parameters(), lr=0.1)
     x = vectors(torch.Generator().manual_seed(dist.get_rank()))
     with torch.no_grad():
         before = model(x)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and act == "step":
         other(torch.ones(2)).sum().backward()
         optim.step()
+    elif dist.get_rank() == 0:
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
     with torch.no_grad():
         assert torch.equal(model(x), before)
     square(model, x).backward()
 
 
 @pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-def test_a_rank_may_step_an_optimizer_of_its_own(environment: dict[str, str]) -> None:
-    run_ranks(2, _steps_another_optimizer, environment=environment)
+@pytest.mark.parametrize("act", ["step", "state dict"])
+def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
+    act: str, environment: dict[str, str]
+) -> None:
+    run_ranks(2, _acts_alone, act, environment=environment)
 
 
 # -- exceptions

@@ -24,7 +24,7 @@ from ..._engine.joined_gather import JoinedGather, JoinedPart
 from ..._engine.partial import PartialShard
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.schedule import Prefetch
-from ..._engine.unit import Unit, UnitOptions
+from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
 from ..._stores.extension import ExtensionStore, has_extension
@@ -323,9 +323,12 @@ class ShardedModules:
 
     def before_state_dict(self, call: str) -> None:
         """State dicts hold the sharded parameters."""
+        self._refuse_in_pass(call)
+        self.reshard()
+
+    def _refuse_in_pass(self, call: str) -> None:
         if self.runtime is not None and self.runtime.runs:
             refuse_in_pass(f"{call}()", self.label, StateError)
-        self.reshard()
 
     def state_dict_of(
         self, module: nn.Module, take: Callable[[], Any], destination: Any, prefix: str
@@ -338,8 +341,13 @@ class ShardedModules:
         return taken(self.model_unit(), named, module, take, destination, prefix)
 
     def before_taking(self, module: nn.Module) -> None:
-        """A module's part of a state dict is taken."""
-        self.before_state_dict("state_dict")
+        """A module's part of a state dict is taken, maybe on this rank only. So a unit that is kept
+        stays unsharded: the ranks would not agree on whether the next forward gathers it."""
+        if self.unit is not None and self.unit.residency is Residency.UNSHARDED:
+            self._refuse_in_pass("state_dict")
+            self.unit.view.show_sharded()
+        else:
+            self.before_state_dict("state_dict")
         refuse_part(self.record, module, self.label)
 
     def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
