@@ -109,7 +109,7 @@ class Archive:
     ]  # parameters and buffers of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ further names of tied tensors: the name under which each stands in ``tensors``
-    states: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    states: dict[str, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     # ^ of the optimizer, by parameter and key: a StoredTensor, or a number or another plain value
     param_groups: list[dict[str, Any]] | None = None  # "params": names; None: no optimizer
     is_by_number: bool = False  # parameters of the optimizer are numbered, as torch.optim does it

@@ -170,7 +170,7 @@ def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:
     if has_optimizer:
         for name, states in archive.states.items():
             for key, value in states.items():
-                _walk(entries, ("optimizer", "state", name, key), value, archive.left_out)
+                _walk(entries, ("optimizer", "state", name, str(key)), value, archive.left_out)
         for number, group in enumerate(archive.param_groups or ()):
             if archive.is_by_number:
                 group = {**group, "params": [int(name) for name in group["params"]]}

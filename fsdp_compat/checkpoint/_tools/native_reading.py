@@ -99,7 +99,7 @@ class _Reader:
         }
         for name, items in common.other_states.items():
             archive.states[name] = {
-                str(key): self._value(value, f"{name}.{key}", manifest.common)
+                key: self._value(value, f"{name}.{key}", manifest.common)
                 for key, value in items
             }
         if manifest.param_groups is not None:
@@ -179,17 +179,17 @@ class _Reader:
             raise damaged(self._file(number), f"a tensor {name!r}", "no such tensor")
         return info
 
-    def _states(self, saved: SavedParameter) -> dict[str, Any]:
+    def _states(self, saved: SavedParameter) -> dict[Any, Any]:
         """Return the optimizer state of a parameter, by key."""
-        found: dict[str, tuple[torch.dtype, list[Piece]]] = {}
-        rest: dict[str, Any] = {}
+        found: dict[Any, tuple[torch.dtype, list[Piece]]] = {}
+        rest: dict[Any, Any] = {}
         for group, index in saved.places:
             runs = list(self._runs(group, index))
             axis = self._manifest.axes[group.axis]
             for number, run, first in runs or [(axis[0], Interval(0, 0), 0)]:
                 for state in self._head(number).states.get(group.name, []):
                     if state.of is None or index in state.of:
-                        dtype, pieces = found.setdefault(str(state.key), (state.dtype, []))
+                        dtype, pieces = found.setdefault(state.key, (state.dtype, []))
                         if dtype == state.dtype and run:
                             pieces += self._pieces(
                                 group, index, number, state.tensor, dtype, run, first
@@ -216,14 +216,14 @@ class _Reader:
                         yield _moved(Piece(piece.box, zeros, number), part.offsets)
 
     def _add_scalars(
-        self, found: dict[str, Any], name: str, group: FlatGroup, index: int, number: int
+        self, found: dict[Any, Any], name: str, group: FlatGroup, index: int, number: int
     ) -> None:
         head = self._head(number)
         for key, of, value in head.scalars.get(group.name, []):
-            if str(key) not in found and (of is None or index in of):
+            if key not in found and (of is None or index in of):
                 decoded = decode(value, f"state {key!r}", tensor_from_text)
                 is_tensor = isinstance(decoded, torch.Tensor)
-                found[str(key)] = of_memory(f"{name}.{key}", decoded) if is_tensor else decoded
+                found[key] = of_memory(f"{name}.{key}", decoded) if is_tensor else decoded
         self._left_out += [
             f"{name}.{key}, which belongs to the part of rank {number}"
             for its_index, key, _ in head.rank_local.get(group.name, [])

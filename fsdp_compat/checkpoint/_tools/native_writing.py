@@ -61,7 +61,7 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
 class _State:
     """A state with one element per element, of some parameters of a group."""
 
-    key: str
+    key: Any
     name: str  # of the tensor in the files
     dtype: torch.dtype
     of: dict[int, StoredTensor]  # by the index of the parameter
@@ -72,7 +72,7 @@ class _Group:
     facts: FlatGroup
     tensors: tuple[StoredTensor, ...]
     states: tuple[_State, ...]
-    scalars: dict[str, dict[str, list[int]]]  # by key and encoded value: parameters
+    scalars: dict[Any, dict[str, list[int]]]  # by key and encoded value: parameters
 
 
 class _Target:
@@ -83,7 +83,7 @@ class _Target:
         self._identity = uuid.uuid4().hex
         if archive.is_by_number and archive.param_groups is not None:
             raise _numbered(archive)
-        self._names: set[str] = set()  # of groups
+        self._names: set[str] = set()  # of groups and of their states
         self._groups = [
             self._group(prefix, dtype, names)
             for (prefix, dtype), names in _units(archive, options.unit).items()
@@ -107,14 +107,12 @@ class _Target:
             others.setdefault(name, []).append(alias)
         name = f"{prefix}{'.' if prefix and not prefix.endswith('.') else ''}flat_"
         name += dtype_name(dtype)
-        while name in self._names:
-            name += "_"
-        self._names.add(name)
+        name = self._fresh(name)
         facts = FlatGroup(
             name, dtype, 0, layout, tuple((name, *others.get(name, [])) for name in names)
         )
-        per_element: dict[tuple[str, torch.dtype], dict[int, StoredTensor]] = {}
-        scalars: dict[str, dict[str, list[int]]] = {}
+        per_element: dict[tuple[Any, torch.dtype], dict[int, StoredTensor]] = {}
+        scalars: dict[Any, dict[str, list[int]]] = {}
         for index, (param, tensor) in enumerate(zip(names, tensors, strict=True)):
             for key, value in archive.states.get(param, {}).items():
                 if _is_per_element(key, value, tensor):
@@ -124,10 +122,17 @@ class _Target:
                     text = json.dumps(self._as_text(value, f"{param}.{key}"))
                     scalars.setdefault(key, {}).setdefault(text, []).append(index)
         states = tuple(
-            _State(key, f"{name}.{key}.{dtype_name(its_dtype)}", its_dtype, of)
+            _State(key, self._fresh(f"{name}.{key}.{dtype_name(its_dtype)}"), its_dtype, of)
             for (key, its_dtype), of in per_element.items()
         )
         return _Group(facts, tensors, states, scalars)
+
+    def _fresh(self, name: str) -> str:
+        """Return a name that no tensor has yet: the keys 0 and "0" differ, their texts do not."""
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
+        return name
 
     def _as_text(self, value: Any, where: str) -> Any:
         """Return a small state as JSON. Raises UsageError for one that is not small."""
@@ -360,7 +365,7 @@ def _shards_of(group: _Group) -> Iterator[tuple[str, torch.dtype, Mapping[int, S
         yield state.name, state.dtype, state.of
 
 
-def _is_per_element(key: str, value: Any, param: StoredTensor) -> bool:
+def _is_per_element(key: object, value: Any, param: StoredTensor) -> bool:
     if not isinstance(value, StoredTensor) or value.shape != param.shape:
         return False
     return bool(param.shape) or key != "step"  # for a 0-d parameter a count looks like a state

@@ -304,7 +304,8 @@ def _set_optimizer(archive: Archive, optimizers: dict[str, OptimizerTree]) -> No
     archive.is_by_number = one.is_by_number
     archive.states = {
         plain[name]: {
-            str(key): _named(value, f"{plain[name]}/{key}") for key, value in states.items()
+            key if type(key) is int else str(key): _named(value, f"{plain[name]}/{key}")
+            for key, value in states.items()
         }
         for name, states in one.states.items()
     }

@@ -17,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import fsdp_compat
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint._tools import commands
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
@@ -459,6 +460,50 @@ def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path:
     again = convert(convert(source, tmp_path / "dcp", to="dcp"), tmp_path / "again", to="native")
     ((extra, _),) = run_ranks(1, load_values, str(again))
     assert same(extra["number"], VALUES["number"])
+
+
+class Numbering(torch.optim.Optimizer):
+    """Has numbers among the keys of its state, and a text like one of them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.detach() + 1
+                self.state[parameter] = {0: gradient, "0": gradient * 2, 1: 3, "1": 4}
+
+
+def numbered(directory: str, steps: bool) -> list[dict[Any, Any]]:
+    """Save the state after a step; or load it, and return what each parameter has."""
+    torch.manual_seed(0)
+    model = fsdp_compat.fully_shard(torch.nn.Linear(3, 2))
+    optimizer = Numbering(model.parameters(), {"lr": 0.1})
+    if steps:
+        optimizer.step()
+        checkpoint.save(directory, model, optimizer, step=1)
+        return []
+    checkpoint.load(directory, model, optimizer)
+    expected = Numbering(model.parameters(), {"lr": 0.1})
+    expected.step()
+    for parameter, state in optimizer.state.items():
+        for key in (0, "0"):
+            assert torch.equal(state[key].to_local(), expected.state[parameter][key].to_local())
+    return [
+        {key: state[key] for key in state if key in (1, "1")} for state in optimizer.state.values()
+    ]
+
+
+def test_integer_keys_of_optimizer_state_stay_integers(tmp_path: Path) -> None:
+    run_ranks(2, numbered, str(tmp_path), True)
+    source = checkpoint.latest(tmp_path)
+    assert source is not None
+    written = convert(source, tmp_path / "native", to="native", world_size=3)
+    for found in run_ranks(2, numbered, str(written), False):
+        assert found == [{1: 3, "1": 4}] * 2
+    states = {"w": {0: torch.ones(2), 1: 3}}
+    values = {"model": {"w": torch.ones(2)}, "optimizer": {"state": states, "param_groups": []}}
+    torch.save(values, tmp_path / "file.pt")
+    written = convert(tmp_path / "file.pt", tmp_path / "again", to="native", world_size=2)
+    assert list(open_archive(written).states["w"]) == [0, 1]
 
 
 def save_with_large_values(directory: str) -> None:
