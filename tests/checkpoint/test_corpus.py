@@ -66,6 +66,19 @@ def test_a_reader_finds_what_was_saved(path: str) -> None:
     assert archive.step == entry["step"]
 
 
+@pytest.mark.parametrize("path", [path for path in ENTRIES if ENTRIES[path]["needs_shapes"]])
+def test_torchs_full_state_dict_has_the_shapes_for_its_local_ones(path: str) -> None:
+    """It holds a tied parameter twice, without a word about the tie."""
+    archive = open_archive(CORPUS / path, CORPUS / path.replace("local-ranks", "full.pt"))
+    assert problems_of(archive) == []
+    assert archive.aliases == content.TIES
+    with Files() as files:
+        model = _values(archive.tensors, files)
+    assert model == {
+        name: facts for name, facts in noted(path)["model"].items() if name not in content.TIES
+    }
+
+
 def _values(value: Any, files: Files) -> Any:
     """Return the facts of values, those of tensors after these have been read."""
     if isinstance(value, dict):

@@ -7,20 +7,20 @@ elsewhere, and must add up to the size of the flat parameter."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval, ParamSpec
 from ...errors import CheckpointError, explain
 from .archive import Span, StoredTensor
 from .merging import disagreement, part_of
-from .reading import Files, read_box
+from .reading import Files, read, read_box
 from .shapes import Shapes
 from .sharded_records import ShardedTensorRecord, run_part, shape_of
 from .tree import plain_name
@@ -104,6 +104,7 @@ class _Local:
         self, nodes: Mapping[int, dict[Any, Any]], shapes: Shapes | None, where: Path, files: Files
     ) -> None:
         self._nodes, self._shapes, self._where, self._files = nodes, shapes, where, files
+        self._ties = {} if shapes is None else dict(shapes.ties)
         first = next(iter(nodes.values()))
         self._keys = [key for key, value in first.items() if _is_flat(key, value)]
         self._prefixes = {key: plain_name(str(key)).rpartition(".")[0] for key in self._keys}
@@ -126,8 +127,7 @@ class _Local:
                 )
             layout = self._layout(key, records)
             params = {param.name: param for param in layout.params}
-            ties = {} if self._shapes is None else self._shapes.ties
-            params |= {name: params[first] for name, first in ties.items() if first in params}
+            params |= {name: params[first] for name, first in self._ties.items() if first in params}
             params |= self._names_of_parts(records, params)
             for rank, node in self._nodes.items():
                 for other in [other for other in node if plain_name(str(other)) in params]:
@@ -164,11 +164,11 @@ class _Local:
             ]
             return _Layout(tuple(params), numel)
         names = self._names(key)
-        fitting = [
-            layout
-            for layout in dict.fromkeys(self._candidates(names, numel, first.dtype))
-            if self._is_padded(layout, records)
-        ]
+        fitting = self._fitting(names, numel, records)
+        if not fitting and (ties := self._ties_by_value(names, numel)):
+            without = [[name for name in some if name not in ties] for some in names]
+            fitting = self._fitting(without, numel, records)
+            self._ties |= ties if fitting else {}
         if len(fitting) != 1:
             raise self._does_not_fit(key, names, numel, len(fitting))
         if self._shapes is not None and not self._shapes.is_ordered and len(names[0]) > 1:
@@ -205,9 +205,37 @@ class _Local:
         ]
         return [flattened] if flattened == all_names else [flattened, all_names]
 
-    def _candidates(
-        self, names: list[list[str]], numel: int, dtype: torch.dtype
-    ) -> Iterator[_Layout]:
+    def _ties_by_value(self, names: list[list[str]], numel: int) -> dict[str, str]:
+        """Return matrices that have the values of an earlier one where the shapes come from, with
+        the name of that one: torch's full state dicts do not say which parameters are tied.
+
+        Vectors are often equal by chance. Only matrices are read that are small enough to be what
+        is too much.
+        """
+        if self._shapes is None or self._shapes.source is None:
+            return {}
+        stored = self._shapes.source.tensors
+        ties: dict[str, str] = {}
+        for some in names:
+            gaps = _ALIGN_NBYTES * (len(some) + len(self._nodes))
+            most = sum(stored[name].numel for name in some) - numel + gaps
+            firsts: dict[Any, str] = {}
+            for name in some:
+                tensor = stored[name]
+                if len(tensor.shape) > 1 and 0 < tensor.numel <= most:
+                    digest = hashlib.blake2b(memory_of(read(tensor, self._files))).digest()
+                    first = firsts.setdefault((tensor.dtype, tensor.shape, digest), name)
+                    ties |= {name: first} if name != first else {}
+        return ties
+
+    def _fitting(
+        self, names: list[list[str]], numel: int, records: Mapping[int, ShardedTensorRecord]
+    ) -> list[_Layout]:
+        """Return the layouts whose sizes add up, with padding where they have gaps."""
+        layouts = dict.fromkeys(self._candidates(names, numel))
+        return [layout for layout in layouts if self._is_padded(layout, records)]
+
+    def _candidates(self, names: list[list[str]], numel: int) -> Iterator[_Layout]:
         """Yield the layouts whose sizes add up."""
         assert self._shapes is not None or not names
         for some in names:

@@ -34,7 +34,7 @@ class OptimizerTree:
 class OptimizerState:
     """States by parameter and key, and the groups, whose "params" are names or numbers as text."""
 
-    states: dict[str, dict[str, Any]]
+    states: dict[str, dict[Any, Any]]
     param_groups: list[dict[str, Any]]
     is_by_number: bool
     rest: dict[str, Any] = dataclasses.field(default_factory=dict)  # neither of the two

@@ -42,6 +42,8 @@ class Shapes:
     ties: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ further names of tied parameters: the first name of each
     is_ordered: bool = True
+    # The checkpoint that they are those of. It may hold a tied parameter once for each name.
+    source: Archive | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         entries: dict[str, dict[str, Any]] = {}
@@ -180,4 +182,4 @@ def shapes_of_archive(archive: Archive) -> Shapes:
         name: Shape(tensor.shape, tensor.dtype, None) for name, tensor in archive.tensors.items()
     }
     is_sorted = "safetensors" in archive.kind.lower()
-    return Shapes(entries, dict(archive.aliases), not is_sorted)
+    return Shapes(entries, dict(archive.aliases), not is_sorted, archive)

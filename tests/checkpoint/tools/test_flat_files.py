@@ -133,16 +133,18 @@ def test_local_files_give_the_model_with_its_shapes(
         assert {*archive.tensors, "head.weight"} == set(model.state_dict())
 
 
+@pytest.mark.parametrize("names_ties", [True, False])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_shapes_of_a_full_checkpoint_do_where_buffers_are_not_marked(
-    saved: dict[Any, Path], use_orig_params: bool
+def test_shapes_of_a_full_checkpoint_do_where_buffers_and_ties_are_not_marked(
+    saved: dict[Any, Path], use_orig_params: bool, names_ties: bool
 ) -> None:
     model = make_model()
     full = Archive(Path("full.pt"), "torch.save", {})
     for name, values in model.state_dict().items():
-        if name != "head.weight":
-            full.tensors[name] = of_memory(name, values)
-    full.aliases["head.weight"] = "embedding.weight"
+        full.tensors[name] = of_memory(name, values)
+    if names_ties:
+        del full.tensors["head.weight"]
+        full.aliases["head.weight"] = "embedding.weight"
     paths = paths_of(saved[KEYS[1]], use_orig_params)
     require_model(read_rank_files(paths, shapes_of_archive(full)), model)
 
