@@ -66,7 +66,7 @@ class Responder:
         if waiting is not None:
             self._progress, idle_s = progress.Progress(), 0.0
         now = time.monotonic()
-        text = f"is at {progress.place()}"
+        text = progress.activity()
         if waiter is not None and waiting is not None:
             text = waiter.describe(waiting).text.removeprefix(f"rank {self._rank} ")
         if text != self._text:

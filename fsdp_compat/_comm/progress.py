@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import sysconfig
+import textwrap
 import threading
 import time
 import types
@@ -23,7 +24,7 @@ import torch
 
 from .processes import stat_of
 
-__all__ = ["Progress", "follow", "place", "place_of"]
+__all__ = ["Progress", "activity", "follow", "note_error", "place", "place_of"]
 
 BUSY = 0.1  # of one processor; the threads of 20 idle gloo groups take a quarter of it
 BUSY_NBYTES = 1 << 16  # read or written per second
@@ -84,6 +85,25 @@ def _frame() -> types.FrameType | None:
 def place() -> str:
     """Return the current place of the followed thread."""
     return place_of(_frame())
+
+
+_error = ""
+
+
+def note_error(error: BaseException | None) -> None:
+    """Keep the error that has ended a pass on this rank, until the next pass (None): other ranks
+    may be waiting for the rest of it."""
+    global _error
+    if error is None:
+        _error = ""
+    else:
+        text = textwrap.shorten(str(error).partition("\n")[0], 200)
+        _error = f"has raised {type(error).__name__} in its last pass ({text}), and "
+
+
+def activity() -> str:
+    """Return what the followed thread does, as in "is at train.py:41 in main()"."""
+    return f"{_error}is at {place()}"
 
 
 class Progress:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._comm import progress
+from ..errors import StateError
 from . import hooks
 from .checks import Checks, refuse_summoned_backward
 from .communicators import Communicators
@@ -97,7 +99,11 @@ class BackwardRunner:
                 drop_zeroed(self._gradients(), self._communicators.any_rank)
             self._current = weakref.ref(current)
             hooks.on_end_of_backward(lambda: self._end(current))
-            self._checks.before_backward()
+            try:
+                self._checks.before_backward()
+            except StateError as error:
+                progress.note_error(error)  # the other ranks may wait in this backward
+                raise
             self._unsharding.begin_backward()
             self.reductions.is_unlimited = any(unit.conduct.reduces_unused for unit in self._units)
         return current

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._comm import progress
 from ..errors import StateError
 from . import hooks
 from .backward import BackwardRunner, ThreadedBackwardRunner
@@ -129,8 +130,10 @@ class Runtime:
                 args, kwargs = self.pre_forward(call, unit, args, kwargs)
                 _torch_private.set_compiler(compiler)
                 output = function(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 _torch_private.set_compiler(None)
+                if _torch_private.graph_task() == -1:  # a recomputation may end early
+                    progress.note_error(error)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
                     self.post_forward(call, unit, None, has_raised=True)
@@ -210,6 +213,7 @@ class Runtime:
                 unit.residency is not Residency.SHARDED or unit.view.shows_unsharded
             ) and not unit.stays_unsharded:
                 unit.reshard()
+        progress.note_error(None)
         self._checks.before_forward()
         self.has_run = True
         for unit in self._units_with_parts:
