@@ -16,9 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_compat import FullStateDictConfig, StateDictType, StateError
+from fsdp_compat import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    StateError,
+    UsageError,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm import deadlock
 from fsdp_compat._comm.store_rendezvous import StoreRendezvous
@@ -46,12 +53,16 @@ def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
         deadlock.PATIENCE = before[1]
 
 
-def build(num_blocks: int = 3, *, in_place: bool = False) -> Any:
+def build(num_blocks: int = 3, *, in_place: bool = False, strategy: str = "FULL_SHARD") -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(num_blocks)))
     if in_place:
         return shard_all(model, library=OURS)
-    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+    )
 
 
 def step(model: nn.Module) -> None:
@@ -234,6 +245,128 @@ _WARNING = (
     rf"{HERE}:\d+ in \w+\(\)\.\n  rank 1: it is at {HERE}:\d+ in is_left_alone\(\), for [\d.]+ s\n"
     r"  Every rank must run the same forwards and backwards\..* comes in [\d.]+ s.*"
 )
+
+
+def raises_before_backward() -> list[str]:
+    """Rank 1 alone has other memory for its parameters in backward, and catches the error."""
+    store, model = dist.distributed_c10d._get_default_store(), build(strategy="SHARD_GRAD_OP")
+    recorder, loss = _Recorder(store), model(torch.ones(2, DIM)).sum()
+    logging.getLogger("fsdp_compat.waits").addHandler(recorder)
+    if dist.get_rank() == 1:
+        for parameter in model.parameters():
+            parameter.data = torch.ones_like(parameter)
+    with pytest.raises(StateError):  # rank 0 waits until rank 1 has given up
+        loss.backward()
+    if dist.get_rank() == 1:
+        store.wait(["warned"])
+        report = deadlock.Report(False, {1: "rank 1 has left"})
+        deadlock.give_up(model._runtime.groups[0].shard.connections, report)
+    logging.getLogger("fsdp_compat.waits").removeHandler(recorder)
+    return recorder.found
+
+
+def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
+    environment = NOT_MAPPED | {"FSDP_COMPAT_WARN_AFTER": "0.3"}
+    found, _ = run_ranks(2, raises_before_backward, environment=environment)
+    assert re.search(
+        r"rank 1: it has raised AssertedStateError in its last pass \(Parameters were changed "
+        rf"between forward and .*\), and is at {HERE}:\d+ in raises_before_backward\(\), for ",
+        found[0],
+    ), found[0]
+
+
+# -- models that differ
+
+
+class Net(nn.Module):
+    """Blocks between two layers. ``change`` is what one rank has otherwise."""
+
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        width = 9 if change == "width" else 4
+        self.up = nn.Linear(DIM, width, dtype=torch.float64 if change == "dtype" else None)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3 if change == "depth" else 2)))
+        self.down = nn.Linear(width, DIM)
+        self.up.bias.requires_grad_(change != "requires_grad")
+        if change == "name":
+            self.other, self.down = self.down, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.blocks(x)))
+
+
+def differs(front_end: str, expected: dict[str, str]) -> None:
+    """Rank 1 builds another model than the others. Then all build the same one and train it."""
+    for change, difference in expected.items():
+        mine = change if dist.get_rank() == 1 else ""
+        options: dict[str, Any] = {"sync_module_states": True} if front_end == "flat" else {}
+        if front_end == "flat" and mine == "strategy":
+            options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
+        if front_end == "fully_shard" and mine == "strategy":
+            options["reshard_after_forward"] = False
+        if front_end == "fully_shard" and mine == "precision":
+            options["mp_policy"] = OURS.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        if front_end == "flat" and mine == "precision":
+            options["mixed_precision"] = MixedPrecision(reduce_dtype=torch.bfloat16)
+        with pytest.raises(UsageError) as caught:
+            sharded(front_end, Net(mine), **options)(torch.ones(2, DIM)).sum().backward()
+        message = str(caught.value)
+        assert message.startswith("The models of the ranks differ."), message
+        assert difference in message, f"{difference!r} is not in\n{message}"
+        assert f"at {__file__}" in message
+    model = sharded(front_end, Net())
+    model(torch.ones(2, DIM)).sum().backward()
+
+
+def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
+    if front_end == "fully_shard":
+        found: nn.Module = shard_all(model, library=OURS, **options)
+        return found
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+DIFFERENCES = {
+    "width": "in the root unit: parameter 'up.weight' [4, 8], torch.float32, requires_grad=True on "
+    "the ranks [0, 2]; parameter 'up.weight' [9, 8], torch.float32, requires_grad=True on rank 1",
+    "dtype": "'up.weight' [4, 8], torch.float64, requires_grad=True on rank 1",
+    "requires_grad": "'up.bias' [4], torch.float32, requires_grad=False on rank 1",
+    "name": "parameter 'other.weight' [8, 4], torch.float32, requires_grad=True on rank 1",
+}
+FLAT_DIFFERENCES = {
+    "depth": "the root unit on the ranks [0, 2]; unit 'blocks.2' on rank 1",
+    "strategy": "in unit 'blocks.0': sharding_strategy=FULL_SHARD on the ranks [0, 2]; "
+    "sharding_strategy=SHARD_GRAD_OP on rank 1",
+    "precision": "param_dtype=None, reduce_dtype=torch.bfloat16 on rank 1",
+}
+FULLY_SHARD_DIFFERENCES = {
+    "depth": "nothing more on the ranks [0, 2]; unit 'blocks.2' on rank 1",
+    "strategy": "reshard_after_forward=False on rank 1",
+    "precision": "param_dtype=None, reduce_dtype=torch.bfloat16 on rank 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("front_end", "own"), [("flat", FLAT_DIFFERENCES), ("fully_shard", FULLY_SHARD_DIFFERENCES)]
+)
+def test_models_that_differ_are_refused_before_anything_is_sent(
+    front_end: str, own: dict[str, str]
+) -> None:
+    run_ranks(3, differs, front_end, DIFFERENCES | own)
+
+
+def has_experts_of_its_own() -> list[float]:
+    """Two ranks share an expert that has another width than that of the other two."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4 + rank // 2))
+    model[1] = FSDP(model[1], process_group=groups[rank // 2])
+    model = FSDP(model)
+    model(torch.ones(2, DIM)).sum().backward()
+    return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+
+
+def test_ranks_of_other_process_groups_may_have_other_modules() -> None:
+    assert all(run_ranks(4, has_experts_of_its_own))
 
 
 # -- no error

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ... import _torch_private
-from ..._engine import hooks
+from ..._engine import agreement, hooks
 from ..._engine.buffers import CastBuffers
 from ..._engine.module_attributes import mark
 from ..._engine.ownership import OrigParam, assign_owners, group_members, named_within
@@ -148,8 +148,10 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
     """Build the planned units. Collective.
 
     wrapper: becomes the wrapper of the root.
-    new_wrapper: returns an empty wrapper for an inner unit.
+    new_wrapper: returns an empty wrapper for an inner unit. Raises UsageError, on all ranks and
+    before anything changes, if these plan different units.
     """
+    _require_alike(plan)
     for module, settings in plan.settings.items():
         outer = wrapper if module is plan.root else new_wrapper()
         setattr(outer, FSDP_WRAPPED_MODULE, module)
@@ -162,6 +164,25 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
     for module in plan.root.modules():
         if isinstance(module, hooks.WITH_FAST_PATH) and any(map(is_wrapper, module.modules())):
             hooks.without_fast_path(module)
+
+
+def _require_alike(plan: Plan) -> None:
+    """Raise UsageError, on all ranks, if these plan different units over the same mesh.
+    Collective."""
+    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[Settings, list[str]]] = {}
+    names = {module: name for name, module in plan.root.named_modules()}
+    for module, settings in plan.settings.items():
+        mesh = settings.mesh
+        key = mesh.shard.members, mesh.replica.members
+        _, facts = by_mesh.setdefault(key, (settings, []))
+        facts += [agreement.unit(names[module]), *settings.facts()]
+        facts += [
+            agreement.parameter(name, value.shape, value.dtype, value.requires_grad)
+            for name, value in ((param.name, param.parameter) for param in plan.params[module])
+        ]
+    where = f"FullyShardedDataParallel of a {type(plan.root).__name__}"
+    for settings, facts in by_mesh.values():
+        agreement.require_alike(facts, settings.mesh, settings.device, where)
 
 
 def _build(

@@ -100,6 +100,22 @@ class Settings:
             grad=reduce if self.mixed_precision.keep_low_precision_grads else None,
         )
 
+    def facts(self) -> list[str]:
+        """Return what must be alike on all ranks of the mesh."""
+        precision, runtime = self.mixed_precision, self.runtime
+        return [
+            f"sharding_strategy={self.strategy.name}",
+            f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}",
+            f"use_orig_params={self.use_orig_params}",
+            f"sync_module_states={self.sync_module_states}",
+            f"cpu_offload={self.offload}",
+            f"keep_units_below={self.keep_units_below}",
+            f"evaluation in full precision: {self.full_precision_in_eval}",
+            f"forward_prefetch={runtime.forward_prefetch}",
+            f"backward_prefetch={runtime.backward_prefetch.name}",
+            f"allow_unused_units={runtime.allow_unused_units}",
+        ]
+
     def portable(self) -> PortableSettings:
         """Return the settings in a form that another process can load: process groups by name, and
         without the fields that only construction uses."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch_private
-from ..._engine import hooks, rendezvous
+from ..._comm.mesh import Mesh
+from ..._engine import agreement, hooks, rendezvous
 from ..._engine.checks import refuse_in_pass
 from ..._engine.conduct import Conduct
 from ..._engine.dtypes import Precision
@@ -108,6 +109,16 @@ class ShardedModules:
             return self.unit.label
         return f"a {type(self.modules[0]).__name__}"
 
+    def facts(self) -> list[str]:
+        """Return what must be alike on all ranks of a mesh, beside the stores."""
+        policy, conduct = self.plan.policy, self.conduct
+        return [
+            f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",
+            f"reshard_after_forward={conduct.partial_ranks or conduct.reshard_after_forward}",
+            f"offload to the CPU: {self.plan.offload.to_cpu}",
+            f"allow_unused_units={conduct.allow_unused_units}",
+        ]
+
     # -- a unit, and a runtime
 
     def ready_unit(self) -> Unit:
@@ -117,15 +128,20 @@ class ShardedModules:
             return self.unit
         if self.unit is not None:
             self.unit.reshard()
-        changed = [self._take_extensions()]
-        changed += [own.store.adopt() for own in self.stores]
+        has_changed = self.follow_params()
         self.is_dirty = False
-        if self.unit is None or any(changed):
+        if self.unit is None or has_changed:
             self._refuse_meta()
             self.unit = self._make_unit()
             if self.runtime is not None:
                 self.runtime.stale = True
         return self.unit
+
+    def follow_params(self) -> bool:
+        """Let the stores follow parameters that were replaced or changed. Returns True if the unit
+        must be made anew."""
+        changed = [self._take_extensions()]
+        return any(changed + [own.store.adopt() for own in self.stores])
 
     def _take_extensions(self) -> bool:
         """Let parameters whose local tensors have got fsdp_pre_all_gather since the call of
@@ -243,6 +259,7 @@ class ShardedModules:
         compiler = _torch_private.set_compiler(None)  # for what is called here
         try:
             states = named_states_in(self.modules)
+            _require_alike(states, f"fully_shard of {self.label}")
             units = [state.ready_unit() for state in states]
             _leave_stale_runtimes(units)
             for state in states:
@@ -371,6 +388,32 @@ def _leave_stale_runtimes(units: Sequence[Unit]) -> None:
             runtime.rest(staying)
             for unit in staying:
                 unit.runtime = None
+
+
+def _require_alike(states: Mapping[ShardedModules, str], where: str) -> None:
+    """Raise UsageError, on all ranks, if these are to make different units over the same mesh. Only
+    those without a unit are compared. Collective."""
+    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[Mesh, torch.device, list[str]]] = {}
+    for state in states:
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        if state.unit is not None:
+            continue
+        state.follow_params()
+        for own in state.stores:
+            mesh, store = own.planned.mesh.engine_mesh(), own.store
+            key = mesh.shard.members, mesh.replica.members
+            facts = by_mesh.setdefault(key, (mesh, state.plan.device, []))[-1]
+            if key not in seen:
+                facts += [agreement.unit(states[state]), *state.facts()]
+                seen.add(key)
+            facts += [
+                agreement.parameter(param.name, store.shape(index), store.dtype, requires_grad)
+                for index, param in enumerate(store.orig_params)
+                for requires_grad in [store.sharded_params[index].parameter.requires_grad]
+            ]
+            facts.append(f"{store.numel} elements of {store.dtype} on each rank")
+    for mesh, device, facts in by_mesh.values():
+        agreement.require_alike(facts, mesh, device, where)
 
 
 @dataclasses.dataclass(frozen=True)

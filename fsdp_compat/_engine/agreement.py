@@ -1,0 +1,89 @@
+"""The models of all ranks are compared before anything of them is sent: where they differ, messages
+would have other lengths than the receivers expect, or ranks would wait for each other.
+
+Only ranks that share the parameters of a unit compare it, by names, shapes, dtypes and
+``requires_grad`` of the parameters, in their order, and by the settings that decide what is sent.
+They exchange a digest, one message per mesh axis, and the facts themselves if digests differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from .._comm import progress
+from .._comm.communicator import communicator
+from .._comm.mesh import Mesh
+from ..errors import UsageError, explain
+
+__all__ = ["Facts", "parameter", "require_alike", "unit"]
+
+Facts = Sequence[str]  # in the order in which differences are reported
+
+_DIGEST_NBYTES = 16
+
+
+def unit(name: str) -> str:
+    """Return the fact that a unit exists."""
+    return f"unit {name!r}" if name else "the root unit"
+
+
+def parameter(name: str, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool) -> str:
+    return f"parameter {name!r} {list(shape)}, {dtype}, requires_grad={requires_grad}"
+
+
+def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -> None:
+    """Raise UsageError, on all ranks of a mesh, if they have other facts. Collective.
+
+    device: of the units. where: the model that the facts are of, for the error.
+    """
+    axes = [axis for axis in (mesh.shard, mesh.replica) if axis.ranks > 1]
+    if not axes or device.type == "meta":  # a simulation: tensors have no values
+        return
+    what = "the comparison of the ranks' models"
+    digest = hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST_NBYTES]
+    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
+    # only if all ranks have them
+    own = [*digest, *(255 - byte for byte in digest)]
+    values = torch.tensor(own, dtype=torch.uint8, device=device)
+    communicators = [communicator(axis, device) for axis in axes]
+    for each in communicators:
+        values = each.any_of(values, what)
+    if values.tolist() == own:
+        return
+    told = [(mesh.shard.members[mesh.shard.rank], list(facts))]
+    for each in communicators:
+        told = [pair for pairs in each.gather_objects(told) for pair in pairs]
+    raise UsageError(
+        explain(
+            "The models of the ranks differ.",
+            expected="the same units, parameters and settings, in the same order, on all of the "
+            f"ranks {sorted(rank for rank, _ in told)}",
+            got=_difference(dict(told)),
+            where=f"{where}, at {progress.place()}",
+            fix="build the model in the same way on every rank; give modules that only some ranks "
+            "have a process group of these ranks",
+        )
+    )
+
+
+def _difference(facts: Mapping[int, Facts]) -> str:
+    """Return the first difference. facts: by global rank."""
+    at, current = 0, ""
+    while len({_fact(each, at) for each in facts.values()}) == 1:
+        fact = _fact(next(iter(facts.values())), at)
+        current = fact if fact.startswith(("unit ", "the root unit")) else current
+        at += 1
+    by_fact: dict[str, list[int]] = {}
+    for rank, each in sorted(facts.items()):
+        by_fact.setdefault(_fact(each, at), []).append(rank)
+    shown = [
+        f"{fact} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'the ranks {ranks}'}"
+        for fact, ranks in by_fact.items()
+    ]
+    return f"{f'in {current}: ' if current else ''}{'; '.join(shown)}"
+
+
+def _fact(facts: Facts, index: int) -> str:
+    return facts[index] if index < len(facts) else "nothing more"
