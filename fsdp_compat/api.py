@@ -196,9 +196,13 @@ class ShardedStateDictConfig(StateDictConfig):
     Attributes:
         _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; set
             for a model with a device mesh.
+        as_views: whether `ShardedTensor` values view this rank's shard: they take no memory, change
+            as training continues, and a value loaded into them changes the model. Default False:
+            copies. Without effect together with `offload_to_cpu`.
     """
 
     _use_dtensor: bool = False
+    as_views: bool = False
 
 
 @dataclass

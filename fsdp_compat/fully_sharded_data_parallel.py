@@ -371,9 +371,9 @@ class FullyShardedDataParallel(nn.Module):
 
         - FULL_STATE_DICT (default): copies of the full tensors. Collective; gathers one unit at a
           time.
-        - SHARDED_STATE_DICT: this rank's part of each parameter, as a ShardedTensor whose shards
-          are views of the flat shard; nothing is sent. For a model with a device mesh a DTensor,
-          which is a copy; collective.
+        - SHARDED_STATE_DICT: copies of this rank's part of each parameter, as a ShardedTensor;
+          nothing is sent. With ``ShardedStateDictConfig(as_views=True)`` they are views of the flat
+          shard. For a model with a device mesh a DTensor, always a copy; collective.
         - LOCAL_STATE_DICT: this rank's flat shards themselves, as ShardedTensors; with
           ``use_orig_params=True`` also this rank's part of each parameter, a 1-D tensor of the same
           memory. Nothing is sent. Either loads without the other.

@@ -1,8 +1,8 @@
-"""The sharded values of state dicts: a rank's part of a parameter as boxes that view its shard.
+"""The sharded values of state dicts: a rank's part of a parameter as boxes.
 
 A shard is one interval of every parameter, an interval is a few boxes, and each box is a contiguous
-run of the shard. So the boxes are views: nothing is copied or sent for a sharded state dict, and
-torch.distributed.checkpoint loads straight into the shard.
+run of the shard. So the boxes are views of the shard, or of one copy of it, and nothing is sent for
+a sharded state dict.
 
 Saved files refer to FlatOfParameters, Place and _rebuilt by their names in this module."""
 
@@ -128,8 +128,7 @@ class _Shared:
 
 
 class BoxedTensor(ShardedTensor):
-    """One parameter (or one optimizer state of its shape), sharded: this rank's boxes, which view
-    its shard.
+    """One parameter (or one optimizer state of its shape), sharded: this rank's boxes.
 
     It is a ShardedTensor whose contents are its ``local_shards()``: a tensor that the user puts
     there is saved, copied and loaded like the previous one. Copies (deepcopy, ``clone()``, pickle)
@@ -145,6 +144,7 @@ class BoxedTensor(ShardedTensor):
     _members: tuple[int, ...]
     _rank: int  # in `_layout`
     _group: _Shared
+    is_view = False  # of memory that the process goes on using
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> BoxedTensor:
@@ -454,13 +454,18 @@ class BoxedTensor(ShardedTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle without the process group, so that it can be read without one. Unpickled values
-        use the default group, if there is one."""
+        use the default group, if there is one.
+
+        Elements are copied first if pickle would write more than them, or may move them to shared
+        memory under a shard that is in use.
+        """
         run = self.elements()
+        is_alone = run.untyped_storage().nbytes() == run.nbytes and not self.is_view
         return _rebuilt, (
             self._layout,
             self._index,
             self._rank,
-            run if self._is_flat else run.clone(),
+            run if self._is_flat or is_alone else run.clone(),
             self._members,
             self.place,
         )

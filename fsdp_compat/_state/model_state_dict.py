@@ -154,12 +154,15 @@ def _inner_prefix(wrapper: nn.Module, own: ModelUnit, prefix: str) -> str:
 
 def _entries(own: ModelUnit, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the entries of the unit's own parameters, in the form that is set."""
-    to_cpu = own.form.state_dict_config.offload_to_cpu
+    config: Any = own.form.state_dict_config
+    to_cpu = config.offload_to_cpu
     if own.form.state_dict_type is StateDictType.FULL_STATE_DICT:
         return full_entries(own.unit, base, own.wanted, to_cpu, keep)
     if own.form.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         return local_entries(own.unit, base, own.wanted, own.group, to_cpu)
-    return sharded_entries(own.unit, base, own.wanted, own.group, own.device_mesh, to_cpu)
+    return sharded_entries(
+        own.unit, base, own.wanted, own.group, own.device_mesh, to_cpu, config.as_views
+    )
 
 
 def _only_wanted(

@@ -48,7 +48,7 @@ class Values(enum.Enum):
     """What the exported dict holds for a state of a parameter's shape."""
 
     WHOLE = enum.auto()  # a whole tensor; rank-local states of all ranks are included
-    BOXES = enum.auto()  # this rank's boxes: views of the optimizer's state; with ``to_cpu`` copies
+    BOXES = enum.auto()  # copies of this rank's boxes
     DTENSORS = enum.auto()  # a DTensor over the device mesh that was passed to the model
 
 
@@ -418,8 +418,7 @@ class _GroupStates:
                 .reshape(-1)
             )
             for index, name in self.ownership.held[param].names:
-                run = value[store.part_in_sharded_param(index).slice]
-                run = copied(run, to_cpu=True) if self.form.to_cpu else run
+                run = copied(value[store.part_in_sharded_param(index).slice], self.form.to_cpu)
                 state[name][key] = sharded_value(
                     *store.cut(index),
                     store.rank,

@@ -59,10 +59,9 @@ def optim_state_dict(
     The optimizers of all ranks must hold the same parameters, in any order, except for parameters
     that a rank has no part of.
 
-    In the sharded form tensors are this rank's boxes; with ``offload_to_cpu=False`` (True by
-    default) they view the optimizer's own state, and change as training goes on. For an optimizer
-    without state, the result is what its first step would create, so that
-    torch.distributed.checkpoint can read a checkpoint into it.
+    In the sharded form tensors are copies of this rank's boxes. For an optimizer without state, the
+    result is what its first step would create, so that torch.distributed.checkpoint can read a
+    checkpoint into it.
 
     A state that is neither a number nor has one element per element of its parameter is rank-local:
     its key ends with ``@rank`` and the rank's number, and it can only be loaded at an equal layout.

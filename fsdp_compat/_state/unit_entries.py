@@ -16,7 +16,7 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval
 from ..errors import UsageError, explain
-from .formats import LocalPart
+from .formats import BoxedTensor, LocalPart
 from .names import Wanted, clean_name, everything, named_sections, shows_originals
 from .optim_values import copied
 from .values import local_value, mesh_sharded_value, sharded_value
@@ -149,18 +149,19 @@ def sharded_entries(
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
     to_cpu: bool,
+    as_views: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of a unit's parameters, where a value holds this rank's part of the
     parameter.
 
-    Without a mesh it is boxes over ``process_group``, and nothing is sent. They view the shard;
-    with ``to_cpu``, and where some parameters are left out, they are copies, no larger than
-    themselves. With a mesh it is a DTensor, a copy, and this is collective: all ranks, to the end;
-    one group is gathered at a time.
+    Without a mesh it is boxes over ``process_group``, and nothing is sent. They are copies, no
+    larger than themselves; ``as_views``: they view the shard, unless ``to_cpu`` is set or some
+    parameters are left out. With a mesh it is a DTensor, a copy, and this is collective: all ranks,
+    to the end; one group is gathered at a time.
     """
     for group in unit.groups:
         if mesh is None or group.shard.ranks == 1:
-            yield from _shard_entries(group, prefix, wanted, process_group, to_cpu)
+            yield from _shard_entries(group, prefix, wanted, process_group, to_cpu, as_views)
         else:
             yield from _mesh_entries(group, prefix, wanted, mesh, to_cpu)
 
@@ -180,12 +181,18 @@ def _mesh_entries(
 
 
 def _shard_entries(
-    group: Group, prefix: str, wanted: Wanted, process_group: dist.ProcessGroup | None, to_cpu: bool
+    group: Group,
+    prefix: str,
+    wanted: Wanted,
+    process_group: dist.ProcessGroup | None,
+    to_cpu: bool,
+    as_views: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     store = store_of(group)
     for index, names in _chosen(store, [prefix], wanted).items():
         run = store.local_part(index)
-        if to_cpu or wanted is not everything:
+        is_view = as_views and not to_cpu and wanted is everything
+        if not is_view:
             run = copied(run, to_cpu)
         value = sharded_value(
             *store.cut(index),
@@ -195,6 +202,8 @@ def _shard_entries(
             process_group,
             store.parallel[index],
         )
+        if isinstance(value, BoxedTensor):
+            value.is_view = is_view
         for name in names:
             yield name, value
 
@@ -214,7 +223,7 @@ def local_entries(
         store = store_of(group)
         if group.shard.ranks == 1:
             if section is store.sections[0]:
-                yield from _shard_entries(group, prefix, wanted, process_group, to_cpu)
+                yield from _shard_entries(group, prefix, wanted, process_group, to_cpu, True)
             continue
         chosen = {
             index: names

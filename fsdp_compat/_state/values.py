@@ -53,9 +53,9 @@ def sharded_value(
     """Return the value of parameter ``index`` for a sharded state dict, given this rank's elements
     of it.
 
-    A view: with one rank, and for parameters without elements, a plain tensor in the parameter's
-    shape. parallel: the placement of a tensor-parallel parameter on its own mesh; the boxes are
-    boxes of the whole parameter.
+    A view of ``run``: with one rank, and for parameters without elements, a plain tensor in the
+    parameter's shape. parallel: the placement of a tensor-parallel parameter on its own mesh; the
+    boxes are boxes of the whole parameter.
     """
     shape = layout.params[index].shape
     place = place_of(shape, parallel)

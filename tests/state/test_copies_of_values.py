@@ -1,5 +1,5 @@
-"""Values of SHARDED and LOCAL state dicts are views; copies of them do not change while training
-goes on, and load again."""
+"""Values of SHARDED state dicts are copies, those of LOCAL ones are views; copies do not change
+while training goes on, and load again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ def model_state(model: nn.Module, form: StateDictType) -> State:
 
 
 def states(
-    model: nn.Module, optimizer: torch.optim.Optimizer, form: StateDictType, to_cpu: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    form: StateDictType,
+    to_cpu: bool = False,
+    as_views: bool = False,
 ) -> State:
     """The model's state; in the sharded form, which shares its classes with it, the optimizer's
     too."""
@@ -87,7 +91,9 @@ def states(
     configs: tuple[Any, ...] = ()
     if form is SHARDED:
         configs = (
-            ShardedStateDictConfig(offload_to_cpu=to_cpu),
+            ShardedStateDictConfig(
+                offload_to_cpu=to_cpu, **({"as_views": True} if as_views else {})
+            ),
             ShardedOptimStateDictConfig(offload_to_cpu=to_cpu),
         )
     with FSDP.state_dict_type(model, form, *configs):
@@ -121,8 +127,19 @@ def assert_loads(state: State, expected: State, config: Config, where: str) -> N
         assert_same(found["optim"]["state"], expected["optim"]["state"], where)
 
 
+def as_it_is(state: State, form: StateDictType) -> State:
+    """A state dict with copies of buffers and local shards alone: the rest is copied already."""
+    buffers = dict(make_model().named_buffers())
+    if form is LOCAL:
+        return copy.deepcopy(state)
+    return {
+        **state,
+        "model": {k: v.clone() if k in buffers else v for k, v in state["model"].items()},
+    }
+
+
 WAYS = (
-    *("deepcopy", "clone", "detach and clone", "to(copy=True)"),
+    *("nothing", "deepcopy", "clone", "detach and clone", "to(copy=True)"),
     *("pickle", "torch.save", "offload_to_cpu", "copy of a copy"),
 )
 
@@ -130,10 +147,11 @@ WAYS = (
 def _copies(config: Config, form: StateDictType, directory: str, ways: list[str]) -> None:
     model, optimizer = trained(config, 1)
     expected = cloned(states(model, optimizer, FULL))
-    live = states(model, optimizer, form)
+    live = states(model, optimizer, form, as_views=True)
     path = f"{directory}/{dist.get_rank()}.pt"
     torch.save(live, path)
     make: dict[str, Callable[[], State]] = {
+        "nothing": lambda: as_it_is(states(model, optimizer, form), form),
         "deepcopy": lambda: copy.deepcopy(live),
         "clone": lambda: each_tensor(live, lambda value: value.clone()),
         "detach and clone": lambda: each_tensor(live, lambda value: value.detach().clone()),

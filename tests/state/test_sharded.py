@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType
+from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most, sample
@@ -110,8 +110,9 @@ def shard(model: nn.Module, config: Config) -> FSDP:
     )
 
 
-def sharded_state(model: nn.Module) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+def sharded_state(model: nn.Module, as_views: bool = False) -> dict[str, Any]:
+    config = ShardedStateDictConfig(as_views=True) if as_views else None  # None: the default
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
         return model.state_dict()
 
 
@@ -132,15 +133,14 @@ def save(path: str, config: Config, seed: int) -> None:
 
 
 def load(path: str, config: Config, seed: int) -> None:
-    model = shard(make_model(99), config)
-    state = sharded_state(model)
-    names = list(state)
+    model, as_views = shard(make_model(99), config), seed % 2 == 0
+    state = sharded_state(model, as_views)
+    names, before = list(state), [value.clone() for value in _own(state)]
     dcp.load(state, checkpoint_id=path)
     assert list(state) == names
-    assert all(
-        torch.equal(value, other)
-        for value, other in zip(_own(state), _own(sharded_state(model)), strict=True)
-    ), "dcp.load reads into the shards themselves"
+    after = [value.clone() for value in _own(sharded_state(model))]
+    expected = _own(state) if as_views else before  # as views, into the shards themselves
+    assert all(map(torch.equal, after, expected))
     assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
     assert_holds(model, make_model(seed))
 
@@ -164,14 +164,14 @@ def _own(state: dict[str, Any]) -> list[Tensor]:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _check_values(config: Config) -> None:
+def _check_values(config: Config, as_views: bool) -> None:
     plain, model = make_model(), shard(make_model(), config)
     expected = plain.state_dict()
     groups = model._runtime.groups
     before = [
         (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
     ]
-    state = sharded_state(model)
+    state = sharded_state(model, as_views)
     assert before == [
         (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
     ], "nothing is sent"
@@ -205,7 +205,7 @@ def _check_values(config: Config) -> None:
                 f"{name}, which has no other owner"
             )
             own.append((offsets, sizes, str(local.metadata.placement)))
-            assert local.tensor.untyped_storage().data_ptr() in storages, name
+            assert (local.tensor.untyped_storage().data_ptr() in storages) is as_views, name
     assert without_part, "some parameters are smaller than the world"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, boxes)
@@ -234,24 +234,26 @@ def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Te
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_sharded_values_view_the_shard_and_send_nothing(world_size: int) -> None:
+def test_sharded_values_copy_or_view_the_shard_and_send_nothing(world_size: int) -> None:
     for config in (
         ("FULL_SHARD", False, "none"),
         ("SHARD_GRAD_OP", True, "blocks"),
         ("FULL_SHARD", False, "always"),
     ):
-        run_ranks(world_size, _check_values, config)
+        for as_views in (False, True):
+            run_ranks(world_size, _check_values, config, as_views)
 
 
 def _whole_values(config: Config) -> None:
     model = shard(make_model(), config)
-    state = sharded_state(model)
-    assert_equal(state, make_model().state_dict())
     storages = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
-    assert state["cube"].untyped_storage().data_ptr() in storages
+    for as_views in (False, True):
+        state = sharded_state(model, as_views)
+        assert_equal(state, make_model().state_dict())
+        assert (state["cube"].untyped_storage().data_ptr() in storages) is as_views
 
 
-def test_on_one_rank_values_are_plain_views() -> None:
+def test_on_one_rank_values_are_plain_tensors() -> None:
     run_ranks(1, _whole_values, ("FULL_SHARD", True, "blocks"))
     run_ranks(2, _whole_values, ("NO_SHARD", False, "blocks"))
 
