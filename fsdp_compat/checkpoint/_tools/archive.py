@@ -112,6 +112,7 @@ class Archive:
     states: dict[str, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     # ^ of the optimizer, by parameter and key: a StoredTensor, or a number or another plain value
     param_groups: list[dict[str, Any]] | None = None  # "params": names; None: no optimizer
+    optimizer_classes: tuple[str, ...] = ()  # as in a native manifest; empty: not known
     is_by_number: bool = False  # parameters of the optimizer are numbered, as torch.optim does it
     models: list[str] = dataclasses.field(default_factory=list)
     # ^ what the names of each model begin with, if the file is one whose names wrappers may have

@@ -75,6 +75,7 @@ class _Reader:
             {},
             world_size=len(manifest.files),
             step=manifest.step,
+            optimizer_classes=manifest.optimizer_classes,
             checksums={
                 member(self._path, file_name(number)): facts
                 for number, facts in enumerate(manifest.files)

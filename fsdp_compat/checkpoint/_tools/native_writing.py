@@ -323,6 +323,7 @@ class _Target:
                 for number, group in enumerate(groups)
             ],
             versions(),
+            () if groups is None else self._archive.optimizer_classes,
             shares_extra=True,
         ).as_text()
 

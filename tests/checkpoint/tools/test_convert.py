@@ -506,6 +506,18 @@ def test_integer_keys_of_optimizer_state_stay_integers(tmp_path: Path) -> None:
     assert list(open_archive(written).states["w"]) == [0, 1]
 
 
+def load_another_optimizer(directory: str) -> None:
+    model = checkpoints.ours_fsdp1(checkpoints.unsharded())
+    with pytest.raises(CheckpointError, match="Adam"):
+        checkpoint.load(directory, model, torch.optim.SGD(model.parameters(), momentum=0.9))
+
+
+def test_a_native_target_names_the_optimizer_of_a_native_source(tmp_path: Path) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    written = convert(made["path"], tmp_path / "native", to="native", world_size=3)
+    run_ranks(2, load_another_optimizer, str(written))
+
+
 def save_with_large_values(directory: str) -> None:
     model = checkpoints.ours_fsdp1(checkpoints.unsharded())
     checkpoint.save(directory, model, None, {"average": torch.arange(5000.0)}, step=1)
