@@ -64,6 +64,7 @@ class Conduct:
     process_group: dist.ProcessGroup | None = None  # of the shard axis, for the user's collectives
     reduction: ReductionSettings = ReductionSettings()
     unit: PrefetchedUnit | None = None  # once it exists
+    num_holders: int = -1  # see Unit.watch_holders
     # Without one the unit is unsharded only inside forward and backward, and between them if it is
     # kept; modules show sharded parameters in between.
     freshness: Freshness | None = None

@@ -224,6 +224,13 @@ class GroupMemory:
         if copy[0]:  # all parameters may be empty
             _torch_private.copy_together(*copy)
 
+    @property
+    def num_holders(self) -> int:
+        """Tensors, and other objects, over memory that ``free`` takes away."""
+        if self.aliased or self.keeps_storage:
+            return 0
+        return sum(_torch_private.num_holders(each.untyped) for each in self._param_storages)
+
     def allocate_params(self) -> None:
         """Allocate the memory of the parameters, wherever it is."""
         for storage in self._param_storages:

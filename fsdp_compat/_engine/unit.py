@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import typing
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -304,10 +305,31 @@ class Unit:
         if self.view.shows_unsharded:
             self.view.show_sharded()
         if self.residency is not Residency.SHARDED:
+            if self.conduct.num_holders >= 0:
+                self._warn_of_holders()
             self.view.hide_partial()
             for group in self.groups:
                 group.reshard()
             self._move(Residency.SHARDED)
+
+    def watch_holders(self, in_graph: bool) -> None:
+        """The unit stays unsharded, and users see its parameters. Tensors over their memory that
+        are made from now on are the user's, unless a graph holds some."""
+        self.conduct.num_holders = -1 if in_graph else self._num_holders()
+
+    def _num_holders(self) -> int:
+        return sum(group.memory.num_holders for group in self.groups)
+
+    def _warn_of_holders(self) -> None:
+        """Reading memory that was freed ends the process, and nothing can be raised there."""
+        before, self.conduct.num_holders = self.conduct.num_holders, -1
+        if not self.conduct.keeps_storage and self._num_holders() > before:
+            warnings.warn(
+                f"Views of unsharded parameters of {self.label} outlive these, for example "
+                "detached ones of named_parameters(). Their memory is freed now: reading them ends "
+                "the process. Clone them, or call reshard() first and use the sharded parameters.",
+                stacklevel=2,
+            )
 
     @property
     def is_mapped(self) -> bool:

@@ -111,6 +111,7 @@ class Unsharding:
             return
         conduct.pinned = False
         if not conduct.reshard_after_forward and not self.rounds.is_fixed_order:
+            unit.watch_holders(in_graph)
             return  # also after a forward without a graph: generation calls it again and again
         if keeps and conduct.partial_ranks:
             unit.reshard_to_partial()

@@ -55,6 +55,7 @@ __all__ = [
     "local_part",
     "never_compiled",
     "note_composable",
+    "num_holders",
     "has_optimizers_in_backward",
     "no_torch_function",
     "norms_together",
@@ -245,6 +246,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage object. The data pointer is null while it is
     freed."""
     return local_part(tensor).untyped_storage()._cdata
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors, and other objects, hold a storage. There is no public way."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

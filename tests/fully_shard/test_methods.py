@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from tests.support.fully_sharded import (
 from tests.support.models import DIM, NUM_TOKENS, Block, Stack
 from tests.support.parity import assert_close, square, tokens
 from tests.support.ranks import run_ranks
-from tests.support.same_host import NOT_MAPPED
+from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
 
 BF16 = torch.bfloat16
 ONCE = {"root": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}  # all-gathers, by module
@@ -122,6 +123,46 @@ def _shows_whole_parameters_between_unshard_and_reshard() -> None:
 
 def test_unshard_shows_plain_parameters_until_reshard() -> None:
     run_ranks(2, _shows_whole_parameters_between_unshard_and_reshard)
+
+
+def _warnings_of_views(keeps: bool) -> list[list[str]]:
+    """What is said when the root is resharded: after an evaluation and after unshard(), with views
+    of its parameters or with sharded parameters and clones; and in two steps of training."""
+    model = _sharded()
+    model.set_keep_unsharded_storage(keeps)
+    found = []
+    for by_hand in (False, True):
+        for takes_views in (True, False):
+            if by_hand:
+                model.unshard()
+            else:
+                with torch.no_grad():
+                    model(_batch())
+            shown = [p.detach() for p in model.parameters(recurse=True)]
+            held = shown if takes_views else [value.clone() for value in shown]
+            del shown
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.reshard()
+            del held
+            found.append([str(each.message) for each in caught])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with torch.no_grad():
+                model(_batch())
+            square(model, _batch()).backward()
+    return [*found, [str(each.message) for each in caught]]
+
+
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
+    keeps: bool, environment: dict[str, str]
+) -> None:
+    for found in run_ranks(2, _warnings_of_views, keeps, environment=environment):
+        expected = [False] * 5 if keeps else [True, False, True, False, False]
+        assert [any("Views of unsharded" in each for each in said) for said in found] == expected
 
 
 def _shows_after_forward(option: bool | None, root_sharded: bool, inner_sharded: bool) -> None:

@@ -29,6 +29,7 @@ class UnitHandle(UnshardHandle):
         unit.wait_for_unshard()
         if unit.residency is Residency.UNSHARDED:
             unit.view.show_unsharded()
+            unit.watch_holders(in_graph=False)
         if unit.runtime is None or not unit.runtime.runs:
             for group in unit.groups:
                 group.shard.flush_sends("parameters that this rank has sent")
