@@ -205,9 +205,12 @@ def _sharded(path: str) -> None:
             assert_same(other.state_dict(filter=choice), expected)
         with FSDP.state_dict_type(model, LOCAL):
             keys = list(model.state_dict(filter=is_lora))
-        assert keys == ["blocks.0._flat_param", "blocks.1._flat_param"], (
+        flat = ["blocks.0._flat_param", "blocks.1._flat_param"]
+        assert [key for key in keys if key.endswith("_flat_param")] == flat, (
             "flat parameters that hold what is chosen"
         )
+        parts = [key for key in keys if key not in flat]
+        assert parts == ([key for key in plain.state_dict() if is_lora(key)] * use_orig_params)
 
 
 def _own(tensor: Tensor) -> Tensor:
