@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -38,11 +38,14 @@ class _Steps:
         no unit may be copies of parameters in another dtype, which are written back after the step:
         it is counted for all units. All ranks step an optimizer of DTensors."""
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        storages = set(map(_torch_private.storage_key, filter(_has_storage, held.values())))
+        known: set[int] = set()
         for unit in self.units:
-            if not unit.is_apart_from(held):
+            own = held.keys() & unit.ids
+            if own or (storages and unit.is_in(storages)):
                 unit.num_steps += 1
-        others = held.keys() - set().union(*(unit.ids for unit in self.units))
-        if any(_torch_private.is_dtensor(held[other]) for other in others):
+            known |= own
+        if any(_torch_private.is_dtensor(held[other]) for other in held.keys() - known):
             self.of_copies += 1
 
 
@@ -76,14 +79,10 @@ class Freshness:
         _steps.units.add(self)
         patch()
 
-    def is_apart_from(self, held: Mapping[int, torch.Tensor]) -> bool:
-        """held: by their ids. True if none is a parameter, or views the local tensor of one."""
-        if not self.ids.isdisjoint(held):
-            return False
-        plain = filter(_has_storage, held.values())
-        storages = set(map(_torch_private.storage_key, plain))
+    def is_in(self, storages: Collection[int]) -> bool:
+        """storages: by their keys. True if one holds the local tensor of a parameter."""
         local = torch_dtensor.local_parts(self._dtensors)
-        return storages.isdisjoint(map(_torch_private.storage_key, local))
+        return any(_torch_private.storage_key(tensor) in storages for tensor in local)
 
     def note(self) -> None:
         """An all-gather reads the shards now."""
