@@ -8,6 +8,7 @@ They exchange a digest, one message per mesh axis, and the facts themselves if d
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -16,8 +17,9 @@ from .._comm import progress
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from ..errors import UsageError, explain
+from .unit import Unit
 
-__all__ = ["Facts", "parameter", "require_alike", "unit"]
+__all__ = ["Facts", "keep", "parameter", "require_alike", "require_units_alike", "unit"]
 
 Facts = Sequence[str]  # in the order in which differences are reported
 
@@ -31,6 +33,28 @@ def unit(name: str) -> str:
 
 def parameter(name: str, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool) -> str:
     return f"parameter {name!r} {list(shape)}, {dtype}, requires_grad={requires_grad}"
+
+
+# By unit: its mesh and its facts, for the first forward.
+_of_units: weakref.WeakKeyDictionary[Unit, tuple[Mesh, Facts]] = weakref.WeakKeyDictionary()
+
+
+def keep(of: Unit, mesh: Mesh, facts: Facts) -> None:
+    """Keep the facts of a unit for ``require_units_alike``."""
+    _of_units[of] = mesh, facts
+
+
+def require_units_alike(units: Iterable[Unit], device: torch.device, where: str) -> None:
+    """Raise UsageError, on all ranks, if these have other units over the same mesh. Collective."""
+    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[Mesh, list[str]]] = {}
+    for each in units:
+        if each in _of_units:
+            mesh, facts = _of_units[each]
+            key = mesh.shard.members, mesh.replica.members
+            found = by_mesh.setdefault(key, (mesh, []))[1]
+            found += [each.label.partition(" (")[0], *facts]
+    for mesh, found in by_mesh.values():
+        require_alike(found, mesh, device, where)
 
 
 def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..errors import AssertedStateError, StateError, UsageError, explain
-from . import hooks
+from . import agreement, hooks
 from .communicators import Communicators
 from .external_changes import ExternalChanges
 from .group import Group
@@ -54,6 +54,8 @@ class Checks:
             if not any(unit.view.summoned for unit in self._units):  # these were not checked
                 self._changes.note()
         if not self._has_values:
+            device = self._root.options.device
+            agreement.require_units_alike(self._units, device, self._root.label)
             self._require_values()
 
     def _check_units(self) -> None:

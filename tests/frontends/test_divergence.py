@@ -299,14 +299,17 @@ def differs(front_end: str, expected: dict[str, str]) -> None:
     """Rank 1 builds another model than the others. Then all build the same one and train it."""
     for change, difference in expected.items():
         mine = change if dist.get_rank() == 1 else ""
-        options: dict[str, Any] = {"sync_module_states": True} if front_end == "flat" else {}
-        if front_end == "flat" and mine == "strategy":
+        options: dict[str, Any] = {}
+        if front_end != "fully_shard":
+            syncs = front_end == "flat, synchronised"
+            options = {"sync_module_states": syncs, "process_group": dist.new_group()}
+        if front_end != "fully_shard" and mine == "strategy":
             options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
         if front_end == "fully_shard" and mine == "strategy":
             options["reshard_after_forward"] = False
         if front_end == "fully_shard" and mine == "precision":
             options["mp_policy"] = OURS.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        if front_end == "flat" and mine == "precision":
+        if front_end != "fully_shard" and mine == "precision":
             options["mixed_precision"] = MixedPrecision(reduce_dtype=torch.bfloat16)
         with pytest.raises(UsageError) as caught:
             sharded(front_end, Net(mine), **options)(torch.ones(2, DIM)).sum().backward()
@@ -346,7 +349,13 @@ FULLY_SHARD_DIFFERENCES = {
 
 
 @pytest.mark.parametrize(
-    ("front_end", "own"), [("flat", FLAT_DIFFERENCES), ("fully_shard", FULLY_SHARD_DIFFERENCES)]
+    ("front_end", "own"),
+    [
+        ("flat", {}),
+        ("flat, synchronised", FLAT_DIFFERENCES),
+        ("fully_shard", FULLY_SHARD_DIFFERENCES),
+    ],
+    ids=["flat", "flat, synchronised", "fully_shard"],
 )
 def test_models_that_differ_are_refused_before_anything_is_sent(
     front_end: str, own: dict[str, str]

@@ -149,9 +149,10 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
 
     wrapper: becomes the wrapper of the root.
     new_wrapper: returns an empty wrapper for an inner unit. Raises UsageError, on all ranks and
-    before anything changes, if these plan different units.
+    before anything changes, if values are to be broadcast and the ranks plan different units.
     """
-    _require_alike(plan)
+    if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
+        _require_alike(plan)
     for module, settings in plan.settings.items():
         outer = wrapper if module is plan.root else new_wrapper()
         setattr(outer, FSDP_WRAPPED_MODULE, module)
@@ -175,14 +176,19 @@ def _require_alike(plan: Plan) -> None:
         mesh = settings.mesh
         key = mesh.shard.members, mesh.replica.members
         _, facts = by_mesh.setdefault(key, (settings, []))
-        facts += [agreement.unit(names[module]), *settings.facts()]
-        facts += [
-            agreement.parameter(name, value.shape, value.dtype, value.requires_grad)
-            for name, value in ((param.name, param.parameter) for param in plan.params[module])
-        ]
+        facts += [agreement.unit(names[module]), *_facts(settings, plan.params[module])]
     where = f"FullyShardedDataParallel of a {type(plan.root).__name__}"
     for settings, facts in by_mesh.values():
         agreement.require_alike(facts, settings.mesh, settings.device, where)
+
+
+def _facts(settings: Settings, params: Iterable[OrigParam]) -> list[str]:
+    """Return what must be alike on all ranks of a unit with these parameters."""
+    values = [(param.name, param.parameter) for param in params]
+    return settings.facts() + [
+        agreement.parameter(name, value.shape, value.dtype, value.requires_grad)
+        for name, value in values
+    ]
 
 
 def _build(
@@ -198,6 +204,7 @@ def _build(
     order = attribute_order_of(module)
     mark(module, settings.ignored_modules)
     params = preparation.of_unit(module, params)
+    facts = _facts(settings, params)  # now: stores cut the parameters
     with torch.inference_mode(False), torch.no_grad():
         stores = [
             FlatStore(
@@ -213,6 +220,7 @@ def _build(
         ]
         originals = [param.parameter for param in params]
         unit = make_flat_unit(wrapper, stores, settings, order, originals).unit
+    agreement.keep(unit, settings.mesh, facts)
     if settings.mixed_precision.buffer_dtype is not None:
         unit.buffers = CastBuffers(cast, settings.mixed_precision.buffer_dtype)
     unit.uninitialised = preparation.uninitialised(module, stores, taken)
