@@ -30,7 +30,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import sys
 import threading
 import weakref
 
@@ -44,6 +43,7 @@ from .memory_files import (
     TOKEN_NBYTES,
     SealedFile,
     advise,
+    are_supported,
     epoch_in,
     map_memory,
     unmap_in,
@@ -186,7 +186,7 @@ class Arena:
         self.control: SealedFile | None = None
         # private until there is a control file
         self.epoch = epoch_in(memoryview(bytearray(PAGE_NBYTES)))
-        self.is_closed = not _is_supported()
+        self.is_closed = not are_supported()
         self.lock = threading.RLock()
         # A block may die inside any allocation, even one of the arena's own: it waits here for the
         # next call of `take`.
@@ -292,12 +292,6 @@ class Arena:
             chunk.file = None
             chunk.old_files.clear()
         self.control, self.epoch = None, epoch_in(memoryview(bytearray(PAGE_NBYTES)))
-
-
-def _is_supported() -> bool:
-    return (
-        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-    )
 
 
 def _in_pages(nbytes: int) -> int:

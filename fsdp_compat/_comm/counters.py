@@ -21,11 +21,11 @@ import itertools
 import os
 import platform
 import struct
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from . import memory_files
 from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
 from .peer_memory import MappedFile, PeerMemory
 from .processes import Process
@@ -55,7 +55,7 @@ _numbers = itertools.count(1 << 40)  # of files: no table has the number of a ch
 def are_supported() -> bool:
     """True if this machine has what counters need."""
     return (
-        sys.platform == "linux"
+        memory_files.are_supported()
         and platform.machine() == "x86_64"
         and ctypes.sizeof(ctypes.c_void_p) == 8
     )

@@ -24,6 +24,7 @@ __all__ = [
     "TOKEN_NBYTES",
     "SealedFile",
     "advise",
+    "are_supported",
     "epoch_in",
     "map_memory",
     "unmap_in",
@@ -35,6 +36,13 @@ HEADER = struct.Struct(f"{TOKEN_NBYTES}sq")  # at the beginning of every file: t
 
 # flags and advice that the mmap module does not have
 SHARED, FIXED, NORESERVE, REMOVE, DONTFORK = 0x01, 0x10, 0x4000, 9, 10
+
+
+def are_supported() -> bool:
+    """True if this system has such files, and other processes can open them."""
+    return (
+        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    )
 
 
 class SealedFile:

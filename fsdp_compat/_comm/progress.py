@@ -39,7 +39,9 @@ _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
 
 _followed = threading.main_thread().ident or 0
-_native_id = threading.main_thread().native_id or 0  # of the followed thread
+# Of the followed thread. The main thread has the number of the process; in a forked process,
+# ``threading.main_thread().native_id`` is that of a thread of the parent.
+_native_id = os.getpid()
 
 
 def follow() -> None:

@@ -192,6 +192,27 @@ def test_rank_without_readable_memory_exchanges_by_sending() -> None:
     assert blind[1] > 2 * 2 * 4 * NUMEL  # everything, to both others
 
 
+def exchanges_without_memfd(ranks: tuple[int, ...]) -> int:
+    """ranks: those whose Python cannot make files in memory. Returns the number of same-host
+    peers."""
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() in ranks:
+            make = os.memfd_create
+            stack.callback(setattr, os, "memfd_create", make)
+            del os.memfd_create
+            stack.enter_context(mock.patch.object(shared_memory, "_arena", arena.Arena()))
+        return exchanges_everything(dtypes=DTYPES[:1])[0]
+
+
+@pytest.mark.parametrize(("ranks", "num_peers"), [((0, 1, 2), [0, 0, 0]), ((1,), [1, 0, 1])])
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_ranks_without_files_in_memory_exchange_by_sending(
+    channel: str, ranks: tuple[int, ...], num_peers: list[int]
+) -> None:
+    found = run_ranks(3, exchanges_without_memfd, ranks, environment=by(channel))
+    assert found == num_peers
+
+
 @pytest.mark.parametrize(("ranks", "full_up"), [(2, (0,)), (2, (0, 1)), (3, (0, 2))])
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_rank_without_more_shared_memory_sends_its_values(

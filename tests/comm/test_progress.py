@@ -17,6 +17,7 @@ import pytest
 from torch import nn
 
 from fsdp_compat._comm import progress
+from tests.support.programs import Forker
 from tests.support.ranks import close_pool
 
 
@@ -135,6 +136,34 @@ def test_forked_process_follows_its_own_thread() -> None:
     os.waitpid(pid, 0)
     assert os.read(reader, 100) == b"True True"
     os.close(reader)
+
+
+IS_WOKEN = """
+import select, threading
+from fsdp_compat._comm import progress
+
+def look():
+    seen = progress.Progress()
+    for _ in range(5):
+        threading.Event().wait(0.1)
+        print(seen.idle_s(), flush=True)
+    done.set()
+
+done = threading.Event()
+threading.Thread(target=look).start()
+while not done.is_set():
+    select.select([], [], [], 0.004)
+"""
+
+
+def test_process_forked_before_the_import_follows_its_own_thread() -> None:
+    forker = Forker()
+    try:
+        ended = forker.run(IS_WOKEN)
+    finally:
+        forker.close()
+    assert ended.code == 0, ended.err
+    assert float(ended.out.split()[-1]) < 0.25
 
 
 def sampled(monkeypatch: pytest.MonkeyPatch, *changes: tuple[int, float, int, int]) -> list[float]:
