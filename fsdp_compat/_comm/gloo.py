@@ -15,6 +15,7 @@ from .gloo_connections import (
     any_awaits_readers,
 )
 from .mapped import Mapping, map_shards, writes_are_found
+from .memory_files import refusal_of
 from .mesh import Axis
 from .same_host import ACK_TAG, Described
 from .shared_memory import PeerMemory
@@ -234,18 +235,28 @@ class GlooTransport(ProcessGroupTransport):
     @all_or_nothing
     def map_shards(
         self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
-    ) -> list[Mapping | None]:
+    ) -> list[Mapping] | str:
         near = self.connections.same_host
         is_able = near.maps and len(near.memories) == self.ranks - 1 and writes_are_found()
-        told = self.gather_objects((is_able, [shared_memory.locate(shard) for shard in shards]))
-        if not all(is_able for is_able, _ in told):
-            return [None] * len(shards)
-        places = [its_places for _, its_places in told]
-        found = map_shards(self.rank, near.memories, shards, places, mappings)
-        failed = self.any_of(
-            torch.tensor([mapping is None for mapping in found]).byte(), "the mapping of shards"
-        )
-        return [None if has_failed else m for m, has_failed in zip(found, failed, strict=True)]
+        places = [shared_memory.locate(shard) for shard in shards] if is_able else []
+        told = self.gather_objects(places)
+        absent = [
+            rank
+            for rank, its_places in zip(self.members, told, strict=True)
+            if not its_places or None in its_places
+        ]
+        if absent:
+            return (
+                f"no shared memory on ranks {absent}, for want of file descriptors (ulimit -n), "
+                "address space (ulimit -v) or mappings (sysctl vm.max_map_count), at the latest "
+                "fork or before"
+            )
+        found, refusal = list[Mapping](), ""
+        try:
+            found = map_shards(self.rank, near.memories, shards, told, mappings)
+        except OSError as error:
+            refusal = f"rank {self.members[self.rank]}: {refusal_of(error)}"
+        return "; ".join(filter(None, self.gather_objects(refusal))) or found
 
     @all_or_nothing
     def begin_meeting(self, tag: int, word: int = 0) -> Handle:
@@ -446,7 +457,7 @@ class GlooTransport(ProcessGroupTransport):
             memory = self.connections.same_host.memories[source]
             return memory.view(sent.location, sent.numel, sent.dtype)
         except OSError as error:
-            text = f"the memory of rank {rank} cannot be read: {error}"
+            text = f"the memory of rank {rank} cannot be read: {refusal_of(error)}"
             self.connections.fail_wait(what, cause=text)
 
     def _receive_values(

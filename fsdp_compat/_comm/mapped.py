@@ -11,6 +11,7 @@ mapping would let a write reach all ranks; one that is read-only would end the p
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import typing
@@ -24,7 +25,6 @@ from .memory_files import FIXED, NORESERVE, PAGE_NBYTES, advise, map_memory, unm
 from .peer_memory import Location, PeerMemory
 
 __all__ = [
-    "PAGEMAP",
     "Mapping",
     "can_map",
     "in_whole_pages",
@@ -100,10 +100,10 @@ class Mapping:
         """Let ``full`` be the shards again."""
         advise(self._address, self._nbytes, mmap.MADV_DONTNEED)
 
-    def has_writes(self, pages: int) -> bool:
-        """True if this process has written to ``full``, by any means. pages: the open file
-        PAGEMAP."""
+    def has_writes(self) -> bool:
+        """True if this process has written to ``full``, by any means."""
         first, number = self._address // PAGE_NBYTES, self._nbytes // PAGE_NBYTES
+        pages = _open_pages(os.getpid(), PAGEMAP)
         read = os.pread(pages, number * _ENTRY_NBYTES, first * _ENTRY_NBYTES)
         entries = torch.frombuffer(bytearray(read), dtype=torch.int64)
         return bool(((entries & _EXISTS != 0) & (entries & _OF_A_FILE == 0)).any())
@@ -132,43 +132,47 @@ def can_map(numel: int, dtype: torch.dtype) -> bool:
 
 
 def writes_are_found() -> bool:
-    """True if ``has_writes`` works here."""
-    return PAGE_NBYTES == 4096 and os.access(PAGEMAP, os.R_OK)
+    """True if ``has_writes`` works here, from now on."""
+    try:
+        _open_pages(os.getpid(), PAGEMAP)
+    except OSError:
+        return False
+    return PAGE_NBYTES == 4096
+
+
+@functools.cache
+def _open_pages(pid: int, path: str) -> int:
+    """Open the pages of this process, for as long as it lives: there may be no descriptor left
+    later. After a fork, the parent's file still shows the parent's pages."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def map_shards(
     rank: int,
     memories: typing.Mapping[int, PeerMemory],
     shards: Sequence[torch.Tensor],
-    places: Sequence[Sequence[Location | None]],
+    places: Sequence[Sequence[Location]],
     mappings: Sequence[Mapping | None],
-) -> list[Mapping | None]:
-    """Map shards of all ranks, each into its mapping or, without one, into a new one. Return the
-    mappings, None for those that the system refuses.
+) -> list[Mapping]:
+    """Map shards of all ranks, each into its mapping or, without one, into a new one, and return
+    the mappings. Raises OSError if the system refuses one of them.
 
     memories: of the peers. places: by rank, where the shards lie.
     """
-    ranks, found = len(places), list[Mapping | None]()
+    ranks, found = len(places), list[Mapping]()
     files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
     try:
         for index, (shard, mapping) in enumerate(zip(shards, mappings, strict=True)):
-            try:
-                made = mapping or Mapping(ranks, shard.numel(), shard.dtype)
-                for each in range(ranks):
-                    place = places[each][index]
-                    if place is None or place.offset % PAGE_NBYTES:
-                        raise OSError("no pages of a file")
-                    key = each, place.fd, place.number
-                    if key not in files:
-                        files[key] = (
-                            os.dup(place.fd)
-                            if each == rank
-                            else memories[each].descriptor(place.fd, place.number)
-                        )
-                    made.put(each, files[key], place.offset)
-                found.append(made)
-            except OSError:
-                found.append(None)
+            made = mapping or Mapping(ranks, shard.numel(), shard.dtype)
+            for each in range(ranks):
+                place = places[each][index]
+                if place.offset % PAGE_NBYTES:
+                    raise OSError("a shard does not begin at a page")
+                key = each, place.fd, place.number
+                if each != rank and key not in files:
+                    files[key] = memories[each].descriptor(place.fd, place.number)
+                made.put(each, files.get(key, place.fd), place.offset)
+            found.append(made)
     finally:
         for file in files.values():
             os.close(file)

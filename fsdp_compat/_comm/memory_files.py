@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -27,6 +28,7 @@ __all__ = [
     "are_supported",
     "epoch_in",
     "map_memory",
+    "refusal_of",
     "unmap_in",
 ]
 
@@ -101,6 +103,19 @@ def advise(address: int, nbytes: int, advice: int) -> None:
     """Call madvise. Raises OSError if the system refuses."""
     if _libc().madvise(address, nbytes, advice):
         raise OSError(ctypes.get_errno(), f"madvise {advice} of {nbytes} bytes")
+
+
+_LIMITS = {
+    errno.EMFILE: "file descriptors of this process (ulimit -n)",
+    errno.ENFILE: "open files of the system (sysctl fs.file-max)",
+    errno.ENOMEM: "address space (ulimit -v) or mappings (sysctl vm.max_map_count)",
+}
+
+
+def refusal_of(error: OSError) -> str:
+    """Return what the system has refused, with the limit that was reached."""
+    limit = _LIMITS.get(error.errno or 0)
+    return str(error) if limit is None else f"no more {limit}"
 
 
 def unmap_in(pid: int, address: int, nbytes: int) -> None:

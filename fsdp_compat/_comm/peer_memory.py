@@ -92,14 +92,20 @@ class PeerMemory:
         """If it differs from that of a location, the memory there may hold other values."""
         return self._epoch[0]
 
+    def map_chunk(self, location: Location) -> MappedFile:
+        """Return the chunk of a location, mapped. Raises OSError if the system refuses, or if the
+        file is not one of its memory."""
+        chunk = self._chunks.get(location.chunk)
+        if chunk is None or chunk.number != location.number:
+            chunk = self._chunks[location.chunk] = self.open(location.fd, location.number)
+        return chunk
+
     def view(self, location: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a read-only tensor [numel] over the memory. Raises OSError if it cannot be
         read."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
-        chunk = self._chunks.get(location.chunk)
-        if chunk is None or chunk.number != location.number:
-            chunk = self._chunks[location.chunk] = self.open(location.fd, location.number)
+        chunk = self.map_chunk(location)
         nbytes = numel * dtype.itemsize
         if (
             not PAGE_NBYTES <= location.offset <= len(chunk.view) - nbytes

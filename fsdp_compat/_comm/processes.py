@@ -61,6 +61,8 @@ class Process:
             fields = stat_of(str(self.pid))
         except (FileNotFoundError, ProcessLookupError):
             return True
+        except OSError:  # this process has no descriptor left to look
+            return False
         return (
             fields[_STATE] in "ZX"  # Z: a zombie
             or fields[_START_TIME] != self.started

@@ -39,7 +39,8 @@ ACK_TAG = 1 << 24  # added to the tag of a message: that of its ack
 
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 NUM_WORDS = len(shared_memory.Location._fields) + 2  # of a descriptor; numel and dtype follow
-_TABLE = struct.Struct("qq")  # descriptor and number of the file of counters, or two times -1
+# descriptor and number of the file of counters, or two times -1; and a chunk (its location)
+_FILES = struct.Struct("qq5q")
 _NO_TABLE = -1, -1
 _LIMITS = "mapped", "counters", "messages"  # each includes the later ones
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -221,7 +222,8 @@ def attach_peers(
     rank, ranks = gloo.rank(), gloo.size()
     identity, table = shared_memory.identity(), _new_table(ranks)
     place = (table.file.fd, table.file.number) if table and table.file else _NO_TABLE
-    told = torch.frombuffer(bytearray(identity + _TABLE.pack(*place)), dtype=torch.uint8)
+    files = _FILES.pack(*place, *shared_memory.any_chunk())
+    told = torch.frombuffer(bytearray(identity + files), dtype=torch.uint8)
     memories: dict[int, shared_memory.PeerMemory] = {}
     channels: dict[int, Channel] = {}
     for peer, answer in swap(dict.fromkeys([source for source, _ in order], told), tags[0]).items():
@@ -229,15 +231,19 @@ def attach_peers(
         memory = shared_memory.attach_peer(other[: len(identity)])
         if memory is None:
             continue
-        messages, (fd, number) = MessageChannel(gloo, peer), _TABLE.unpack(other[len(identity) :])
-        memories[peer], channels[peer] = memory, messages
-        if table is not None and (fd, number) != _NO_TABLE:
-            try:
+        fd, number, *chunk = _FILES.unpack(other[len(identity) :])
+        location = shared_memory.Location(*chunk)
+        messages = MessageChannel(gloo, peer)
+        channel: Channel = messages
+        try:
+            if not location.is_sent:
+                memory.map_chunk(location)  # now: here all ranks can still do without
+            if table is not None and (fd, number) != _NO_TABLE:
                 counted = counters.PeerTable(memory, fd, number, rank, ranks)
-            except OSError:
-                del memories[peer]
-            else:
-                channels[peer] = CounterChannel(table, counted, peer, messages)
+                channel = CounterChannel(table, counted, peer, messages)
+        except OSError:
+            continue
+        memories[peer], channels[peer] = memory, channel
     verdicts = swap(
         {
             source: torch.tensor([source in memories], dtype=torch.uint8, device="cpu")

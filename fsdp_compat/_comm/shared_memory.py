@@ -27,6 +27,7 @@ __all__ = [
     "MIN_NBYTES",
     "PeerMemory",
     "allocate",
+    "any_chunk",
     "attach_peer",
     "bump_epoch",
     "copy_of",
@@ -201,6 +202,15 @@ def identity() -> bytes:
     except (OSError, ValueError):
         return _NO_IDENTITY
     return _IDENTITY.pack(boot, namespace, os.getpid(), _arena.control.fd, _arena.token)
+
+
+def any_chunk() -> Location:
+    """Return the beginning of a chunk that peers can map, or, without one, the location of what is
+    sent."""
+    for chunk in _arena.chunks:
+        if chunk.file is not None:
+            return Location(_epoch(), chunk.index, chunk.file.number, chunk.file.fd, 0)
+    return Location.sent(_epoch())
 
 
 def token() -> bytes:

@@ -213,9 +213,9 @@ class Communicator(typing.Protocol):
 
     def map_shards(
         self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapped | None]
-    ) -> list[Mapped | None]:
+    ) -> list[Mapped] | str:
         """Map every rank's ``shards`` [S] side by side, into ``mappings`` that exist already or
-        into new ones. Return None for those that some rank cannot map."""
+        into new ones. Return why, if some rank cannot map all of them."""
 
     def begin_meeting(self, tag: int, word: int = 0) -> Handle:
         """Tell the other ranks that this one has come to the meeting with this tag. Only if

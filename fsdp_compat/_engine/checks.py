@@ -49,6 +49,7 @@ class Checks:
 
     def before_forward(self) -> None:
         """Collective, in the first forward."""
+        self._changes.follow_writes()
         if not self._changes.is_intact():
             self._check_units()
             if not any(unit.view.summoned for unit in self._units):  # these were not checked
@@ -107,16 +108,20 @@ class Checks:
 
     def before_backward(self) -> None:
         """Raise AssertedStateError if parameters that stay unsharded from forward to backward were
-        given other memory in between.
+        written to or given other memory in between.
 
-        In other units the new values count, as they are gathered again.
+        In other units the new values count, as they are gathered again; but autograd refuses
+        backward where the graph has saved parameters that were written to (``follow_writes``).
         """
+        written = self._changes.follow_writes()
         moved = not self._changes.sharded_params_are_intact()
         for unit in self._units:
             kept = unit.residency is Residency.UNSHARDED
             for group in () if unit.view.summoned else unit.groups:
                 if kept:
                     group.require_unsharded_params()
+                    if group in written and not group.memory.aliased:
+                        _refuse_written(group)
                 if moved and not group.store.is_intact():
                     if kept:
                         _refuse_moved(group)
@@ -201,6 +206,19 @@ def refuse_late_hook(where: str) -> typing.NoReturn:
             got="gradients of a backward inside no_sync",
             where=where,
             fix="register the hook right after wrapping",
+        )
+    )
+
+
+def _refuse_written(group: Group) -> typing.NoReturn:
+    raise AssertedStateError(
+        explain(
+            "Parameters were changed between forward and backward, but backward uses the values of "
+            "forward.",
+            expected="optimizer.step() and other changes before forward or after backward",
+            got="a parameter that was written to after the forward",
+            where=group.name,
+            fix="call backward() before optimizer.step(), and forward again after it",
         )
     )
 

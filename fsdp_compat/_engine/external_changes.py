@@ -1,6 +1,21 @@
 """Whether the user has changed anything between steps: one comparison for all units, by a few calls
 of C functions.
 
+What a write to a parameter means, however ranks exchange data:
+
+- To an unsharded parameter, by any means (``.data``, numpy, in place): it changes temporary values
+  of this rank, until the unit is resharded. That is after its forward and after its backward; for
+  units that stay unsharded in between (the root, and all with SHARD_GRAD_OP) after backward only.
+  With one rank, or NO_SHARD, the parameter is the shard, and keeps what was written.
+- To a sharded parameter, between steps: it counts from the next forward on.
+- To a sharded parameter, between a forward and its backward: as in plain torch, an error for what
+  autograd sees (steps of optimizers, operations in place). ``follow_writes`` tells autograd, which
+  raises where the graph has saved the parameter; a unit that stays unsharded raises anyway, as its
+  values are those of forward. What autograd does not see, as by ``.data``, counts where the unit is
+  gathered again, and must not be done where it stays unsharded.
+- Units of ``fully_shard`` compute in backward with the values that sharded parameters have then;
+  freshness.py gathers them again.
+
 Gradients of small unsharded parameters are None, requires_grad is unchanged, sharded and unsharded
 parameters have the same memory. Where that holds, units need not be checked one by one, which would
 cost a dozen calls each."""
@@ -9,18 +24,54 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
 from .group import Group
 
-__all__ = ["ExternalChanges"]
+__all__ = ["ExternalChanges", "patch", "undo"]
 
-_grad, _requires_grad, _dtype = map(operator.attrgetter, ("grad", "requires_grad", "dtype"))
+_grad, _requires_grad, _dtype, _version = map(
+    operator.attrgetter, ("grad", "requires_grad", "dtype", "_version")
+)
 _NONES = itertools.repeat(None)
+_live: weakref.WeakSet[ExternalChanges] = weakref.WeakSet()
+_handle: RemovableHandle | None = None
+
+
+def patch() -> None:
+    """Count the writes of fused optimizers from now on: they move no version counter."""
+    global _handle
+    if _handle is None:
+        _handle = register_optimizer_step_post_hook(_count_fused)
+
+
+def undo() -> None:
+    """Stop counting."""
+    global _handle
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _count_fused(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    params = [
+        param
+        for group in optimizer.param_groups
+        if group.get("fused")
+        for param in group["params"]
+        if param.grad is not None
+    ]
+    if params:
+        managed = set(itertools.chain.from_iterable(changes.ids for changes in _live))
+        increment_version([param for param in params if id(param) in managed])
 
 
 class ExternalChanges:
@@ -43,6 +94,39 @@ class ExternalChanges:
         self._trainable = [*sharded_params, *unsharded_params]
         self._views = [_torch_private.local_part(param) for param in unsharded_params]
         self._noted: tuple[list[object], ...] | None = None
+        # Sharded parameters with the unsharded ones that have their values. Where the user may
+        # change units at any time (fully_shard), written parameters are gathered again instead.
+        self._written = [
+            (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
+            for group in groups
+            if group.conduct is None
+            for param, indices in group.store.sharded_params
+            if not param.is_inference()
+        ]
+        self._versions = self._count_writes()
+        self.ids = frozenset(id(param) for _, param, _ in self._written)
+        _live.add(self)
+
+    def _count_writes(self) -> list[int]:
+        return [param._version for _, param, _ in self._written]
+
+    def follow_writes(self) -> set[Group]:
+        """Tell autograd that unsharded parameters have changed with the sharded ones since the last
+        call: like plain torch, it refuses backward through graphs that have saved them. Return the
+        groups that have changed.
+
+        Writes by ``.data`` or numpy are not seen.
+        """
+        before, self._versions = self._versions, self._count_writes()
+        if before == self._versions:
+            return set()
+        written = [
+            each
+            for each, old, new in zip(self._written, before, self._versions, strict=True)
+            if old != new
+        ]
+        increment_version([p for _, _, params in written for p in params if not p.is_inference()])
+        return {group for group, _, _ in written}
 
     def has_gradients(self) -> bool:
         """True if autograd has left a gradient on a small parameter."""

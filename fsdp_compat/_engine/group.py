@@ -140,7 +140,10 @@ class Group:
     def unshard(self) -> None:
         """Collective. Start the all-gather."""
         memory, conduct = self.memory, self.conduct
-        if memory.aliased or memory.views_mapping:
+        if memory.aliased:
+            return
+        if memory.views_mapping:
+            memory.forget_writes()
             return
         if self.partial is not None and self.partial.is_held:
             self.partial.begin_gather()

@@ -8,17 +8,16 @@ fully_shard may unshard units, these are all-gathered."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import os
-from collections.abc import Iterable, Iterator, Sequence
+import typing
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .._comm import shared_memory
 from .._comm.communicator import Communicator, Handle
-from .._comm.mapped import PAGEMAP, can_map
+from .._comm.mapped import can_map
 from ..errors import StateError, explain
 from .group import Group
 
@@ -81,14 +80,17 @@ class MappedShards:
             if places != axis.places:
                 axis.places, axis.version = places, axis.version + 1
             handles.append(axis.communicator.begin_meeting(axis.tag + which, axis.version))
-        for axis, handle in zip(self._axes, handles, strict=True):
-            versions = [axis.version, *axis.communicator.end_meeting(handle, what)]
+        told = [
+            [axis.version, *axis.communicator.end_meeting(handle, what)]
+            for axis, handle in zip(self._axes, handles, strict=True)
+        ]
+        for axis, versions in zip(self._axes, told, strict=True):
             if versions != axis.others:
+                refusal = self._map(axis)
+                if refusal:
+                    self._refuse(refusal)
                 axis.others = versions
-                self._map(axis, which)
         self._reading.add(which)
-        if which is Pass.FORWARD:
-            self._forget_writes()
 
     def leave(self, which: Pass, has_raised: bool = False) -> None:
         """Tell the other ranks that this one reads no shards any more in the pass."""
@@ -120,65 +122,44 @@ class MappedShards:
             if axis is None:
                 axis = found[id(group.shard)] = _Axis(group.shard, [], group.shard.new_tag())
             axis.groups.append(group)
-        for axis in found.values():
-            self._map(axis, Pass.FORWARD)
+        mapped = [axis for axis in found.values() if not self._map(axis)]
+        for axis in mapped:
             axis.others = [axis.version] * axis.communicator.ranks
-        return [axis for axis in found.values() if axis.groups]
+        return mapped
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _map(self, axis: _Axis, which: Pass) -> None:
-        """Collective. Map the shards where they are now. Groups that cannot be mapped on some rank
-        are all-gathered on all ranks from now on.
-
-        Raises StateError, on all ranks, if that would be in a backward: units are unsharded then.
-        """
-        groups = axis.groups
-        places = _places(groups)  # first: a fork in another thread may move shards meanwhile
+    def _map(self, axis: _Axis) -> str:
+        """Collective. Map the shards where they are now. Return why, if some rank cannot map all of
+        them: then the groups stay as they are, on all ranks."""
+        places = _places(axis.groups)  # first: a fork in another thread may move shards meanwhile
         mappings = axis.communicator.map_shards(
-            [group.store.shard.detach() for group in groups],
-            [group.memories[0].mapping for group in groups],
+            [group.store.shard.detach() for group in axis.groups],
+            [group.memories[0].mapping for group in axis.groups],
         )
-        lost = [group for group, mapping in zip(groups, mappings, strict=True) if mapping is None]
-        if lost and which is Pass.BACKWARD:
-            raise StateError(
-                explain(
-                    "Shards that were moved between forward and backward cannot be mapped again.",
-                    expected="address space and file descriptors on all ranks, as before",
-                    got=f"a refusal of the system, on some rank, for {lost[0].name}",
-                    where=self._label,
-                    fix="fork (start a DataLoader) before forward, or set "
-                    "FSDP_COMPAT_SAME_HOST=counters on all ranks",
-                )
-            )
-        for group, mapping in zip(groups, mappings, strict=True):
+        if isinstance(mappings, str):
+            return mappings
+        for group, mapping in zip(axis.groups, mappings, strict=True):
             if _views(group):
                 group.memories[0].use_mapping(group.store, mapping)
                 continue
             for memory in group.memories:
                 memory.use_copies_of(group.store, mapping, self._reading)
-        axis.groups = [group for group in groups if group not in lost]
         axis.places = places
+        return ""
 
-    def _forget_writes(self) -> None:
-        """Drop what was written to unsharded parameters past autograd's version counters, as by
-        ``.data``."""
-        with _open_pages() as pages:
-            for axis in self._axes or ():
-                for group in axis.groups:
-                    memory = group.memories[0]
-                    mapping = memory.mapping if memory.views_mapping else None
-                    if mapping is not None and mapping.has_writes(pages):
-                        mapping.forget_writes()
-
-
-@contextlib.contextmanager
-def _open_pages() -> Iterator[int]:
-    pages = os.open(PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield pages
-    finally:
-        os.close(pages)
+    def _refuse(self, refusal: str) -> typing.NoReturn:
+        raise StateError(
+            explain(
+                "Shards that have moved, as they do when a process forks, cannot be mapped again.",
+                expected="as many file descriptors, mappings and as much address space as before, "
+                "on all ranks",
+                got=refusal,
+                where=self._label,
+                fix="raise the limit that is named, or set FSDP_COMPAT_SAME_HOST=counters on all "
+                "ranks: nothing is mapped then",
+            )
+        )
 
 
 def _can_map(group: Group) -> bool:

@@ -50,7 +50,8 @@ class Storage:
                 prefer_huge_pages(self.untyped.data_ptr(), self.nbytes)
 
     def free(self) -> None:
-        if self.untyped.nbytes():
+        # A tensor that was given to numpy keeps its memory: an array may still view it.
+        if self.untyped.nbytes() and self.untyped.resizable():
             self.untyped.resize_(0)
 
     @property
@@ -136,13 +137,11 @@ class GroupMemory:
         return self.mapping is not None and self.mapped_copy is None
 
     def use_copies_of(
-        self, store: ParamStore, mapping: Mapping | None, passes: Collection[object]
+        self, store: ParamStore, mapping: Mapping, passes: Collection[object]
     ) -> None:
-        """Let the parameters be copied out of every rank's shard, where it is mapped; None: they
-        are all-gathered again. passes: see MappedCopy."""
-        self.mapping, self.mapped_copy = mapping, None
-        if mapping is None:
-            return
+        """Let the parameters be copied out of every rank's shard, where it is mapped. passes: see
+        MappedCopy."""
+        self.mapping = mapping
         empty = [storage for storage in self._param_storages if not storage.resident_nbytes]
         self.allocate_params()  # nothing can view memory that is not there
         copy = [self.all_gather_output.data], [mapping.full]
@@ -152,30 +151,34 @@ class GroupMemory:
         for storage in empty:
             storage.free()
 
-    def use_mapping(self, store: ParamStore, mapping: Mapping | None) -> None:
+    def use_mapping(self, store: ParamStore, mapping: Mapping) -> None:
         """Let the parameters view every rank's shard where it is, and nothing is all-gathered any
-        more; None: memory of their own again. Only while sharded."""
+        more. Only while sharded, at first."""
         if mapping is self.mapping:
             return
         self.mapping = mapping
         ranks, output = len(self.segments), self.all_gather_output
-        self.all_gather_output = torch.empty_like(output) if mapping is None else mapping.full
+        self.all_gather_output = mapping.full
         params = store.make_unsharded_params(self.all_gather_output)
         for view, param in zip(self._views, params, strict=True):
             view.data = _torch_private.local_part(param).data
         self.segments = Segments(self.all_gather_output, ranks)
-        if mapping is None:
-            self._buffer = Storage(self.all_gather_output)
-            self.free()
-        else:
-            self._buffer = Storage(output[:0].clone())
-            self._num_writes = self._count_writes()
+        self._buffer = Storage(output[:0].clone())
+        self._num_writes = self._count_writes()
 
     def keep(self) -> None:
         """Until the next ``free``, leave the parameters as they are when shards are written to."""
         if self.mapping is not None and self.views_mapping:
             self.mapping.keep()
             self._num_writes = -1
+
+    def forget_writes(self) -> None:
+        """Mapped parameters are about to be used: drop what this process has written to them since
+        their last use. Autograd does not see every write (``.data``, numpy)."""
+        assert self.mapping is not None
+        if self.mapping.has_writes():
+            self.mapping.forget_writes()
+        self._num_writes = self._count_writes()
 
     def _count_writes(self) -> int:
         return sum(map(_version, self.unsharded_params))
@@ -244,10 +247,8 @@ class GroupMemory:
         if self.aliased:
             return
         if self.mapping is not None and self.views_mapping:
-            num_writes = self._count_writes()
-            if num_writes != self._num_writes:
-                self._num_writes = num_writes
-                self.mapping.forget_writes()
+            if self._count_writes() != self._num_writes:
+                self.mapping.forget_writes()  # the memory; what autograd does not see stays
             return
         if self.has_copies or not self.keeps_storage:
             self._buffer.free()

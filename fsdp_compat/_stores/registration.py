@@ -128,7 +128,8 @@ class FlatRegistration:
         registered. parameter: an existing FlatParameter that views the shard; pickle restores it as
         an nn.Parameter."""
         if parameter is None:
-            parameter = FlatParameter(shard, requires_grad=trainable)
+            # .data: its version counter counts the user's writes, not those of the engine
+            parameter = FlatParameter(shard.data, requires_grad=trainable)
         parameter.__class__ = FlatParameter
         self.parameter = typing.cast(FlatParameter, parameter)
         self.parameter.describe(layout, rank)

@@ -24,6 +24,7 @@ from fsdp_compat._comm.peer_memory import PeerMemory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED, MAPPED
 
 WIDTH = 1024  # of a matrix whose shard on each of two ranks is large enough to be shared
 
@@ -118,7 +119,29 @@ def test_forked_process_sees_weights_and_gradients_as_of_the_fork(
 
 @pytest.mark.parametrize("refused", [0, 1])
 def test_forked_process_sees_them_when_the_system_has_no_more_files(refused: int) -> None:
-    run_ranks(2, forks_while_it_trains, ShardingStrategy.FULL_SHARD, refused)
+    """Without mapped shards, training goes on."""
+    run_ranks(2, forks_while_it_trains, ShardingStrategy.FULL_SHARD, refused, environment=COPIED)
+
+
+def forks_without_files() -> tuple[bool, str]:
+    """Whether a child sees the weights as they were when rank 1 has no file for a fork, and the
+    error of the next step."""
+    training = Training()
+    training.step()
+    with no_files() if dist.get_rank() else contextlib.nullcontext():
+        child = Child(lambda: bits(training.state()))
+    expected = bits(training.state())
+    try:
+        training.step()
+    except StateError as error:
+        return child.answer() == expected, str(error)
+    return child.answer() == expected, "no error"
+
+
+def test_a_rank_whose_shards_can_be_mapped_no_more_is_named_on_all_ranks() -> None:
+    for is_right, message in run_ranks(2, forks_without_files, environment=MAPPED):
+        assert is_right
+        assert "no shared memory on ranks [1], for want of file descriptors (ulimit -n)" in message
 
 
 class Weights(Dataset[float]):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -19,13 +17,6 @@ from fsdp_compat.errors import UsageError
 from tests.support.ranks import run_ranks
 
 NUMEL = 3 * PAGE_NBYTES // 4
-
-
-@pytest.fixture
-def pages() -> Iterator[int]:
-    file = os.open("/proc/self/pagemap", os.O_RDONLY)
-    yield file
-    os.close(file)
 
 
 def shard(value: float) -> torch.Tensor:
@@ -59,16 +50,16 @@ def test_full_buffer_is_the_shards_and_follows_them() -> None:
     assert torch.equal(full, torch.cat(shards))
 
 
-def test_writes_are_private_and_are_found_and_forgotten(pages: int) -> None:
+def test_writes_are_private_and_are_found_and_forgotten() -> None:
     shards = [shard(1.0), shard(2.0)]
     mapping = mapping_of(shards)
     assert mapping.full.sum() == 3 * NUMEL  # read: its pages are in memory
-    assert not mapping.has_writes(pages)
+    assert not mapping.has_writes()
     mapping.full[NUMEL + 5] = 9.0
-    assert mapping.has_writes(pages)
+    assert mapping.has_writes()
     assert (shards[0] == 1.0).all() and (shards[1] == 2.0).all()
     mapping.forget_writes()
-    assert not mapping.has_writes(pages)
+    assert not mapping.has_writes()
     assert torch.equal(mapping.full, torch.cat(shards))
 
 
@@ -96,15 +87,20 @@ def test_addresses_live_as_long_as_a_view_and_leave_nothing() -> None:
     assert (num_mapped(), mapped._num_parts) == (before, parts)
 
 
-def test_what_cannot_be_mapped_is_none() -> None:
-    good, small = shard(1.0), torch.ones(NUMEL)
-    places = [[shared_memory.locate(each) for each in (good, small)]]
-    found, nothing = map_shards(0, {}, [good, small], places, [None, None])
-    assert found is not None and torch.equal(found.full, good)
-    assert nothing is None
-    with mock.patch.object(mapped, "MAX_PARTS", mapped._num_parts):
-        assert map_shards(0, {}, [good], [places[0][:1]], [None]) == [None]
-    assert map_shards(0, {}, [good], [places[0][:1]], [found]) == [found]
+def test_what_cannot_be_mapped_is_refused() -> None:
+    good = shard(1.0)
+    place = shared_memory.locate(good)
+    assert place is not None
+    [found] = map_shards(0, {}, [good], [[place]], [None])
+    assert torch.equal(found.full, good)
+    with pytest.raises(OSError, match="begin at a page"):
+        map_shards(0, {}, [good], [[place._replace(offset=place.offset + 4)]], [None])
+    with (
+        mock.patch.object(mapped, "MAX_PARTS", mapped._num_parts),
+        pytest.raises(OSError, match="too many mappings"),
+    ):
+        map_shards(0, {}, [good], [[place]], [None])
+    assert map_shards(0, {}, [good], [[place]], [found]) == [found]
 
 
 def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

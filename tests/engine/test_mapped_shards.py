@@ -9,8 +9,10 @@ import functools
 import gc
 import multiprocessing
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
-from fsdp_compat._comm import gloo, mapped, shared_memory
-from fsdp_compat._comm.arena import Arena
+from fsdp_compat._comm import deadlock, gloo, mapped, shared_memory
+from fsdp_compat._comm.arena import CHUNK_NBYTES, Arena
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends import test_calls, test_entry_points, test_random_programs
@@ -270,9 +272,8 @@ def differentiates_twice_while_the_other_writes() -> tuple[bool, bool]:
         x = torch.ones(1, WIDTH, requires_grad=True)
         [first] = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         if turn == 1 and dist.get_rank() == 0:
-            with torch.no_grad():
-                for parameter in sharded:
-                    parameter.zero_()
+            for parameter in sharded:
+                parameter.data.zero_()
             store.set("written", "1")
         elif turn == 1:
             late = met("written")
@@ -481,39 +482,84 @@ def test_forks_in_another_thread_change_nothing_wherever_they_come(pause: str) -
 # -- what cannot be mapped
 
 
-def refuses(rank: int, index: int) -> Callable[..., Any]:
-    """Let one mapping fail on one rank."""
-    original = gloo.map_shards
+@contextlib.contextmanager
+def no_more(limit: int) -> Iterator[None]:
+    """The system gives rank 1 no more descriptors, or too little address space for a chunk of
+    another rank's memory."""
+    gc.collect()  # of earlier tests: mappings of other ranks' memory
+    before = resource.getrlimit(limit)
+    allowed = 3  # descriptors: these are open, and new ones would be higher
+    if limit == resource.RLIMIT_AS:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        allowed = pages * resource.getpagesize() + CHUNK_NBYTES // 2
+    try:
+        if dist.get_rank() == 1:
+            resource.setrlimit(limit, (allowed, before[1]))
+        yield
+    finally:
+        resource.setrlimit(limit, before)
 
-    def refusing(*args: Any) -> list[Any]:
-        found = original(*args)
-        if dist.get_rank() == rank:
-            found[index] = None
-        return found
 
-    return refusing
-
-
-def trains_where_one_cannot(later: bool) -> list[bool]:
-    """Whether each group is mapped. later: the mapping fails when the shards have moved."""
+def trains_at_a_limit(limit: int, forks: bool) -> str:
+    """The error, if any, of a rank that reaches its limit in training. forks: the other rank does,
+    so that its memory has to be opened anew."""
     pair = make_pair(Wide, (Block,))
-    if later:
-        pair.step(batch=wide_batch)
-    with mock.patch.object(gloo, "map_shards", refuses(1, 2)):
-        if later and dist.get_rank() == 0:
-            child = os.fork()
-            if not child:
-                os._exit(0)
-            os.waitpid(child, 0)
+    pair.step(batch=wide_batch)
+    with deadlock._watcher.lock:  # the thread's own connection, which it makes soon
+        deadlock._watcher._respond(deadlock._watcher.waiters())
+    with no_more(limit):
+        if forks and dist.get_rank() == 0:
+            fork_and_end()
+        try:
+            for _ in range(2):
+                pair.step(batch=wide_batch)
+        except StateError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "limit", "where", "named"),
+    [
+        (MAPPED, resource.RLIMIT_NOFILE, "cannot be mapped again", "rank 1: no more file desc"),
+        (MAPPED, resource.RLIMIT_AS, "of rank 0 cannot be read", "no more address space"),
+        (COPIED, resource.RLIMIT_NOFILE, "of rank 0 cannot be read", "no more file descriptors"),
+    ],
+)
+def test_a_rank_that_reaches_a_limit_trains_on_or_is_named_with_the_limit(
+    environment: dict[str, str], limit: int, where: str, named: str
+) -> None:
+    environment = MAPPED | environment
+    assert run_ranks(2, trains_at_a_limit, limit, False, environment=environment) == ["", ""]
+    for error in run_ranks(2, trains_at_a_limit, limit, True, environment=environment):
+        assert where in error and named in error
+
+
+def wraps_at_a_limit() -> None:
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:  # memory that rank 1 has not mapped in an earlier test
+            stack.enter_context(mock.patch.object(shared_memory, "_arena", Arena()))
+        stack.enter_context(no_more(resource.RLIMIT_AS))
+        pair = make_pair(Wide, (Block,))
+        for _ in range(2):
+            pair.step(batch=wide_batch)
+    assert mappings_of(pair.model) == [None] * 4
+
+
+def test_ranks_send_values_where_one_cannot_map_the_memory_of_another() -> None:
+    run_ranks(2, wraps_at_a_limit, environment=MAPPED)
+
+
+def trains_where_one_cannot() -> None:
+    pair = make_pair(Wide, (Block,))
+    with mock.patch.object(mapped, "MAX_PARTS", 5 if dist.get_rank() == 1 else 100):
         pair.step(batch=wide_batch)
     pair.step(batch=wide_batch)
-    return [mapping is not None for mapping in mappings_of(pair.model)]
+    assert mappings_of(pair.model) == [None] * 4
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_all_ranks_copy_what_one_rank_cannot_map(later: bool) -> None:
-    for found in run_ranks(3, trains_where_one_cannot, later, environment=MAPPED):
-        assert found == [True, True, False, True]
+def test_all_ranks_gather_what_one_rank_cannot_map() -> None:
+    run_ranks(3, trains_where_one_cannot, environment=MAPPED)
 
 
 def trains_without_page_map() -> None:

@@ -1,0 +1,213 @@
+"""What a write to parameters means from forward to the end of backward, however ranks exchange
+data: to unsharded parameters for a while, on this rank only; to sharded ones an error, as in plain
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import Block
+from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED, MAPPED, MESSAGES
+
+WIDTH = 48  # shards of several pages
+# The same padding everywhere.
+WAYS = [MAPPED, MAPPED | COPIED, MAPPED | MESSAGES]
+FULL, KEPT, NONE = "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"
+
+
+def wrapped(strategy: str) -> FSDP:
+    """Two blocks and, in the root unit, a layer."""
+    torch.manual_seed(0)
+    return FSDP(
+        nn.Sequential(Block(WIDTH), Block(WIDTH), nn.Linear(WIDTH, WIDTH)),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + step + dist.get_rank())
+
+
+def in_every_way(function: Callable[..., Any], *args: Any, ranks: int = 2) -> list[list[Any]]:
+    return [run_ranks(ranks, function, *args, environment=environment) for environment in WAYS]
+
+
+# -- to unsharded parameters
+
+
+def by_data(weight: Tensor) -> None:
+    weight.data[0, 0] = 3.0
+
+
+def by_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[0, 0] = 3.0
+
+
+def sees_a_write(strategy: str, write: Callable[[Tensor], None]) -> list[list[bool]]:
+    """Whether a layer of the first unit, and one of the root, have what one forward has written:
+    in that forward, in its backward, in the next forward, and whether a shard has it."""
+    model = wrapped(strategy)
+    found = []
+    for layer in (next(m for m in model.module[0].modules() if isinstance(m, nn.Linear)), model[2]):
+        seen: list[bool] = []
+
+        def look(module: nn.Module, *_: object, seen: list[bool] = seen) -> None:
+            seen.append(module.weight[0, 0].item() == 3.0)
+
+        def write_first(module: nn.Module, *_: object) -> None:
+            write(module.weight)
+
+        handles = [
+            layer.register_forward_pre_hook(write_first),
+            layer.register_forward_hook(look),
+            layer.register_full_backward_pre_hook(look),
+        ]
+        loss = model(batch()).sum()
+        handles.pop(0).remove()
+        loss.backward()
+        model(batch()).sum().backward()
+        for handle in handles:
+            handle.remove()
+        shards = [bool((parameter == 3.0).any()) for parameter in model.parameters()]
+        found.append([*seen[:3], any(shards)])
+    return found
+
+
+@pytest.mark.parametrize("write", [by_data, by_numpy])
+@pytest.mark.parametrize(
+    ("strategy", "inner", "root"),
+    [
+        (FULL, [True, False, False, False], [True, True, False, False]),
+        (KEPT, [True, True, False, False], [True, True, False, False]),
+        (NONE, [True, True, True, True], [True, True, True, True]),
+    ],
+)
+def test_a_write_in_forward_lasts_until_its_unit_is_resharded(
+    strategy: str, inner: list[bool], root: list[bool], write: Callable[[Tensor], None]
+) -> None:
+    for found in in_every_way(sees_a_write, strategy, write):
+        assert found == [[inner, root]] * 2
+
+
+def differentiates_again(strategy: str) -> list[Tensor]:
+    """The gradients of two backwards of one graph. Before each, one element of an unsharded
+    parameter is written to, and shards before the second."""
+    model, kept = wrapped(strategy), list[Tensor]()
+    parameters = [parameter for parameter in model.parameters() if parameter.numel()]
+    model.module[2].register_forward_pre_hook(lambda module, _: kept.append(module.weight))
+    loss = model(batch()).pow(2).sum()
+    by_data(kept[0])
+    loss.backward(retain_graph=True)
+    found = [parameter.grad.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.mul_(1.5)
+    dist.barrier()
+    loss.backward()
+    return found + [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("strategy", [FULL, KEPT])
+def test_the_neighbours_of_a_written_element_never_go_stale(strategy: str) -> None:
+    one, *others = in_every_way(differentiates_again, strategy)
+    for other in others:
+        for mine, theirs in zip(one, other, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+
+
+# -- to sharded parameters
+
+
+def steps_between(strategy: str, fused: bool, retains: bool) -> str:
+    """The error of a backward after a step of the optimizer. retains: the first backward comes
+    before the step, and a second one after it."""
+    model = wrapped(strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    for _ in range(2):  # as in plain training
+        model(batch()).sum().backward()
+        optimizer.step()
+    loss = model(batch()).pow(2).sum()
+    if retains:
+        loss.backward(retain_graph=True)
+    optimizer.step()
+    try:
+        loss.backward()
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+IN_PLACE = "modified by an inplace operation"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fused", "retains", "message"),
+    [
+        (FULL, False, False, "changed between forward and backward"),
+        (KEPT, True, False, "changed between forward and backward"),
+        (FULL, True, True, IN_PLACE),
+        (KEPT, False, True, IN_PLACE),
+        (NONE, False, False, IN_PLACE),
+    ],
+)
+def test_a_step_between_forward_and_backward_is_refused(
+    strategy: str, fused: bool, retains: bool, message: str
+) -> None:
+    for found in in_every_way(steps_between, strategy, fused, retains):
+        assert all(message in each for each in found)
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = Block(WIDTH), Block(WIDTH)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return getattr(self, which)(x)
+
+
+def train_adversaries(model: nn.Module, inner: Adversaries, batches: list[Tensor]) -> None:
+    """The discriminator's optimizer steps between the generator's forward and backward."""
+    first = torch.optim.AdamW(inner.generator.parameters(), lr=0.01)
+    second = torch.optim.AdamW(inner.discriminator.parameters(), lr=0.01)
+    for x in batches:
+        made = model(x, "generator")
+        second.zero_grad()
+        model(made.detach(), "discriminator").pow(2).mean().backward()
+        second.step()
+        first.zero_grad()
+        model(made, "discriminator").mean().backward()
+        first.step()
+
+
+def trains_adversaries(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Adversaries()
+    model = FSDP(
+        Adversaries(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
+    )
+    model.load_state_dict(plain.state_dict())
+    batches = [torch.randn(3, WIDTH) for _ in range(3)]  # the same on all ranks
+    train_adversaries(plain, plain, batches)
+    train_adversaries(model, model.module, batches)
+    with FSDP.summon_full_params(model):
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", [FULL, KEPT])
+def test_a_step_of_parameters_that_the_graph_has_not_saved_is_legitimate(strategy: str) -> None:
+    in_every_way(trains_adversaries, strategy)
