@@ -2,7 +2,8 @@
 
 Plan: each rank checks its arguments and takes a snapshot; all ranks agree on the step, the identity
 and which file holds which shard. Write: each rank writes its own file. Commit: when all files are
-durable, the rank that leads a directory writes the manifest and gives the directory its name."""
+durable, the rank that leads a directory writes the manifest and gives the directory its name. Once
+all leaders have, each removes older checkpoints; if one fails, the others remove the new one."""
 
 from __future__ import annotations
 

@@ -2134,7 +2134,7 @@ def _loads_while_gradients_wait() -> None:
                 own = model.state_dict()
                 model.load_state_dict(
                     moved if kind is FULL else own
-                )  # a sharded one is the model itself: views
+                )  # a sharded one has the model's own values
                 if kind is SHARDED:
                     model.load_state_dict(moved)
             a_loss(model).backward()
