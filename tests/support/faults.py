@@ -471,6 +471,7 @@ def _assert_nothing_happened(subject: Subject, started: float) -> None:
     subject.assert_trains()  # the others wait here at the latest
     passed_s = time.monotonic() - started
     assert passed_s > 0.9 * STOP_S, f"no rank was stopped for so long: {passed_s:.1f} s"
+    subject.loss = subject.forward()  # no backward through a graph from before the step
     for call in CALLS.values():
         call(subject)
 
