@@ -234,7 +234,8 @@ class Twin:
         )
         self.transfers = Transfers(device)
         self.groups: list[tuple[Group, list[nn.Parameter]]] = []
-        self._register()
+        with self.running():  # fully_shard compares the ranks' models when it is first used
+            self._register()
         self._generator = torch.Generator().manual_seed(1)
 
     def _register(self) -> None:
