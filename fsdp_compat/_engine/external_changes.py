@@ -103,12 +103,13 @@ class ExternalChanges:
             for param, indices in group.store.sharded_params
             if not param.is_inference()
         ]
+        self._written_params = [param for _, param, _ in self._written]
         self._versions = self._count_writes()
-        self.ids = frozenset(id(param) for _, param, _ in self._written)
+        self.ids = frozenset(map(id, self._written_params))
         _live.add(self)
 
     def _count_writes(self) -> list[int]:
-        return [param._version for _, param, _ in self._written]
+        return list(map(_version, self._written_params))
 
     def follow_writes(self) -> set[Group]:
         """Tell autograd that unsharded parameters have changed with the sharded ones since the last

@@ -141,7 +141,7 @@ def _with_rows_first(grad: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Return a gradient so that chunks of dim 0 are what each rank receives."""
     if cut.dim is None:
         return grad.expand(cut.ranks, *cut.shape)
-    return grad.view(grad.shape[cut.dim :]) if cut.ranks > 1 else grad
+    return grad.view(grad.shape[cut.dim :]) if cut.dim and cut.ranks > 1 else grad
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -488,7 +488,10 @@ def uncounted() -> contextlib.AbstractContextManager[object]:
     the collective, or it is a message of the engine."""
     if counts_collectives() and _counting_modes():
         return _python_dispatch._disable_current_modes()
-    return contextlib.nullcontext()
+    return _NO_CONTEXT
+
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def _counting_modes() -> list[Any]:
