@@ -148,8 +148,10 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
     """Build the planned units. Collective.
 
     wrapper: becomes the wrapper of the root.
-    new_wrapper: returns an empty wrapper for an inner unit. Raises UsageError, on all ranks and
-    before anything changes, if values are to be broadcast and the ranks plan different units.
+    new_wrapper: returns an empty wrapper for an inner unit.
+
+    Raises UsageError, on all ranks and before anything changes, if values are to be broadcast and
+    the ranks plan different units.
     """
     if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
         _require_alike(plan)
