@@ -64,7 +64,9 @@ class Conduct:
     process_group: dist.ProcessGroup | None = None  # of the shard axis, for the user's collectives
     reduction: ReductionSettings = ReductionSettings()
     unit: PrefetchedUnit | None = None  # once it exists
-    num_holders: int = -1  # see Unit.watch_holders
+    num_holders: int = -1  # of the unsharded parameters' memory, see Unit.watch_holders
+    fewest_holders: int = 0  # that were ever seen; 0: not yet
+    has_views: bool = False  # the user's, of unsharded parameters: their memory is not freed
     # Without one the unit is unsharded only inside forward and backward, and between them if it is
     # kept; modules show sharded parameters in between.
     freshness: Freshness | None = None

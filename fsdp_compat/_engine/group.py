@@ -195,7 +195,7 @@ class Group:
         if self._joined is not None:
             self._joined.drop(self._what)
         if self.conduct is not None:
-            self.memory.keeps_storage = self.conduct.keeps_storage
+            self.memory.keeps_storage = self.conduct.keeps_storage or self.conduct.has_views
         if self._all_gather is None:
             # An exception may have come before the handle was stored here.
             self._all_gather = self.shard.unfinished_gather(self._tag)

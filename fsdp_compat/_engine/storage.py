@@ -122,6 +122,7 @@ class GroupMemory:
         # All ranks' shards: the parameters view them, in place of an all-gather output, or are
         # copied out of them.
         self.mapping: Mapping | None = None
+        self._num_own_holders = 0  # among `num_holders`, made after the first use
         self._num_writes = 0  # to mapped parameters
         self.mapped_copy: MappedCopy | None = None
         self.keeps_storage = False  # `free` leaves the memory of the parameters
@@ -144,10 +145,12 @@ class GroupMemory:
         self.mapping = mapping
         empty = [storage for storage in self._param_storages if not storage.resident_nbytes]
         self.allocate_params()  # nothing can view memory that is not there
+        before = self.num_holders
         copy = [self.all_gather_output.data], [mapping.full]
         if self.has_copies:
             copy = store.copies(mapping.full, self.unsharded_params)
         self.mapped_copy = MappedCopy(copy, passes)
+        self._num_own_holders += self.num_holders - before
         for storage in empty:
             storage.free()
 
@@ -230,9 +233,10 @@ class GroupMemory:
     @property
     def num_holders(self) -> int:
         """Tensors, and other objects, over memory that ``free`` takes away."""
-        if self.aliased or self.keeps_storage:
+        if self.aliased:
             return 0
-        return sum(_torch_private.num_holders(each.untyped) for each in self._param_storages)
+        holders = sum(_torch_private.num_holders(each.untyped) for each in self._param_storages)
+        return holders - self._num_own_holders
 
     def allocate_params(self) -> None:
         """Allocate the memory of the parameters, wherever it is."""

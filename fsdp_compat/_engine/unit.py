@@ -305,8 +305,7 @@ class Unit:
         if self.view.shows_unsharded:
             self.view.show_sharded()
         if self.residency is not Residency.SHARDED:
-            if self.conduct.num_holders >= 0:
-                self._warn_of_holders()
+            self.conduct.has_views = self._has_views()
             self.view.hide_partial()
             for group in self.groups:
                 group.reshard()
@@ -315,21 +314,30 @@ class Unit:
     def watch_holders(self, in_graph: bool) -> None:
         """The unit stays unsharded, and users see its parameters. Tensors over their memory that
         are made from now on are the user's, unless a graph holds some."""
-        self.conduct.num_holders = -1 if in_graph else self._num_holders()
+        conduct, now = self.conduct, -1 if in_graph else self._num_holders()
+        # Views that users kept from earlier times do not count as the engine's.
+        conduct.num_holders = min(now, conduct.fewest_holders) if conduct.fewest_holders else now
+        if not in_graph:
+            conduct.fewest_holders = conduct.num_holders
 
     def _num_holders(self) -> int:
         return sum(group.memory.num_holders for group in self.groups)
 
-    def _warn_of_holders(self) -> None:
-        """Reading memory that was freed ends the process, and nothing can be raised there."""
+    def _has_views(self) -> bool:
+        """True if views of unsharded parameters outlive these, as far as this can be seen. Their
+        memory stays until they are gone: reading memory that was freed ends the process."""
         before, self.conduct.num_holders = self.conduct.num_holders, -1
-        if not self.conduct.keeps_storage and self._num_holders() > before:
+        if before < 0 or self._num_holders() <= before:
+            return False
+        if not self.conduct.keeps_storage:
             warnings.warn(
                 f"Views of unsharded parameters of {self.label} outlive these, for example "
-                "detached ones of named_parameters(). Their memory is freed now: reading them ends "
-                "the process. Clone them, or call reshard() first and use the sharded parameters.",
-                stacklevel=2,
+                "detached ones of named_parameters(). They keep the memory of all unsharded "
+                "parameters of the unit, and their values change at the next all-gather. Clone "
+                "them, or call reshard() first and use the sharded parameters.",
+                stacklevel=3,
             )
+        return True
 
     @property
     def is_mapped(self) -> bool:

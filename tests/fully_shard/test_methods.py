@@ -165,6 +165,33 @@ def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
         assert [any("Views of unsharded" in each for each in said) for said in found] == expected
 
 
+def _views_stay_readable() -> None:
+    """Over several reshards; the memory of the unsharded parameters goes when the views do."""
+    model = _sharded()
+    model.unshard()
+    group = model._get_fsdp_state().unit.groups[0]
+    views = [param.detach() for param in model.parameters()]
+    values = [view.clone() for view in views]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            model.reshard()
+            assert all(map(torch.equal, views, values))
+            with torch.no_grad():
+                model(_batch())
+        model.reshard()
+    assert all(map(torch.equal, views, values)) and group.resident_nbytes > 0
+    del views
+    model.unshard()
+    model.reshard()
+    assert group.resident_nbytes == 0
+
+
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]) -> None:
+    run_ranks(2, _views_stay_readable, environment=environment)
+
+
 def _shows_after_forward(option: bool | None, root_sharded: bool, inner_sharded: bool) -> None:
     model = _sharded(reshard_after_forward=option)
     loss = square(model, _batch())
