@@ -166,7 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
     arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
+    require_rounds(parser, arguments.rounds, MIN_ROUNDS)
     if arguments.parameters < WARM_UP_PARAMETERS:
         parser.error(
             f"--parameters {arguments.parameters}: with fewer than {WARM_UP_PARAMETERS} there are "
