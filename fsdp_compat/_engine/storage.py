@@ -65,12 +65,13 @@ _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # (to, from)
 class MappedCopy:
     """How parameters are copied out of every rank's shard, where it is mapped."""
 
-    __slots__ = ("copy", "is_due", "passes")
+    __slots__ = ("copy", "is_due", "num_holders", "passes")
 
     def __init__(self, copy: _Copy, passes: Collection[object]) -> None:
         """passes: those that all ranks are in now; shards can be read while there are some."""
         self.copy, self.passes = copy, passes
         self.is_due = False  # the unit is about to be unsharded, and nothing is in flight
+        self.num_holders = 0  # of the parameters' memory, through ``copy``
 
 
 class GroupMemory:
@@ -122,7 +123,6 @@ class GroupMemory:
         # All ranks' shards: the parameters view them, in place of an all-gather output, or are
         # copied out of them.
         self.mapping: Mapping | None = None
-        self._num_own_holders = 0  # among `num_holders`, made after the first use
         self._num_writes = 0  # to mapped parameters
         self.mapped_copy: MappedCopy | None = None
         self.keeps_storage = False  # `free` leaves the memory of the parameters
@@ -150,7 +150,7 @@ class GroupMemory:
         if self.has_copies:
             copy = store.copies(mapping.full, self.unsharded_params)
         self.mapped_copy = MappedCopy(copy, passes)
-        self._num_own_holders += self.num_holders - before
+        self.mapped_copy.num_holders = self.num_holders - before
         for storage in empty:
             storage.free()
 
@@ -236,7 +236,7 @@ class GroupMemory:
         if self.aliased:
             return 0
         holders = sum(_torch_private.num_holders(each.untyped) for each in self._param_storages)
-        return holders - self._num_own_holders
+        return holders - (self.mapped_copy.num_holders if self.mapped_copy is not None else 0)
 
     def allocate_params(self) -> None:
         """Allocate the memory of the parameters, wherever it is."""
