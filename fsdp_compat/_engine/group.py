@@ -12,7 +12,6 @@ from .conduct import Conduct
 from .device import offload_policy
 from .dtypes import ComputeDtype, Precision
 from .gradients import ConductedGradients, Gradients, is_large
-from .joined_gather import JoinedPart, gather_by_custom
 from .partial import PartialShard
 from .reduce_plan import CommHook, ReducePlan, predivisor
 from .requires_grad import RequiresGrad
@@ -35,28 +34,18 @@ class Group:
         offload: bool = False,
         reshard_after_forward: bool = True,
         conduct: Conduct | None = None,
-        joined: JoinedPart | None = None,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
         offload: the shard is on the CPU. reshard_after_forward: of the unit. conduct: of the unit,
-        if the user may change it; sharded parameters are DTensors then. joined: if several groups
-        share an all-gather.
+        if the user may change it; sharded parameters are DTensors then.
         """
-        self.store, self.device = store, device
-        self.conduct, self._joined = conduct, joined
+        self.store, self.device, self.conduct = store, device, conduct
         self.offload = offload_policy(device, offload)
         divisor = predivisor(mesh.ranks, precision.reduce)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
-            GroupMemory(
-                store,
-                mesh.shard.ranks,
-                dtype,
-                device,
-                self.offload.is_offloaded,
-                None if joined is None else joined.output,
-            )
+            GroupMemory(store, mesh.shard.ranks, dtype, device, self.offload.is_offloaded)
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]  # of the dtype computed in now
@@ -96,11 +85,6 @@ class Group:
         self.partial: PartialShard | None = None  # the front end sets it
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
-
-    @property
-    def is_joined(self) -> bool:
-        """True if several groups share an all-gather."""
-        return self._joined is not None
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -155,15 +139,11 @@ class Group:
             )
             if mapped.is_due:
                 return
-        if self._joined is not None:
-            self._joined.begin()
-            return
         memory.allocate()
         if self.store.extension is not None:
             self.store.extension.pack()
         if conduct is not None and conduct.custom_all_gather is not None:
-            output = memory.all_gather_output
-            gather_by_custom(conduct, self.store.shard, output, self.shard.rank)
+            _gather_by_custom(conduct, self.store.shard, memory, self.shard.rank)
             return
         self._all_gather = self.shard.begin_gather(
             self.store.shard, memory.all_gather_output, memory.segments, self._tag
@@ -179,21 +159,15 @@ class Group:
         if self.memory.mapped_copy is not None and self.memory.mapped_copy.is_due:
             self.memory.copy_mapped()
             return
-        if self._joined is not None:
-            self._joined.wait(self._what)
         if self._all_gather is not None:
             self._end_all_gather()
         if self.memory.has_copies:
             self.memory.fill_unsharded_params()
-        if self._joined is not None:
-            self._joined.copied()
 
     def reshard(self) -> None:
         """Free the unsharded parameters. Collective if an all-gather is in flight."""
         if self.partial is not None and self.partial.is_held:
             self.partial.drop(self._what)
-        if self._joined is not None:
-            self._joined.drop(self._what)
         if self.conduct is not None:
             self.memory.keeps_storage = self.conduct.keeps_storage or self.conduct.has_views
         if self._all_gather is None:
@@ -286,6 +260,18 @@ class Group:
         return (
             sum(memory.resident_nbytes for memory in self.memories)
             + self.gradients.resident_nbytes
-            + (0 if self._joined is None else self._joined.resident_nbytes)
             + (0 if self.partial is None else self.partial.resident_nbytes)
         )
+
+
+def _gather_by_custom(conduct: Conduct, own: torch.Tensor, memory: GroupMemory, rank: int) -> None:
+    """All-gather ``own`` [S], cast if need be, by the user's function. Collective."""
+    custom, full = conduct.custom_all_gather, memory.all_gather_output
+    output = custom.allocate((full.numel(),), dtype=full.dtype, device=full.device)
+    source = output.narrow(0, rank * own.numel(), own.numel()).copy_(own)
+    work = custom(
+        output_tensor=output, input_tensor=source, group=conduct.process_group, async_op=False
+    )
+    if work is not None:
+        work.wait()
+    full.data.copy_(output)

@@ -171,7 +171,6 @@ def _can_map(group: Group) -> bool:
         and not memory.aliased
         and can_map(store.numel, store.dtype)
         and store.extension is None
-        and not group.is_joined
         # parameters of one byte are copied as bytes, and not cast
         and (
             group.gather_dtype == store.dtype

@@ -89,25 +89,18 @@ class GroupMemory:
         dtype: torch.dtype,
         device: torch.device,
         is_offloaded: bool = False,
-        output: torch.Tensor | None = None,
     ) -> None:
         """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
-        ``device``. output: [ranks, S], a view of memory that others allocate and free, out of which
-        the parameters are copied."""
+        ``device``."""
         self.aliased = (
             ranks == 1 and dtype == store.dtype and not is_offloaded and store.extension is None
         )
         numel = ranks * store.numel
-        if output is not None:
-            self.all_gather_output = output
-        else:
-            self.all_gather_output = (  # [ranks * S]
-                store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
-            )
-        self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
-        self._buffer = Storage(
-            self.all_gather_output if output is None else torch.empty(0, device=device)
+        self.all_gather_output = (  # [ranks * S]
+            store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
         )
+        self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
+        self._buffer = Storage(self.all_gather_output)
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
         self._copy: _Copy | None = None
         self._extension = store.extension

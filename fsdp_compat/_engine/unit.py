@@ -218,7 +218,7 @@ class Unit:
     @property
     def copies_out(self) -> bool:
         """True if unsharded parameters are copied out of the all-gather's output."""
-        return bool(self.groups) and self.groups[0].memory.has_copies
+        return any(group.memory.has_copies for group in self.groups)
 
     def _slots(self) -> tuple[list[list[ModuleSlot]], list[ModuleSlot]]:
         """Return the slots of modules, by ComputeDtype unsharded, and sharded."""

@@ -110,7 +110,6 @@ class RowStore(StateStore):
             self._params.append(
                 RowParam(cuts[index], placement, Kind(cls, attributes), placement.spec, sharded)
             )
-        self._view_output = False  # unsharded parameters view the all-gather's output
         self._note()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
@@ -162,14 +161,12 @@ class RowStore(StateStore):
 
     @property
     def params_view_output(self) -> bool:
-        return self._view_output
+        return self.layout.ranks == 1 or (
+            len(self._params) == 1 and self._params[0].cut.is_contiguous
+        )
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        # [ranks, S]: a part of a larger output, which is freed when it was copied out of.
-        self._view_output = full.dim() == 1 and (
-            self.layout.ranks == 1 or (len(self._params) == 1 and self._params[0].cut.is_contiguous)
-        )
-        homes = self._homes_in(full) if self._view_output else self._new_homes(full)
+        homes = self._homes_in(full) if self.params_view_output else self._new_homes(full)
         return [
             self.parameter(index, home.view(param.cut.shape), param.sharded.requires_grad)
             for index, (param, home) in enumerate(zip(self._params, homes, strict=True))
@@ -209,7 +206,7 @@ class RowStore(StateStore):
             if not cut.numel:
                 continue
             if cut.dim is None:
-                pairs.append((value, self._views.part(full.view(-1, self.numel)[0], index, 0)))
+                pairs.append((value, self._views.part(full[: self.numel], index, 0)))
             elif cut.is_contiguous:
                 slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
                 pairs.append((slots, self._views.block(full, index)))
@@ -219,7 +216,7 @@ class RowStore(StateStore):
         return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        if self._view_output:
+        if self.params_view_output:
             return []
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 

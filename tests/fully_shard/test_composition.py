@@ -79,8 +79,10 @@ def test_sharded_modules_are_not_taken_for_those_of_torch() -> None:
 
 
 def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
-    """Collectives of each pass of two steps, the second of which is accumulated."""
+    """Collectives of each pass of two steps, the second of which is accumulated. One of the units
+    has parameters of two dtypes."""
     model: Any = nn.Sequential(*(make() for _ in range(3)))
+    model[1].register_parameter("codes", nn.Parameter(torch.ones(6).bfloat16(), False))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for module in (*model, model):
         library.fully_shard(module, mesh=mesh)

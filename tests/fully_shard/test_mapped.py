@@ -27,7 +27,10 @@ class Wide(nn.Sequential):
     """Shards of several pages on each rank; the last one has parameters of uneven parts."""
 
     def __init__(self) -> None:
-        super().__init__(*(Block(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 41))
+        blocks = [Block(WIDTH) for _ in range(3)]
+        super().__init__(*blocks, nn.Linear(WIDTH, 41))
+        for block in blocks:
+            block.norm.weight.is_of_a_norm = block.norm.bias.is_of_a_norm = True
 
 
 def make(**options: Any) -> Any:
@@ -50,7 +53,13 @@ def is_mapped(model: Any) -> list[bool]:
 
 # -- training
 
+
+def keeps_norms_in_fp32(parameter: nn.Parameter) -> torch.dtype | None:
+    return torch.float32 if hasattr(parameter, "is_of_a_norm") else None
+
+
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+TWO_DTYPES = BF16 | {"param_dtype_override_fn": keeps_norms_in_fp32}
 
 
 def train(options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool) -> list[Tensor]:
@@ -82,7 +91,8 @@ def train(options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool)
         found.append(loss.detach())
     found += [whole(parameter).clone() for parameter in model.parameters()]
     expected = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
-    assert is_mapped(model) == [expected] * 4
+    num_groups = 7 if "param_dtype_override_fn" in options.get("mp_policy", {}) else 4
+    assert is_mapped(model) == [expected] * num_groups
     return found
 
 
@@ -90,6 +100,7 @@ CASES: list[tuple[int, dict[str, Any], tuple[int, ...] | None, bool]] = [
     (2, {}, None, False),
     (3, {"reshard_after_forward": False}, None, False),
     (2, {"mp_policy": BF16}, None, True),
+    (2, {"mp_policy": TWO_DTYPES}, None, True),
     (4, {"reshard_after_forward": 2}, None, False),
     (4, {}, (2, 2), True),
 ]

@@ -74,8 +74,8 @@ def fully_shard(
     """Shard the parameters of ``module`` over ranks, in place, and return it.
 
     Parameters become DTensors, of which each rank holds a part. A forward of the module unshards
-    them by one all-gather and reshards them at its end; backward does the same, and reduces the
-    gradients by one reduce-scatter. The class of the module gets the base ``FSDPModule``.
+    them by one all-gather for each dtype and reshards them at its end; backward does the same, and
+    reduces the gradients by reduce-scatters. The class of the module gets the base ``FSDPModule``.
 
     One call manages all parameters in the module that no earlier call manages, so call it for inner
     modules first, then for the root. Create the optimizer afterwards.

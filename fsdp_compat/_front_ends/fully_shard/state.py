@@ -21,7 +21,6 @@ from ..._engine.checks import refuse_in_pass
 from ..._engine.conduct import Conduct
 from ..._engine.dtypes import Precision
 from ..._engine.group import Group
-from ..._engine.joined_gather import JoinedGather, JoinedPart
 from ..._engine.partial import PartialShard
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.schedule import Prefetch
@@ -29,7 +28,6 @@ from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
 from ..._stores.extension import ExtensionStore, has_extension
-from ..._stores.placement import DataMesh
 from ..._stores.row_params import present_in
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
@@ -168,10 +166,7 @@ class ShardedModules:
     def _make_unit(self) -> Unit:
         plan, policy = self.plan, self.plan.policy
         with torch.inference_mode(False), torch.no_grad():
-            joined = self._joined_gathers()
-            groups = [self._make_group(own, joined.get(own.store)) for own in self.stores]
-            for part in joined.values():
-                part.copied()  # its views were made
+            groups = [self._make_group(own) for own in self.stores]
             rendezvous.register(groups)
             options = UnitOptions(
                 self.conduct.reshard_after_forward,
@@ -186,21 +181,6 @@ class ShardedModules:
         unit.owner = weakref.ref(self.modules[0])
         return unit
 
-    def _joined_gathers(self) -> dict[RowStore, JoinedPart]:
-        """Stores over the same ranks share an all-gather. Collective, once per process group."""
-        by_mesh: dict[DataMesh, list[_OwnStore]] = {}
-        for own in self.stores:
-            by_mesh.setdefault(own.planned.mesh, []).append(own)
-        found: dict[RowStore, JoinedPart] = {}
-        for mesh, together in by_mesh.items():
-            shard = mesh.engine_mesh().shard
-            if shard.ranks > 1 and len(together) > 1:
-                dtypes = [self._precision(own).gather for own in together]
-                stores = [own.store for own in together]
-                joined = JoinedGather(stores, dtypes, shard, self.plan.device, self.conduct)
-                found.update(zip(stores, joined.parts, strict=True))
-        return found
-
     def _precision(self, own: _OwnStore) -> Precision:
         dtype, policy = own.store.dtype, self.plan.policy
         if not isinstance(own.store, ExtensionStore):
@@ -209,7 +189,7 @@ class ShardedModules:
         values = precision_of(own.store.reduce_form().dtype, own.planned.gather_dtype, policy)
         return dataclasses.replace(values, gather=dtype)
 
-    def _make_group(self, own: _OwnStore, joined: JoinedPart | None) -> Group:
+    def _make_group(self, own: _OwnStore) -> Group:
         group = Group(
             own.store,
             own.planned.mesh.engine_mesh(),
@@ -218,7 +198,6 @@ class ShardedModules:
             self.plan.offload.to_cpu,
             reshard_after_forward=self.conduct.reshard_after_forward or self.is_auto,
             conduct=self.conduct,
-            joined=joined,
         )
         if self.conduct.partial_ranks:
             mesh = self.conduct.partial_mesh
