@@ -120,12 +120,6 @@ class PeerMemory:
         held.chunk = chunk
         return torch.frombuffer(held, dtype=dtype)
 
-    def holds(self, address: int) -> bool:
-        """True if an address of this process lies in a mapped chunk."""
-        return any(
-            0 <= address - chunk.address < len(chunk.view) for chunk in self._chunks.values()
-        )
-
 
 class MappedFile:
     """A mapped file of another process. It keeps no descriptor, and children do not inherit the

@@ -35,7 +35,6 @@ __all__ = [
     "forget_old_files",
     "has_old_files",
     "identity",
-    "is_of_a_peer",
     "locate",
     "located",
     "location_of",
@@ -231,8 +230,3 @@ def attach_peer(other: bytes) -> PeerMemory | None:
         except (OSError, ValueError):
             return None
     return found
-
-
-def is_of_a_peer(address: int) -> bool:
-    """True if the memory at an address of this process belongs to another process."""
-    return any(peer.holds(address) for peer in _peers.values())

@@ -21,7 +21,6 @@ from .unit import Call, Unit
 __all__ = [
     "WITH_FAST_PATH",
     "around_method",
-    "attach_unit",
     "before_loading",
     "cast_again",
     "cast_around",
@@ -33,37 +32,6 @@ __all__ = [
     "on_state_dicts",
     "without_fast_path",
 ]
-
-
-def attach_unit(unit: Unit) -> Callable[[], None]:
-    """Unshard and reshard around the forward calls of the unit's module, for front ends that do not
-    wrap it. Return the undo."""
-    calls: list[Call] = []
-    unit.view.is_called_itself(unit.module)
-
-    def before(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        assert unit.runtime is not None
-        calls.append(unit.runtime.begin_call(unit))
-        return unit.runtime.pre_forward(calls[-1], unit, args, kwargs)
-
-    def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        assert unit.runtime is not None
-        if calls:
-            unit.runtime.post_forward(calls.pop(), unit, output)
-
-    handles: list[RemovableHandle] = [
-        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        # Also after an exception, with None.
-        unit.module.register_forward_hook(after, always_call=True),
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
 
 
 class _CastAround:

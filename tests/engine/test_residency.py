@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
 from fsdp_compat._engine.storage import GroupMemory, Storage
 from fsdp_compat._engine.unit import Residency, Unit
@@ -272,12 +271,3 @@ def test_unshard_moves_no_version_counter(kind: str) -> None:
         unit.wait_for_unshard()
         unit.reshard()
     assert [param._version for param in params] == before
-
-
-def test_attach_unit_returns_the_undo_of_its_hooks() -> None:
-    unit = unit_in("SHARDED")
-    undo = hooks.attach_unit(unit)
-    assert len(unit.module._forward_pre_hooks) == len(unit.module._forward_hooks) == 1
-    undo()
-    assert not unit.module._forward_pre_hooks
-    assert not unit.module._forward_hooks

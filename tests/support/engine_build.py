@@ -7,13 +7,13 @@ a runtime, attach hooks."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat._comm.mesh import Axis, Mesh
-from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
@@ -21,7 +21,7 @@ from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.state_store import flat_param_name, store_of
 from fsdp_compat._engine.store import ParamStore
-from fsdp_compat._engine.unit import Residency, Unit, UnitOptions
+from fsdp_compat._engine.unit import Call, Residency, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore
 from fsdp_compat._stores.placement import RowPlacement
 from fsdp_compat._stores.row_store import RowStore
@@ -30,6 +30,7 @@ __all__ = [
     "CPU",
     "STORES",
     "assert_at_rest",
+    "attach_unit",
     "full_gradients",
     "full_parameters",
     "lone_mesh",
@@ -91,6 +92,26 @@ def make_unit(
         )
 
 
+def attach_unit(unit: Unit) -> None:
+    """Unshard and reshard around the forward calls of the unit's module."""
+    calls: list[Call] = []
+    unit.view.is_called_itself(unit.module)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        assert unit.runtime is not None
+        calls.append(unit.runtime.begin_call(unit))
+        return unit.runtime.pre_forward(calls[-1], unit, args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert unit.runtime is not None
+        if calls:
+            unit.runtime.post_forward(calls.pop(), unit, output)
+
+    unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    # Also after an exception, with None.
+    unit.module.register_forward_hook(after, always_call=True)
+
+
 def shard(
     module: nn.Module,
     unit_classes: Collection[type[nn.Module]],
@@ -123,7 +144,7 @@ def shard(
         for m in reversed(named)  # as a front end does: inner ones first
     }
     for unit in units.values():
-        hooks.attach_unit(unit)
+        attach_unit(unit)
     ordered = [units[m] for m in named]
     return Runtime(
         ordered[0],

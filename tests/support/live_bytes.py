@@ -195,7 +195,12 @@ class LiveBytes(TorchDispatchMode):
 
 def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
     """True for a block of a peer, which counts it."""
-    return storage.device.type == "cpu" and shared_memory.is_of_a_peer(storage.data_ptr())
+    address = storage.data_ptr()
+    return storage.device.type == "cpu" and any(
+        0 <= address - chunk.address < len(chunk.view)
+        for peer in shared_memory._peers.values()
+        for chunk in peer._chunks.values()
+    )
 
 
 def spare_pages_nbytes() -> int:

@@ -20,7 +20,7 @@ from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._state import model_state_dict, optimizers
 from fsdp_compat._state.model_units import ModelUnit, attribute_order_of, register
 
-from .engine_build import CPU, make_unit
+from .engine_build import CPU, attach_unit, make_unit
 
 __all__ = ["shard_rows"]
 
@@ -56,7 +56,7 @@ def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> n
         for module in reversed(paths)
     }
     for module, unit in units.items():
-        hooks.attach_unit(unit)
+        attach_unit(unit)
         rendezvous.register(unit.groups)
         register(module, ModelUnit(unit, mesh, CPU, group, attribute_order=orders[module]))
         cls = type(module)

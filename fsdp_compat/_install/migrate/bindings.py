@@ -98,9 +98,6 @@ class Bindings:
                 found.append(self._of_targets.get(node) or Site(node, None, None))
         return sorted(found, key=lambda site: self._source.start(site.node))
 
-    def site_of(self, target: cst.CSTNode) -> Site | None:
-        return self._of_targets.get(target)
-
     def plain(self) -> Iterator[Site]:
         """Yield each assignment of one value to one variable."""
         return (site for site in self._of_targets.values() if site.value is not None)
