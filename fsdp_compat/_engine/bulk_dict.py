@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["BulkDict", "DictEntry", "swap_of", "exhaust"]
 
-DictEntry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
+DictEntry = tuple[dict[Any, Any], Any, Any]  # dictionary, key, value
 
 # exhaust(iterator): run it and keep nothing.
 exhaust = collections.deque[Any](maxlen=0).extend

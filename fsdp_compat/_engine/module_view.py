@@ -80,7 +80,7 @@ class ModuleView:
     ) -> None:
         """Show other parameters from now on. Only while the unit is sharded."""
         assert not self.shows_unsharded and not self.summoned
-        self._placeholders.retire()
+        self._placeholders.disarm()
         self._set_slots(unsharded, sharded, self._placeholders.is_guarded)
 
     def use_dtype(self, dtype: ComputeDtype) -> None:
@@ -157,10 +157,6 @@ class ModuleView:
     def modules(self) -> list[nn.Module]:
         """Return the modules that hold managed parameters."""
         return list(dict.fromkeys(slot.module for slot in self._to_sharded.slots))
-
-    def is_called_itself(self, module: nn.Module) -> None:
-        """Calls of ``module``, which is not wrapped, unshard the unit: do not refuse them."""
-        self._placeholders.leave_unguarded(module)
 
     def restore(self) -> None:
         """Show the sharded parameters, whatever the modules hold now."""

@@ -711,6 +711,38 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
     run_ranks(2, _uses_sharded_parameters, use_orig_params)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, 6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _calls_with_parts_that_fit() -> None:
+    """One rank holds one element of the scale, and each rank one row of the weight."""
+    for build, parameter in (
+        (Scale, "scale"),
+        (partial(nn.Linear, DIM, 2, bias=False), "weight"),
+    ):
+        torch.manual_seed(0)
+        plain = build()
+        model = FSDP(copy.deepcopy(plain), use_orig_params=True)
+        x = torch.randn(3, 5 if parameter == "scale" else DIM)
+        part = getattr(model.module, parameter)
+        for _ in range(2):
+            assert_refuses(lambda: model.module(x), parameter, "the root unit")  # noqa: B023
+            assert getattr(model.module, parameter) is part, "it may be read between steps"
+            assert_close(model(x), plain(x), "after the error")
+            with FSDP.summon_full_params(model):
+                assert_close(model.module(x), plain(x), "while parameters are whole")
+
+
+def test_calls_that_would_compute_with_parts_are_refused() -> None:
+    run_ranks(2, _calls_with_parts_that_fit)
+
+
 def _reads_other_units(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     x = torch.randn(DIM, DIM)
     for what in ("weight", "bias", "scale", "module", "after"):

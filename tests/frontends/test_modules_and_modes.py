@@ -226,8 +226,7 @@ def _scale_outputs(model: nn.Module) -> nn.Module:
 
 
 def _forwards_of_instances(model: nn.Module) -> list[Any]:
-    """While a module is sharded, a guard replaces its forward."""
-    return [getattr(block.up.forward, "__wrapped__", block.up.forward) for block in model.blocks]
+    return [block.up.forward for block in model.blocks]
 
 
 def _trains_with_forwards_of_instances(when: str, use_orig_params: bool) -> None:

@@ -95,7 +95,6 @@ def make_unit(
 def attach_unit(unit: Unit) -> None:
     """Unshard and reshard around the forward calls of the unit's module."""
     calls: list[Call] = []
-    unit.view.is_called_itself(unit.module)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert unit.runtime is not None
