@@ -13,7 +13,8 @@ The same thread tells other ranks what this process is doing (progress.py) when 
 rank that is late can be told from a rank that will never come. A long wait that may still end is
 reported as a warning, with the answers of the ranks that it waits for (inquiry.py). The thread has
 its own connection to the store, because the main thread may be waiting in the other one. While no
-rank asks and nothing waits, it makes one request, which only reads, every ``quiet_s()`` seconds."""
+rank asks and nothing waits, it measures nothing and makes one request, which only reads, every
+``quiet_s()`` seconds."""
 
 from __future__ import annotations
 
@@ -54,32 +55,32 @@ class Responder:
         self._num_answered = 0
         self._answered_at = self._looked_at = -FORGOTTEN_S
         self._progress = progress.Progress()
-        self._text, self._since = "", 0.0  # what this process does, and since when it does the same
+        # what this process does, and since when every question has found the same
+        self._text, self._since = "", 0.0
         store.answer(rank, None)
 
     def look(self, waiters: Sequence[Waiter]) -> None:
         """Answer the latest question, if there is a new one."""
-        # measured at every look, so that the answer knows how long this process has been idle
-        idle_s = self._progress.idle_s()
-        waiter = next((waiter for waiter in waiters if waiter.activity.waiting is not None), None)
-        waiting = None if waiter is None else waiter.activity.waiting
-        if waiting is not None:
-            self._progress, idle_s = progress.Progress(), 0.0
         now = time.monotonic()
-        text = progress.activity()
-        if waiter is not None and waiting is not None:
-            text = waiter.describe(waiting).text.removeprefix(f"rank {self._rank} ")
-        if text != self._text:
-            self._text, self._since = text, now
-        if now - self._answered_at > FORGOTTEN_S and now - self._looked_at < quiet_s():
-            return
+        if now - self._answered_at > FORGOTTEN_S:
+            self._progress, self._text = progress.Progress(), ""
+            if now - self._looked_at < quiet_s():
+                return
         self._looked_at = now
         number = self.store.num_asked(self._rank, self._num_answered)
         if number == self._num_answered:
             return
         self._num_answered, self._answered_at = number, now
-        answer = Answer(number, text, idle_s, since_s=now - self._since)
-        self.store.answer(self._rank, answer)
+        waiter = next((waiter for waiter in waiters if waiter.activity.waiting is not None), None)
+        waiting = None if waiter is None else waiter.activity.waiting
+        if waiter is not None and waiting is not None:
+            text = waiter.describe(waiting).text.removeprefix(f"rank {self._rank} ")
+            self._progress, idle_s = progress.Progress(), 0.0
+        else:
+            text, idle_s = progress.activity(), self._progress.idle_s()
+        if text != self._text:
+            self._text, self._since = text, now
+        self.store.answer(self._rank, Answer(number, text, idle_s, since_s=now - self._since))
 
     def leave(self, text: str) -> None:
         """Tell other ranks not to wait for this process any more."""

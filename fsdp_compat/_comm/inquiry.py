@@ -47,7 +47,7 @@ class Inquiry:
         if is_idle:
             duration = f", and has made no progress for {answer.idle_s:.0f} s"
         else:
-            duration = f", for {answer.since_s:.1f} s" if answer.since_s else ""
+            duration = f", for at least {answer.since_s:.1f} s" if answer.since_s else ""
         return f"it {answer.text}{duration}", is_idle
 
 

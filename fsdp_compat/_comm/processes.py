@@ -9,7 +9,7 @@ import os
 import uuid
 from pathlib import Path
 
-__all__ = ["Process", "host", "stat_of"]
+__all__ = ["Process", "host"]
 
 # Among the fields of a process's stat after its name. The address of its stack is random, and
 # another one after an exec, which keeps all else; it is 0 for processes that may not know it.
@@ -25,10 +25,10 @@ def host() -> str:
         return f"{uuid.getnode():012x}"
 
 
-def stat_of(process: str) -> list[str]:
-    """Return the fields of /proc/.../stat after the name, of a process or a thread
-    (``self/task/7``). Raises OSError if it does not exist."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/.../stat after the name. Raises OSError if the process does not
+    exist."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Process:
         """Return a process of this machine, or None if there is no /proc."""
         try:
             namespace = os.stat("/proc/self/ns/pid").st_ino
-            fields = stat_of(str(pid))
+            fields = _stat_of(pid)
             return Process(f"{host()}/{namespace}", pid, fields[_START_TIME], fields[_STACK])
         except OSError:
             return None
@@ -58,7 +58,7 @@ class Process:
     def has_ended(self) -> bool:
         """True if it no longer runs, or runs another program. The caller is on its machine."""
         try:
-            fields = stat_of(str(self.pid))
+            fields = _stat_of(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return True
         except OSError:  # this process has no descriptor left to look

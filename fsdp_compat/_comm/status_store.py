@@ -32,9 +32,9 @@ class Answer:
 
     number: int  # of the question that it answers
     text: str  # as in "is at train.py:41 in main()"
-    idle_s: float  # how long it has made no progress; 0.0 in a wait that deadlock.py watches
+    idle_s: float  # how long it has been in one wait; 0.0 in a wait that deadlock.py watches
     ended: bool = False  # its program, or the process group that the question was about
-    since_s: float = 0.0  # how long every look has found the same text
+    since_s: float = 0.0  # how long every question has found the same text
 
 
 class StatusStore:

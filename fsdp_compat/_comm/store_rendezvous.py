@@ -10,12 +10,12 @@ calls match; all but the last rank then poll the counter, less often the longer 
 rendezvous costs the last rank one round trip, whatever the number of ranks.
 
 Missing ranks. Waiting ranks, above all the first, ask the missing ones what they are doing; the
-thread of deadlock.py answers. The wait continues while a missing rank makes progress (progress.py),
-while it waits for other ranks in a way that deadlock.py sees, and while it does not answer because
-it is stopped or inside a long C call; at most for the time limit of the process group. It ends when
-a missing rank has been idle for ``idle_limit_s()``, when its communication has failed, or when its
-program has ended or its process is gone. A rendezvous is also a wait that deadlock.py watches: if a
-missing rank waits for one that has arrived, that is a circle.
+thread of deadlock.py answers. The wait continues while a missing rank works (progress.py), while it
+waits for other ranks in a way that deadlock.py sees, and while it does not answer because it is
+stopped; at most for the time limit of the process group. It ends when a missing rank has been in
+another wait for ``idle_limit_s()`` since it was first asked, when its communication has failed, or
+when its program has ended or its process is gone. A rendezvous is also a wait that deadlock.py
+watches: if a missing rank waits for one that has arrived, that is a circle.
 
 The end. Either the counter becomes complete, or one rank replaces it by a negative number, with a
 compare-and-set; never both. Then every rank of the rendezvous gets the error. Nothing was sent, so
@@ -164,6 +164,7 @@ class Turn:
         self._number = rendezvous._next
         self._total = 0  # of the counter
         self._inquiry: Inquiry | None = None  # while waiting
+        self._told: dict[int, str] = {}  # by missing rank: what it does, as of the last question
         self._started = self._asked_at = 0.0  # monotonic seconds
         self._ask_s = 0.0
 
@@ -248,15 +249,17 @@ class Turn:
         if self._total != self._num_arrived() * self._value:  # the calls differ
             return dict.fromkeys(self._missing(), "")
         if now - self._started > limit_s:
-            text = f": the time limit of {limit_s:g} s is over"
-            return dict.fromkeys(self._missing(), text)
+            first = f": the time limit of {limit_s:g} s is over"
+            told = {rank: f"{first}; {text}" for rank, text in self._told.items()}
+            return {rank: told.get(rank, first) for rank in self._missing()}
         if now - self._asked_at > self._ask_s:
             self._asked_at = now
             assert self._inquiry is not None
             missing = self._missing()
             answers = {rank: self._inquiry.of(rank) for rank in missing[:MAX_ASKED]}
+            self._told = {rank: text for rank, (text, _) in answers.items()}
             if any(is_pointless for _, is_pointless in answers.values()):
-                texts = {rank: f": {text}" for rank, (text, _) in answers.items()}
+                texts = {rank: f": {text}" for rank, text in self._told.items()}
                 return dict.fromkeys(missing, "") | texts
         return None
 

@@ -409,20 +409,26 @@ def test_give_up_fails_all_connections_and_tells_their_members(
 
 
 def responder(monkeypatch: pytest.MonkeyPatch, idle_s: float) -> tuple[Any, StatusStore, Any]:
-    class Fixed:
-        def idle_s(self) -> float:
-            return idle_s
-
     class Counted:
         def __init__(self) -> None:
             self.store, self.calls = dist.HashStore(), list[str]()
+            self.num_measured = 0
 
         def __getattr__(self, name: str) -> Any:
             self.calls.append(name)
             return getattr(self.store, name)
 
+    class Fixed:
+        def idle_s(self) -> float:
+            counted.num_measured += 1
+            return idle_s
+
+    def place() -> str:
+        counted.num_measured += 1
+        return "train.py:7 in main()"
+
     monkeypatch.setattr(progress, "Progress", Fixed)
-    monkeypatch.setattr(progress, "place", lambda: "train.py:7 in main()")
+    monkeypatch.setattr(progress, "place", place)
     counted = Counted()
     return deadlock.Responder(1, StatusStore(counted)), StatusStore(counted.store), counted
 
@@ -467,7 +473,7 @@ def test_responder_says_that_the_program_has_ended(
     assert answer is not None and answer.ended and answer.text == "has ended with KeyError: 'x'"
 
 
-def test_quiet_process_reads_the_store_once_in_ten_seconds_and_writes_nothing(
+def test_quiet_process_measures_nothing_and_reads_the_store_once_in_ten_seconds(
     clock: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, store, counted = responder(monkeypatch, 0.0)
@@ -478,6 +484,25 @@ def test_quiet_process_reads_the_store_once_in_ten_seconds_and_writes_nothing(
         own.look([waiter])
         search.look([waiter], store)
     assert len(counted.calls) <= 10 and set(counted.calls) == {"check"}
+    assert counted.num_measured == 0
+    store.ask(1)
+    clock.now += 10.0
+    own.look([waiter])
+    assert counted.num_measured > 0, "the count counts"
+
+
+def test_what_was_seen_before_a_pause_between_questions_does_not_count(
+    clock: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_after(pause_s: float) -> Any:
+        store.ask(1)
+        clock.now += pause_s
+        own.look([])
+        return store.answer_of(1)
+
+    own, store, _ = responder(monkeypatch, 0.0)
+    seconds = [answer_after(pause_s).since_s for pause_s in (10.0, 1.0, 1.0, 60.0, 1.0)]
+    assert seconds == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
 # -- the connections of gloo as waiters, without ranks

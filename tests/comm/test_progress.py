@@ -5,98 +5,139 @@ from __future__ import annotations
 import functools
 import os
 import re
-import socket
-import subprocess
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from fsdp_compat._comm import progress
-from tests.support.programs import Forker
-from tests.support.ranks import close_pool
 
 
-@pytest.fixture(autouse=True, scope="module")
-def without_children() -> None:
-    """What rank processes of other tests do, such as clearing up, counts as progress."""
-    close_pool()
+class Threads:
+    """Threads of which ``progress`` sees no others, on a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now, self.lock, self.started = 0.0, threading.Lock(), threading.Semaphore(0)
+        self.lock.acquire()
+        self.threads: list[threading.Thread] = []
+        self._frames = sys._current_frames
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def frames(self) -> dict[int, types.FrameType]:
+        frames = self._frames()
+        return {thread.ident: frames[thread.ident] for thread in self.threads if thread.ident}
+
+    def run(self, function: Callable[[], object]) -> threading.Thread:
+        """Run ``function``, which acquires and releases the lock, in a thread."""
+
+        def act() -> None:
+            if not self.threads:
+                progress.follow()
+            self.started.release()
+            function()
+
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        self.started.acquire()
+        self.threads.append(thread)
+        return thread
+
+    def idle_s(self, seen: progress.Progress, where: str) -> float:
+        """What ``seen`` finds once the first thread is in the function ``where``."""
+        end = time.perf_counter() + 60.0
+        while time.perf_counter() < end:
+            frame = self.frames()[self.threads[0].ident or 0]
+            if frame.f_code.co_name == where:
+                return seen.idle_s()
+        raise AssertionError(f"no thread came to {where}()")
 
 
-def works(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(range(10000))
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    threads = Threads()
+    monkeypatch.setattr(progress, "time", threads)
+    monkeypatch.setattr(sys, "_current_frames", threads.frames)
+    monkeypatch.setattr(progress, "_followed", progress._followed)
+    yield threads
+    threads.lock.release()
+    for thread in threads.threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
 
 
-def looks(meanwhile: Callable[[], object], num_looks: int = 5, pause_s: float = 0.1) -> float:
-    """How long the followed thread has been idle at the last look, while it runs ``meanwhile`` and
-    then waits."""
-    stop, started = threading.Event(), threading.Event()
-    before = progress._followed, progress._native_id
-
-    def followed() -> None:
-        progress.follow()
-        started.set()
-        while not stop.is_set():
-            meanwhile()
-            stop.wait()
-
-    thread = threading.Thread(target=followed)
-    thread.start()
-    started.wait()
-    try:
-        seen = progress.Progress()
-        for _ in range(num_looks):
-            threading.Event().wait(pause_s)
-            idle_s = seen.idle_s()
-    finally:
-        stop.set()
-        thread.join()
-        progress._followed, progress._native_id = before
-    return idle_s
+def of_file(file: str) -> Callable[[threading.Lock], None]:
+    """A function of a file that waits in C for a lock."""
+    found: dict[str, Callable[[threading.Lock], None]] = {}
+    code = "def waits(lock):\n    lock.acquire()\n    lock.release()"
+    exec(compile(code, file, "exec"), found)
+    return found["waits"]
 
 
-def test_waiting_thread_is_idle_and_computing_thread_is_not() -> None:
-    # repeated: the garbage of earlier tests may be collected meanwhile
-    assert any(looks(lambda: None) > 0.25 for _ in range(10))
-    assert looks(lambda: works(1.0)) < 0.25
+COLLECTIVE = of_file(distributed_c10d.__file__)
 
 
-def test_looks_themselves_are_no_progress() -> None:
-    """500 looks take most of the time between them, and read much more than a busy thread."""
-    assert any(looks(lambda: None, num_looks=500, pause_s=0.0005) > 0.25 for _ in range(10))
+def test_thread_in_a_collective_is_idle_from_the_first_look_on(threads: Threads) -> None:
+    threads.run(lambda: COLLECTIVE(threads.lock))
+    threads.run(lambda: of_file("train.py")(threads.lock))  # another one may work
+    seen, found = progress.Progress(), []
+    for _ in range(3):
+        found.append(threads.idle_s(seen, "waits"))
+        threads.now += 5.0
+    assert found == [0.0, 5.0, 10.0]
 
 
-def test_thread_that_exchanges_messages_is_not_idle() -> None:
-    near, far = socket.socketpair()
+def test_next_call_of_a_collective_is_another_wait(threads: Threads) -> None:
+    again = threading.Lock()
+    again.acquire()
 
-    def answers() -> None:
-        for _ in range(200):
-            threading.Event().wait(0.004)
-            far.send(b"x")
+    def calls() -> None:
+        for lock in (again, threads.lock):
+            COLLECTIVE(lock)
+            begun.release()
 
-    def receives() -> None:
-        threading.Thread(target=answers).start()
-        for _ in range(200):
-            near.recv(1)
+    begun, seen = threading.Semaphore(0), progress.Progress()
+    threads.run(calls)
+    assert threads.idle_s(seen, "waits") == 0.0
+    threads.now += 5.0
+    again.release()
+    begun.acquire()
+    assert threads.idle_s(seen, "waits") == 0.0
+    threads.now += 1.0
+    assert threads.idle_s(seen, "waits") == 1.0
 
-    with near, far:
-        assert looks(receives) < 0.25
+
+def test_call_of_a_c_function_by_the_user_counts_as_work(threads: Threads) -> None:
+    threads.run(lambda: of_file("train.py")(threads.lock))
+    seen = progress.Progress()
+    for _ in range(3):
+        assert threads.idle_s(seen, "waits") == 0.0
+        threads.now += 5.0
 
 
-def test_computing_child_process_is_progress() -> None:
-    end = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
-    child = subprocess.Popen([sys.executable, "-c", end])
-    try:
-        assert looks(lambda: None) < 0.25
-    finally:
-        child.kill()
-        child.wait()
+@pytest.mark.parametrize("other_works", [False, True])
+def test_thread_at_a_lock_is_idle_unless_another_thread_may_release_it(
+    threads: Threads, other_works: bool
+) -> None:
+    def wait_in(file: str) -> Callable[[], None]:
+        return lambda: of_file(file)(threads.lock)
+
+    threads.run(wait_in(threading.__file__))
+    threads.run(wait_in("upload.py" if other_works else threading.__file__))
+    assert threads.idle_s(progress.Progress(), "waits") == 0.0
+    end = time.perf_counter() + 60.0
+    while {frame.f_code.co_name for frame in threads.frames().values()} != {"waits"}:
+        assert time.perf_counter() < end
+    seen = progress.Progress()
+    threads.idle_s(seen, "waits")
+    threads.now += 5.0
+    assert threads.idle_s(seen, "waits") == (0.0 if other_works else 5.0)
 
 
 def test_place_is_the_innermost_line_of_the_user() -> None:
@@ -123,69 +164,15 @@ def test_place_is_the_innermost_line_of_the_user() -> None:
     assert progress.place_of(None) == "a place outside of the user's code"
 
 
-def test_forked_process_follows_its_own_thread() -> None:
-    """The system gives its thread another number."""
+def test_forked_process_follows_the_thread_that_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_followed", 0)  # another one made the collective calls
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
-        os.write(
-            writer, f"{progress._native_id == os.getpid()} {progress._frame() is not None}".encode()
-        )
+        own = progress._followed == threading.get_ident()
+        os.write(writer, f"{own} {progress.place()}".encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(pid, 0)
-    assert os.read(reader, 100) == b"True True"
+    assert os.read(reader, 1000).decode().startswith(f"True {__file__}:")
     os.close(reader)
-
-
-IS_WOKEN = """
-import select, threading
-from fsdp_compat._comm import progress
-
-def look():
-    seen = progress.Progress()
-    for _ in range(5):
-        threading.Event().wait(0.1)
-        print(seen.idle_s(), flush=True)
-    done.set()
-
-done = threading.Event()
-threading.Thread(target=look).start()
-while not done.is_set():
-    select.select([], [], [], 0.004)
-"""
-
-
-def test_process_forked_before_the_import_follows_its_own_thread() -> None:
-    forker = Forker()
-    try:
-        ended = forker.run(IS_WOKEN)
-    finally:
-        forker.close()
-    assert ended.code == 0, ended.err
-    assert float(ended.out.split()[-1]) < 0.25
-
-
-def sampled(monkeypatch: pytest.MonkeyPatch, *changes: tuple[int, float, int, int]) -> list[float]:
-    """What ``idle_s`` returns at looks one second apart, after which (stack, seconds of processor
-    time, bytes, waits that have ended) have changed by so much."""
-    now, sample = [0.0], [0, 0.0, 0, 0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress.Progress, "_sample", lambda _: ((sample[0],), *sample[1:]))
-    monkeypatch.setattr(progress, "_in_transfer", lambda: False)
-    seen, found = progress.Progress(), []
-    for change in changes:
-        now[0] += 1.0
-        sample = [before + by for before, by in zip(sample, change, strict=True)]
-        found.append(seen.idle_s())
-    return found
-
-
-@pytest.mark.parametrize(
-    "change", [(1, 0.0, 0, 0), (0, 0.2, 0, 0), (0, 0.0, 1 << 17, 0), (0, 0.0, 0, 50)]
-)
-def test_each_sign_of_progress_resets_the_idle_time(
-    monkeypatch: pytest.MonkeyPatch, change: tuple[int, float, int, int]
-) -> None:
-    little = (0, 0.01, 1 << 12, 5)  # by looking into /proc
-    assert sampled(monkeypatch, little, little, change, little) == [1.0, 2.0, 0.0, 1.0]

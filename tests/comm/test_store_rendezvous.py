@@ -224,7 +224,8 @@ def test_rank_that_makes_progress_is_waited_for_up_to_the_time_limit(
 ) -> None:
     ranks = make(2)
     message, _ = ranks.simulation.run(ranks.call(0), ranks.answers(1, lambda: 0.0, 700.0))
-    assert "rank 1 has not arrived: the time limit of 600 s is over" in message
+    limit = "rank 1 has not arrived: the time limit of 600 s is over; it is at train.py:5"
+    assert limit in message
     assert ranks.simulation.now < 1000 + 702
 
 

@@ -155,20 +155,16 @@ def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
 
 
 def refuses_calls_without_an_idle_rank(folder: str) -> None:
-    """The last rank does something else, until the others have been told."""
+    """The last rank waits in a barrier, until the others have been told."""
     subject = subject_of(folder)
-    store = dist.distributed_c10d._get_default_store()
     # on every rank: an idle one also looks for questions as often as its limit says
     with limits(idle_s=0.4, patience_s=PATIENCE_S):
         for name, call in REFUSABLE.items():
-            if subject.is_last:
-                store.wait([name])
-            else:
+            if not subject.is_last:
                 message = message_of(call, subject)
                 last = rf"rank {subject.pair.ranks - 1} has"
                 assert_told(message, *called(subject.rank, name), last)
-                if subject.rank == subject.pair.ranks - 2:
-                    store.set(name, "")
+            dist.barrier()
             with limits(idle_s=20, patience_s=PATIENCE_S):  # the other rank may be slow
                 subject.assert_trains()
 
