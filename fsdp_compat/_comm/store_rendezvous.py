@@ -197,7 +197,8 @@ class Turn:
 
         Raises StateError if they never will.
         """
-        self._total = self._store.add(self._key(str(self._number)), 0)
+        # reads, as the counter is never "": a get takes two requests, and a file grows by an add
+        self._total = int(self._store.compare_set(self._key(str(self._number)), "", ""))
         return self._judge()
 
     def _judge(self) -> bool:

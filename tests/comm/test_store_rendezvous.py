@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,8 +124,8 @@ def test_rendezvous_costs_one_add_and_polls_and_does_not_grow_the_store(
         sizes.append(ranks.store.num_keys())
         for store in ranks.stores:
             assert store.calls[:2] == ["set", "add"]  # a set waits for no reply
-            assert set(store.calls[2:]) <= {"add", "delete_key"}
-        assert "add" not in ranks.stores[-1].calls[2:], "the last rank polls nothing"
+            assert set(store.calls[2:]) <= {"compare_set", "delete_key"}
+        assert "compare_set" not in ranks.stores[-1].calls, "the last rank polls nothing"
     assert sizes[-1] == sizes[1]
 
 
@@ -140,8 +141,20 @@ def test_refused_rendezvous_do_not_grow_the_store(make: Callable[..., Ranks]) ->
 def test_pauses_between_polls_grow_up_to_a_limit(make: Callable[..., Ranks]) -> None:
     ranks = make(2)
     assert ranks.simulation.run(ranks.call(0), ranks.call(1, after_s=8.0)) == ["", ""]
-    assert 30 < ranks.stores[0].calls.count("add") < 200
+    assert 30 < ranks.stores[0].calls.count("compare_set") < 200
     assert ranks.simulation.now == pytest.approx(1008.0, abs=store_rendezvous.PAUSE_S + 0.01)
+
+
+def test_waiting_does_not_grow_the_file_of_a_file_store(
+    make: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    path, grown = tmp_path / "store", []
+    ranks = make(2, dist.FileStore(str(path), 2))
+    for after_s in (0.1, 0.1, 0.9):  # the second one deletes a counter too
+        before = path.stat().st_size
+        assert ranks.simulation.run(ranks.call(0), ranks.call(1, after_s=after_s)) == ["", ""]
+        grown.append(path.stat().st_size - before)
+    assert grown[2] == grown[1]
 
 
 def test_only_the_first_waiting_rank_asks_often(make: Callable[..., Ranks]) -> None:
