@@ -17,6 +17,7 @@ import contextlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -243,7 +244,9 @@ class _NestedEnableWrapError(StateError, NotImplementedError):
 
 
 # Wrapper and keyword arguments of the open `enable_wrap` block, if any.
-_enabled: tuple[Callable[..., nn.Module], dict[str, Any]] | None = None
+_enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
+    "enable_wrap", default=None
+)
 
 
 @contextlib.contextmanager
@@ -251,14 +254,13 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
     """Let `wrap` return ``wrapper_cls(module, **wrapper_kwargs)`` inside the with block.
 
     A model whose constructor calls `wrap` on its large layers is then sharded layer by layer while
-    it is built. Built outside the block, it is an ordinary model. The setting applies to the whole
-    process, including other threads.
+    it is built. Built outside the block, it is an ordinary model. Unlike torch's, the block applies
+    to its own thread only.
 
     Raises:
         UsageError: ``wrapper_cls`` is not callable.
         StateError: the block is nested in another one; also a NotImplementedError.
     """
-    global _enabled
     if not callable(wrapper_cls):
         raise unusable(
             "wrapper_cls",
@@ -267,22 +269,23 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
             "argument 'wrapper_cls' of enable_wrap",
             "pass wrapper_cls=FullyShardedDataParallel",
         )
-    if _enabled is not None:
+    outer = _enabled.get()
+    if outer is not None:
         raise _NestedEnableWrapError(
             explain(
                 "enable_wrap blocks cannot be nested.",
                 expected="no enable_wrap block around this one",
-                got=f"a block with wrapper_cls={_enabled[0]!r}",
+                got=f"a block with wrapper_cls={outer[0]!r}",
                 where=f"enable_wrap(wrapper_cls={wrapper_cls!r})",
                 fix="leave the outer block first, or override settings for one module: "
                 "wrap(module, name=value)",
             )
         )
-    _enabled = (wrapper_cls, wrapper_kwargs)
+    _enabled.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
     finally:
-        _enabled = None
+        _enabled.set(None)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
@@ -290,9 +293,10 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     ``wrap_overrides`` take precedence over the keyword arguments of the block.
     """
-    if _enabled is None:
+    enabled = _enabled.get()
+    if enabled is None:
         return module
-    wrapper_cls, kwargs = _enabled
+    wrapper_cls, kwargs = enabled
     return wrapper_cls(module, **{**kwargs, **wrap_overrides})
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -638,13 +639,18 @@ def test_a_wrapper_that_is_not_callable_raises() -> None:
         pass
 
 
-def test_the_block_applies_to_all_threads() -> None:
-    seen: list[nn.Module] = []
-    with our_wrap.enable_wrap(wrapper_cls=Unit):
-        thread = threading.Thread(target=lambda: seen.append(our_wrap.wrap(nn.Linear(2, 2))))
-        thread.start()
-        thread.join()
-    assert isinstance(seen[0], Unit)
+def test_each_thread_has_its_own_block() -> None:
+    def builds(wrapper: type[nn.Module]) -> type[nn.Module]:
+        with our_wrap.enable_wrap(wrapper_cls=wrapper):
+            both_inside.wait()
+            return type(our_wrap.wrap(nn.Linear(2, 2)))
+
+    both_inside = threading.Barrier(2, timeout=60.0)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(builds, (Unit, Wrapped))) == [Unit, Wrapped]
+    with our_wrap.enable_wrap(wrapper_cls=Unit), ThreadPoolExecutor(1) as pool:
+        built = pool.submit(our_wrap.wrap, nn.Linear(2, 2)).result()
+    assert type(built) is nn.Linear, "outside of the block of its own thread"
 
 
 def test_a_policy_function_can_be_called_by_position() -> None:
