@@ -21,12 +21,7 @@ import torch.distributed as dist
 from .. import _torch_private
 from .gloo import GlooTransport
 from .mesh import Axis, axis_of, is_in_python
-from .native import (
-    CoalescingTransport,
-    NativeTransport,
-    PythonGroupTransport,
-    gather_in_group,
-)
+from .native import NativeTransport, PythonGroupTransport, gather_in_group
 from .single_rank import SingleRank
 from .transport import Communicator, Handle, Kind, Traffic
 
@@ -68,8 +63,6 @@ def _transport(
         return PythonGroupTransport
     if device.type == "cpu" and _torch_private.is_gloo(group, device):
         return GlooTransport
-    if _torch_private.starts_reduce_scatters(group, device):
-        return CoalescingTransport
     return NativeTransport
 
 

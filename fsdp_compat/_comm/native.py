@@ -1,6 +1,5 @@
 """The transports that use a backend's own collectives: NativeTransport for backends in C++,
-CoalescingTransport for those that reduce several buffers at once, PythonGroupTransport for process
-groups that are written in Python."""
+PythonGroupTransport for process groups that are written in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from .. import _torch_private
 from .mesh import is_in_python
 from .transport import Collectives, Kind, ProcessGroupTransport, communication_error
 
-__all__ = ["CoalescingTransport", "NativeTransport", "PythonGroupTransport", "gather_in_group"]
+__all__ = ["NativeTransport", "PythonGroupTransport", "gather_in_group"]
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +27,7 @@ class _Started:
     def __init__(
         self,
         work: dist.Work,
-        keep: torch.Tensor | Sequence[torch.Tensor],
+        keep: torch.Tensor,
         total: torch.Tensor | None = None,
         divisor: torch.Tensor | None = None,
     ) -> None:
@@ -123,21 +122,6 @@ class NativeTransport(ProcessGroupTransport):
         full = own.new_empty(self.ranks * own.numel())
         _all_gather(full, own.contiguous(), group=self.group)
         return full
-
-
-class CoalescingTransport(NativeTransport):
-    """A backend that reduces several buffers in one collective."""
-
-    reduces_pieces = True
-
-    def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> _Started:
-        sizes = [buffer.numel() // self.ranks for buffer in buffers]
-        total = buffers[0].new_empty(sum(sizes))
-        self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        work = _torch_private.start_reduce_scatters(
-            self.group, list(total.split(sizes)), list(buffers)
-        )
-        return _Started(work, buffers, total)
 
 
 class PythonGroupTransport(NativeTransport):

@@ -125,7 +125,6 @@ class Communicator(typing.Protocol):
     name: str  # of the connections, the same on all ranks; "" where there are none of its own
     reads_in_place: bool  # `shares` may be true
     maps: bool  # `map_shards` and the meetings exist
-    reduces_pieces: bool  # `begin_reduce_pieces` exists
 
     @property
     def has_failed(self) -> bool:
@@ -161,10 +160,6 @@ class Communicator(typing.Protocol):
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
-
-    def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> Handle:
-        """Send segment r of each buffer [ranks * S_i] to rank r, in one collective. ``end_reduce``
-        returns the sums one after the other, [sum of S_i]."""
 
     def end_reduce(
         self,
@@ -252,7 +247,7 @@ class TransportBase:
     """The facts about an axis. It does not hold the axis's process group: communicators are cached
     for as long as that group lives."""
 
-    reads_in_place = maps = reduces_pieces = False
+    reads_in_place = maps = False
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members

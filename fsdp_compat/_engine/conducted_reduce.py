@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,11 @@ import torch
 from ..errors import StateError, explain
 from .conduct import Conduct, ReductionSettings
 from .device import on_stream
-from .reduce import ReduceBuffer, Views
+from .reduce import ReduceBuffer
 from .reduce_plan import ReducePlan
-from .segments import Segments
-from .storage import Storage
 from .store import ParamStore, ReduceForm
 
-__all__ = ["ConductedReduceBuffer", "PiecewiseReduceBuffer"]
+__all__ = ["ConductedReduceBuffer"]
 
 
 class ConductedReduceBuffer(ReduceBuffer):
@@ -127,33 +125,21 @@ class ConductedReduceBuffer(ReduceBuffer):
             grads = [None if index in unused else grad for index, grad in enumerate(grads)]
         yield grads
 
-    def _forms(self) -> list[tuple[ReduceForm, torch.Tensor]]:
-        """Return the forms that lie behind each other in a segment, and the rows of each in the
-        buffer, [ranks, numel]."""
-        return [(self.form, self.views.rows)]
-
     def _mark(self, received: Collection[int]) -> None:
         """Mark the parameters in ``received``."""
         if self._is_clean and received:
             return  # put_all has marked all
-        for form, rows in self._forms():
-            marks = form.marks(rows)
-            marks.fill_(1)
-            for position, index in enumerate(form.indices):
-                if index not in received:
-                    marks[:, position] = 0
+        marks = self.form.marks(self.views.rows)
+        marks.fill_(1)
+        for position, index in enumerate(self._all_indices):
+            if index not in received:
+                marks[:, position] = 0
 
     def _unused(self, total: torch.Tensor) -> set[int]:
         """total: [S], reduced. Return the parameters that no rank has marked. There is a sharded
         parameter for each parameter."""
-        forms = [form for form, _ in self._forms()]
-        parts = total.split([form.numel for form in forms])
-        return {
-            index
-            for form, part in zip(forms, parts, strict=True)
-            for index, mark in zip(form.indices, form.marks(part).tolist(), strict=True)
-            if not mark
-        }
+        marks = self.form.marks(total).tolist()
+        return {index for index, mark in zip(self._all_indices, marks, strict=True) if not mark}
 
     def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
         if settings.divide_factor is None:
@@ -161,20 +147,12 @@ class ConductedReduceBuffer(ReduceBuffer):
         factor = settings.divide_factor / self._predivisor
         return None if factor == 1 else torch.tensor(factor, dtype=torch.float64, device="cpu")
 
-    @property
-    def _segment_numel(self) -> int:
-        return self.form.numel
-
-    def _copy_into(self, rows: torch.Tensor) -> None:
-        """Copy the buffer into ``rows`` [ranks, S]."""
-        rows.copy_(self.views.rows)
-
     def _by_custom(self, custom: Any) -> torch.Tensor:
         """Return the sum [S] over the shard axis by the user's reduce-scatter."""
-        numel = self._segment_numel
+        numel = self.form.numel
         dtype, device = self._own.buffer.dtype, self._own.buffer.device
         source = custom.allocate((self._ranks * numel,), dtype=dtype, device=device)
-        self._copy_into(source.view(self._ranks, numel))
+        source.copy_(self.views.buffer)
         self._free()
         total = custom.allocate((numel,), dtype=dtype, device=device)
         work = custom(
@@ -186,87 +164,3 @@ class ConductedReduceBuffer(ReduceBuffer):
         if work is not None:
             work.wait()
         return typing.cast(torch.Tensor, total)
-
-
-class _Piece(typing.NamedTuple):
-    form: ReduceForm
-    buffer: torch.Tensor  # [ranks * S_i]
-    storage: Storage
-
-
-class PiecewiseReduceBuffer(ConductedReduceBuffer):
-    """A reduce buffer in pieces, one per large parameter and one for the rest, that are reduced by
-    one collective. Each gradient is freed as soon as it is in its piece: gradients of a narrower
-    dtype and a whole buffer would need half as much memory again.
-    """
-
-    _pieces: list[_Piece]
-
-    def _reserve(self, dtype: torch.dtype, device: torch.device) -> Views:
-        self._pieces, ranks = [], self._ranks
-        places: list[list[torch.Tensor]] = [[] for _ in range(self._num_sharded + 1)]
-        for form in self.form.in_pieces():
-            buffer = torch.empty(ranks * form.numel, dtype=dtype, device=device)
-            for found, of_form in zip(places, form.places(buffer), strict=True):
-                found += of_form
-            self._pieces.append(_Piece(form, buffer, Storage(buffer)))
-            self._pieces[-1].storage.free()
-        nothing = torch.empty(0, dtype=dtype, device=device)
-        return Views(nothing, Segments(nothing, ranks), places, None, nothing.view(ranks, 0))
-
-    @property
-    def resident_nbytes(self) -> int:
-        return sum(piece.storage.resident_nbytes for piece in self._pieces)
-
-    def _allocate(self) -> None:
-        for piece in self._pieces:
-            piece.storage.allocate()
-
-    def _free(self) -> None:
-        for piece in self._pieces:
-            piece.storage.free()
-
-    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        left = list(zip(indices, grads, strict=True))
-        grads.clear()  # each is to be freed when it has been copied
-        for piece in self._pieces:
-            of_piece = [pair for pair in left if pair[0] in piece.form.indices]
-            left = [pair for pair in left if pair[0] not in piece.form.indices]
-            if of_piece:
-                piece.storage.allocate()
-                self._place([index for index, _ in of_piece], [grad for _, grad in of_piece])
-
-    def _forms(self) -> list[tuple[ReduceForm, torch.Tensor]]:
-        return [(piece.form, piece.buffer.view(self._ranks, -1)) for piece in self._pieces]
-
-    def _zero_missing(self) -> None:
-        self._allocate()
-        super()._zero_missing()
-
-    def _scatter(
-        self, plan: ReducePlan, what: str, divisor: torch.Tensor | None
-    ) -> Generator[None, None, torch.Tensor]:
-        buffers = [piece.buffer for piece in self._pieces]
-        pending = plan.shard.begin_reduce_pieces(buffers)
-        yield None
-        total = plan.shard.end_reduce(pending, buffers[0], self._sum_dtype, what, divisor)
-        self._free()
-        return total
-
-    def _split(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        found: list[torch.Tensor | None] = [None] * self._num_sharded
-        parts = total.split([piece.form.numel for piece in self._pieces])
-        for piece, part in zip(self._pieces, parts, strict=True):
-            grads = piece.form.grads(part)
-            for index in piece.form.indices:
-                found[index] = grads[index]
-        return found
-
-    @property
-    def _segment_numel(self) -> int:
-        return sum(piece.form.numel for piece in self._pieces)
-
-    def _copy_into(self, rows: torch.Tensor) -> None:
-        parts = rows.split([piece.form.numel for piece in self._pieces], dim=1)
-        for piece, part in zip(self._pieces, parts, strict=True):
-            part.copy_(piece.buffer.view(part.shape))

@@ -18,7 +18,7 @@ from .._comm.communicator import Communicator
 from .accumulation import DTensorGrads, ShardedGrads, Zeroed
 from .bulk_dict import exhaust
 from .conduct import Conduct
-from .conducted_reduce import ConductedReduceBuffer, PiecewiseReduceBuffer
+from .conducted_reduce import ConductedReduceBuffer
 from .reduce import (
     DirectGradBuffer,
     GradBuffer,
@@ -277,13 +277,9 @@ class ConductedGradients(Gradients):
         reduce_dtype: torch.dtype,
         device: torch.device,
         conduct: Conduct,
-        in_pieces: bool,
     ) -> None:
-        """in_pieces: the buffer may be a PiecewiseReduceBuffer, so that gradients of large
-        parameters wait for those of the others."""
-        super().__init__(store, memories, plan, () if in_pieces else large, reduce_dtype, device)
+        super().__init__(store, memories, plan, large, reduce_dtype, device)
         self._conduct, self._form = conduct, store.reduce_form()
-        self._in_pieces = in_pieces
         self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
 
     @staticmethod
@@ -296,12 +292,6 @@ class ConductedGradients(Gradients):
     def count_collectives(self) -> None:
         conduct = self._conduct
         self._count(conduct.reduction.custom is not None, conduct.all_reduce)
-
-    def take_large(self, index: int, param: nn.Parameter) -> None:
-        if not self._in_pieces:
-            super().take_large(index, param)
-        elif not self.received:
-            self.limit_in_flight()  # the unit's gradients take memory from now on
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         # The rest of the trainable parameters are looked at once, when the reduction starts.
@@ -331,9 +321,7 @@ class ConductedGradients(Gradients):
             self._buffer, self.received = made, made.received
 
     def _new_buffer(self) -> ConductedReduceBuffer:
-        in_pieces = self._in_pieces and len(self._form.in_pieces()) > 1
-        kind = PiecewiseReduceBuffer if in_pieces else ConductedReduceBuffer
-        return kind(
+        return ConductedReduceBuffer(
             self._store,
             self._plan.shard.ranks,
             self.reduce_dtype,

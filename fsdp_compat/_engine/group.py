@@ -69,18 +69,15 @@ class Group:
         # begins with all units unsharded, though, a buffer for gradients wider than the parameters
         # is not allocated before the first unit is resharded: post-backward moves them.
         streamed = reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
-        in_pieces = not streamed and conduct is not None and self.shard.reduces_pieces
         large = {
             param
             for memory in self.memories
             for param in memory.unsharded_params
-            if (streamed or in_pieces) and is_large(param)
+            if streamed and is_large(param)
         }
         arguments = store, self.memories, plan, large, precision.reduce, device
         self.gradients = (
-            Gradients(*arguments)
-            if conduct is None
-            else ConductedGradients(*arguments, conduct, in_pieces)
+            Gradients(*arguments) if conduct is None else ConductedGradients(*arguments, conduct)
         )
         self.partial: PartialShard | None = None  # the front end sets it
         self.requires_grad = RequiresGrad(store, self.memories, large)

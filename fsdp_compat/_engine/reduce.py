@@ -271,11 +271,8 @@ class ReduceBuffer:
 
     def _grads(self, plan: ReducePlan, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
         dtype = plan.grad_dtype or self.form.dtype
-        return self._split(plan.offload.to_host(total if total.dtype is dtype else total.to(dtype)))
-
-    def _split(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Return the gradient of every sharded parameter, a view of ``total`` [S]."""
-        return self.form.grads(total)
+        total = total if total.dtype is dtype else total.to(dtype)
+        return self.form.grads(plan.offload.to_host(total))
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. The hook may set

@@ -119,11 +119,6 @@ class ReduceForm(typing.Protocol):
         marks is zero if no rank has one. Views of what belongs to no parameter hold them too."""
         raise StateError(f"internal: a {type(self).__name__} has no marks")
 
-    def in_pieces(self) -> Sequence[ReduceForm]:
-        """Return a form for each large parameter and one for the rest: together they have places
-        for the same parameters. Only where each parameter has a sharded one of its own."""
-        return [self]
-
 
 class Extension(typing.Protocol):
     """Tensor subclasses with their own way to all-gather (fsdp_pre_all_gather)."""

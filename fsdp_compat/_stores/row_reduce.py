@@ -4,7 +4,6 @@ marks, one element per parameter in every rank's segment, that say whether a ran
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from .._engine.gradients import LARGE
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import ALIGN_NBYTES, Cut, RowLayout
 from .._torch_private import dtensor as torch_dtensor
@@ -42,9 +40,6 @@ class RowReduceForm:
         of the store. specs: of the gradients as DTensors; None: they stay plain tensors.
         """
         self.indices, self.dtype = list(indices), dtype
-        self._form_of = functools.partial(
-            RowReduceForm, cuts=cuts, specs=specs, parallel=parallel, rank=rank, ranks=ranks
-        )
         self._cuts = [cuts[index] for index in self.indices]
         # The marks lie like one more parameter. Its rows have whole units of alignment, so that
         # segments stay aligned.
@@ -116,19 +111,6 @@ class RowReduceForm:
         for index, part in zip(self.indices, parts, strict=True):
             found[index] = part
         return found
-
-    def in_pieces(self) -> list[RowReduceForm]:
-        large = [
-            index
-            for index, cut in zip(self.indices, self._cuts, strict=True)
-            if cut.ranks * cut.numel >= LARGE
-        ]
-        rest = [index for index in self.indices if index not in large]
-        return [
-            self._form_of(indices, dtype=self.dtype)
-            for indices in (*([index] for index in large), rest)
-            if indices
-        ]
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
         return [

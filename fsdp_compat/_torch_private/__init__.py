@@ -73,8 +73,6 @@ __all__ = [
     "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
-    "start_reduce_scatters",
-    "starts_reduce_scatters",
     "storage_key",
     "tensor_without_storage",
     "under_prefix",
@@ -347,20 +345,6 @@ def start_reduce_scatter(
         total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
     with uncounted():
         return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
-
-
-def start_reduce_scatters(
-    group: dist.ProcessGroup, totals: list[torch.Tensor], buffers: list[torch.Tensor]
-) -> dist.Work:
-    """Start summing reduce-scatters of real tensors as one collective. The public functional
-    collective returns a tensor, not a handle."""
-    with uncounted():
-        return group.reduce_scatter_tensor_coalesced(totals, buffers, _ASYNC_SUM)
-
-
-def starts_reduce_scatters(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if ``start_reduce_scatters`` works for tensors of a device. Backends do not tell."""
-    return _backend_name(group, device) in ("nccl", "xccl", "gloo", "fake")
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

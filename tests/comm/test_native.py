@@ -1,4 +1,4 @@
-"""Training over CoalescingTransport matches unsharded training; the backend is gloo here."""
+"""Training over NativeTransport matches unsharded training; the backend is gloo here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
 from fsdp_compat._comm.communicator import Kind
-from fsdp_compat._comm.native import CoalescingTransport
+from fsdp_compat._comm.native import NativeTransport
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -31,7 +31,7 @@ def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
         for each in (group.shard, group.replica)
         if each.ranks > 1
     }
-    assert {type(each) for each in communicators} == {CoalescingTransport}
+    assert {type(each) for each in communicators} == {NativeTransport}
     for _ in range(3):
         pair.step(one_backward)
     pair.step(one_backward, as_a_user=True)

@@ -187,7 +187,7 @@ def trains_large(device: str, front_end: str, strategy: str, offload: bool) -> l
     [*((name, "FULL_SHARD") for name in FRONT_ENDS), ("fully_shard", "SHARD_GRAD_OP")],
 )
 @pytest.mark.parametrize("offload", [False, True])
-def test_training_with_large_gradients_that_move_by_themselves_or_in_pieces(
+def test_training_with_large_gradients_that_move_by_themselves_or_with_the_others(
     emulated_device: str, offload: bool, front_end: str, strategy: str
 ) -> None:
     arguments = front_end, strategy, offload

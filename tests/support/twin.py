@@ -106,7 +106,6 @@ class Transfers:
         with (
             mock.patch.object(_torch_private, "start_all_gather", self._gather),
             mock.patch.object(_torch_private, "start_reduce_scatter", self._reduce),
-            mock.patch.object(_torch_private, "start_reduce_scatters", self._reduce_pieces),
             mock.patch.object(dist, "all_reduce", self._sum),
         ):
             yield
@@ -150,22 +149,15 @@ class Transfers:
         return self._start(carry, (full, own))
 
     def _reduce(self, group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor) -> Work:
-        return self._reduce_pieces(group, [total], [buffer])
-
-    def _reduce_pieces(
-        self, group: dist.ProcessGroup, totals: list[torch.Tensor], buffers: list[torch.Tensor]
-    ) -> Work:
         ranks = group.size()
-        for total in totals:
-            total.fill_(float("nan"))
+        total.fill_(float("nan"))
 
         @torch.no_grad()
         def carry() -> None:
             self._take_time()
-            for total, buffer in zip(totals, buffers, strict=True):
-                torch.mul(buffer[: total.numel()], ranks, out=total)
+            torch.mul(buffer[: total.numel()], ranks, out=total)
 
-        return self._start(carry, (totals, buffers))
+        return self._start(carry, (total, buffer))
 
     def _sum(
         self,
