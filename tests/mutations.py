@@ -107,22 +107,10 @@ BREAKS = (
     ),
     Break(
         "reduce in another order on each rank",
-        "        sum_in_rank_order(addends, total[start:stop], divisor)\n",
-        "        addends = [*addends[rank:], *addends[:rank]]\n"
-        "        sum_in_rank_order(addends, total[start:stop], divisor)\n",
+        "        sum_in_rank_order(parts, total, divisor)\n",
+        "        parts = [*parts[self.rank :], *parts[: self.rank]]\n"
+        "        sum_in_rank_order(parts, total, divisor)\n",
         "tests/engine/test_reduce.py -k rank_order",
-    ),
-    Break(
-        "the gradients that are kept left out of the sum",
-        "pieces.append(kept[part] if part in kept else self._zero.expand(form.kept[part]))",
-        "pieces.append(self._zero.expand(form.kept[part]))",
-        "tests/engine/test_shared_reduce.py",
-    ),
-    Break(
-        "a kept gradient added to in place",
-        "self._kept[index] = self._kept[index] + value",
-        "self._kept[index] += value",
-        "tests/engine/test_shared_reduce.py -k others_may_hold",
     ),
     Break(
         "a second gradient of one parameter in one put lost",

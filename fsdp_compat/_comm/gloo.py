@@ -19,7 +19,7 @@ from .memory_files import refusal_of
 from .mesh import Axis
 from .same_host import ACK_TAG, Described
 from .shared_memory import PeerMemory
-from .summation import sum_in_pieces, sum_in_rank_order
+from .summation import sum_in_rank_order
 from .transport import Collectives, Handle, Kind, MessageId, ProcessGroupTransport, Work
 
 __all__ = ["GlooTransport"]
@@ -116,6 +116,7 @@ class GlooTransport(ProcessGroupTransport):
             buffer, segments = shared_memory.copy_of_others(segments, self.rank)
         return self._exchange(segments, self._parts_like(own, readers), tag, buffer, readers)
 
+    @all_or_nothing
     def end_reduce(
         self,
         handle: Handle,
@@ -124,26 +125,14 @@ class GlooTransport(ProcessGroupTransport):
         what: str,
         divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.end_reduce_with([own], handle, dtype, what, divisor)
-
-    @all_or_nothing
-    def end_reduce_with(
-        self,
-        pieces: Sequence[torch.Tensor],
-        handle: Handle,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
         self._end(handle, what)
-        own = handle.parts[self.rank]
         parts = self._parts(handle, own, what)
         other = 0 if self.rank else 1
         total = parts[other]
         if other in handle.descriptors or total.dtype != dtype:
             make = shared_memory.allocate if handle.descriptors else own.new_empty
             total = make(own.numel(), dtype=dtype)
-        sum_in_pieces(parts, self.rank, pieces, total, divisor)
+        sum_in_rank_order(parts, total, divisor)
         self._end_reading(handle, what)
         return total
 

@@ -6,26 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["sum_in_pieces", "sum_in_rank_order"]
+__all__ = ["sum_in_rank_order"]
 
 _CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: it stays in the cache until it is divided
-
-
-def sum_in_pieces(
-    parts: Sequence[torch.Tensor],
-    rank: int,
-    pieces: Sequence[torch.Tensor],
-    total: torch.Tensor,
-    divisor: torch.Tensor | None,
-) -> None:
-    """``sum_in_rank_order`` with ``pieces``, one after the other, in place of the part of
-    ``rank``."""
-    start = 0
-    for piece in pieces:
-        stop = start + piece.numel()
-        addends = [piece if r == rank else part[start:stop] for r, part in enumerate(parts)]
-        sum_in_rank_order(addends, total[start:stop], divisor)
-        start = stop
 
 
 def sum_in_rank_order(

@@ -175,17 +175,6 @@ class Communicator(typing.Protocol):
         what it sends; but it must not be written to before ``wait_readers``.
         """
 
-    def end_reduce_with(
-        self,
-        pieces: Sequence[torch.Tensor],
-        handle: Handle,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``end_reduce`` with ``pieces``, one after the other, as this rank's segment. Only where
-        ``shares``."""
-
     def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
     ) -> Handle:

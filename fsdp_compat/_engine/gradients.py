@@ -26,7 +26,6 @@ from .reduce import (
     Reduction,
 )
 from .reduce_plan import CommHook, ReducePlan
-from .shared_reduce import SharedReduceBuffer
 from .storage import GroupMemory
 from .store import ParamStore
 
@@ -86,8 +85,6 @@ class Gradients:
             for index, param in enumerate(memory.unsharded_params)
             if param not in large
         ]
-        indices = {index for index, _ in params}
-        self._large = frozenset(range(len(memories[0].unsharded_params))) - indices
         self.small = _SmallParams(
             [param for _, param in params], [index for index, _ in params], [None] * len(params)
         )
@@ -204,15 +201,6 @@ class Gradients:
         )
         if plan.ranks == 1 and plan.hook is None and memory.aliased and whole and exact:
             return DirectGradBuffer(store)
-        form = store.reduce_form()
-        if (
-            plan.reads_in_place
-            and plan.shard.ranks > 1
-            and plan.hook is None
-            and form.pieces_are_whole
-            and plan.shares(plan.shard.ranks * form.numel, self.reduce_dtype)
-        ):
-            return SharedReduceBuffer(store, self.reduce_dtype, plan, self._large)
         return ReduceBuffer(
             store, plan.shard.ranks, self.reduce_dtype, self._device, plan.predivisor, plan
         )

@@ -97,18 +97,14 @@ class ReduceBuffer:
         self._sum_dtype = torch.promote_types(
             torch.promote_types(dtype, self.form.dtype), torch.float32
         )
-        self.views = self._own = self._reserve(dtype, device)
+        buffer = torch.empty(ranks * self.form.numel, dtype=dtype, device=device)
+        self._storage = Storage(buffer)
+        self.views = self._own = self._views_of(buffer)
+        self._storage.free()
         self._block: torch.Tensor | None = None  # shared memory in place of the buffer's own
         self._all_indices = self.form.indices
         self._takes_all = self.form.takes_all and predivisor == 1
         self._is_clean = False  # zeros lie around the gradients already
-
-    def _reserve(self, dtype: torch.dtype, device: torch.device) -> Views:
-        """Make the buffer, without memory, and its views."""
-        buffer = torch.empty(self._ranks * self.form.numel, dtype=dtype, device=device)
-        self._storage, views = Storage(buffer), self._views_of(buffer)
-        self._storage.free()
-        return views
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
         places = self.form.places(buffer)
