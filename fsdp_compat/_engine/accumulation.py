@@ -4,15 +4,14 @@ is detected while gradients accumulate without communication (no_sync).
 After a backward inside no_sync the gradients are in the group's gradient buffer, not in ``.grad``.
 Where ``.grad`` is None it is set to zeros, so that ``zero_grad`` finds something to clear, and the
 state of each ``.grad`` is noted. Before the next backward the notes tell which gradients were
-zeroed; these are dropped from the buffer too, on all ranks or on none."""
+replaced, and are dropped from the buffer too, and which are zeroed in the buffer too."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from .bulk_dict import exhaust
 from .reduce_plan import ReducePlan
 from .store import ParamStore
 
-__all__ = ["DTensorGrads", "ShardedGrads", "Zeroed"]
+__all__ = ["DTensorGrads", "ShardedGrads"]
 
 _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
 _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
@@ -34,15 +33,6 @@ class _Note:
 
     grad: torch.Tensor
     version: int
-    nonzero: torch.Tensor  # bool, 0-d; read only if the gradient has been written to since
-
-
-class Zeroed(enum.Enum):
-    """Whether a noted gradient was zeroed before the next backward."""
-
-    NO = enum.auto()  # unchanged, or written to and not zero
-    YES = enum.auto()  # replaced or set to None, or it was not zero and is zero now
-    UNCLEAR = enum.auto()  # written to; it was zero (or empty) and still is
 
 
 class ShardedGrads:
@@ -111,8 +101,8 @@ class ShardedGrads:
     def note(self) -> None:
         """Note every ``.grad`` after a backward without communication: see the head of this file.
 
-        Parameters that this rank has no part of get a gradient too, until the next reduction:
-        gradients that zero_grad clears are dropped on all ranks or on none.
+        Parameters that this rank has no part of get a gradient too, until the next reduction: what
+        zero_grad clears is cleared on all ranks.
         """
         self._notes = []
         for param in self._params:
@@ -122,38 +112,22 @@ class ShardedGrads:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=self._dtype)
             grad = param.grad
-            self._notes.append(_Note(grad, grad._version, grad.any()))
+            self._notes.append(_Note(grad, grad._version))
 
-    def forget_notes(self) -> None:
-        self._notes = []
-
-    def was_zeroed(self) -> list[Zeroed]:
-        """Return, per sharded parameter, whether its gradient was zeroed since ``note``."""
-        answers = []
-        for param, note in zip(self._params, self._notes, strict=True):
+    def take_cleared(self) -> tuple[list[int], list[int]]:
+        """Forget the notes. Return the positions of sharded parameters whose gradients were
+        replaced or set to None since ``note``, which is the same on all ranks, and of those whose
+        gradients were written to and are zero now, which depends on this rank's part."""
+        replaced, zeroed = list[int](), list[int]()
+        for position, (param, note) in enumerate(zip(self._params, self._notes, strict=True)):
             if note is None:
-                answers.append(Zeroed.NO)
-            elif param.grad is not note.grad:
-                answers.append(Zeroed.YES)
-            elif note.grad._version == note.version or note.grad.any():
-                answers.append(Zeroed.NO)
-            else:
-                answers.append(Zeroed.YES if note.nonzero else Zeroed.UNCLEAR)
-        return answers
-
-    def was_written(self) -> bool:
-        """True if a noted gradient was written to in place."""
-        return any(True for _ in self._written())
-
-    def was_scaled(self) -> bool:
-        """True if a noted gradient was written to, was not zero before and is not zero now, so that
-        the write was not a zero_grad."""
-        return any(bool(note.nonzero) and bool(note.grad.any()) for note in self._written())
-
-    def _written(self) -> Iterator[_Note]:
-        for param, note in zip(self._params, self._notes, strict=True):
-            if note is not None and param.grad is note.grad and note.grad._version != note.version:
-                yield note
+                continue
+            if param.grad is not note.grad:
+                replaced.append(position)
+            elif note.grad._version != note.version and not note.grad.any():
+                zeroed.append(position)
+        self._notes = []
+        return replaced, zeroed
 
 
 class DTensorGrads(ShardedGrads):

@@ -25,7 +25,7 @@ from . import hooks
 from .checks import Checks, refuse_summoned_backward
 from .communicators import Communicators
 from .device import ComputeStreams
-from .gradients import Gradients, InFlightReductions, drop_zeroed
+from .gradients import Gradients, InFlightReductions
 from .group import Group
 from .mapped_shards import Pass
 from .unit import Call, Residency, Unit
@@ -96,7 +96,8 @@ class BackwardRunner:
             current, self.is_open = Backward(), True
             if self._has_notes:
                 self._has_notes = False
-                drop_zeroed(self._gradients(), self._communicators.any_rank)
+                for gradients in self._gradients():
+                    gradients.clear()
             self._current = weakref.ref(current)
             hooks.on_end_of_backward(lambda: self._end(current))
             try:

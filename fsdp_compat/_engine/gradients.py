@@ -8,14 +8,14 @@ import dataclasses
 import itertools
 import operator
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
 from .. import _torch_private
 from .._comm.communicator import Communicator
-from .accumulation import DTensorGrads, ShardedGrads, Zeroed
+from .accumulation import DTensorGrads, ShardedGrads
 from .bulk_dict import exhaust
 from .conduct import Conduct
 from .conducted_reduce import ConductedReduceBuffer
@@ -34,7 +34,6 @@ __all__ = [
     "ConductedGradients",
     "Gradients",
     "InFlightReductions",
-    "drop_zeroed",
     "is_large",
 ]
 
@@ -220,13 +219,20 @@ class Gradients:
 
     # -- at other times
 
-    def drop(self, zeroed: Sequence[bool]) -> None:
-        """Drop the received gradients of the sharded parameters that were zeroed, and the notes."""
-        if self._buffer is not None:
-            for (_, indices), is_zeroed in zip(self._store.sharded_params, zeroed, strict=True):
-                if is_zeroed:
-                    self._buffer.drop(indices)
-        self.sharded.forget_notes()
+    def clear(self) -> None:
+        """Before a backward: clear the received gradients that zero_grad has cleared since a
+        backward without communication.
+
+        What is received decides what is reduced, so it must not depend on values, which differ
+        between ranks: gradients that are zero now are zeroed here too, and stay received.
+        """
+        if self._buffer is None or not self.sharded.has_notes:
+            return
+        replaced, zeroed = self.sharded.take_cleared()
+        for position in zeroed:
+            self._buffer.zero(self._store.sharded_params[position].unsharded_params)
+        for position in replaced:
+            self._buffer.drop(self._store.sharded_params[position].unsharded_params)
 
     def discard(self) -> None:
         """After a backward that raised: wait for the reduction in flight, and drop all gradients
@@ -367,30 +373,6 @@ class InFlightReductions:
     def forget(self) -> None:
         """After a backward that raised: the groups discard their gradients themselves."""
         self._units.clear()
-
-
-def drop_zeroed(
-    groups: Iterable[Gradients], any_rank: Callable[[Sequence[bool], str], list[bool]]
-) -> None:
-    """Before a backward: drop the received gradients that zero_grad has cleared since a backward
-    without communication. Collective.
-
-    Gradients that ``set_to_none`` replaced are easy to recognise. One that was zero, was written to
-    and is still zero is ambiguous: the other gradients then decide, on all ranks together, whether
-    the write was a zero_grad or a rescaling.
-    """
-    noted = [gradients for gradients in groups if gradients.sharded.has_notes]
-    answers = {gradients: gradients.sharded.was_zeroed() for gradients in noted}
-    cleared = True
-    # All ranks take the same branch, because they run the same program.
-    if any(gradients.sharded.was_written() for gradients in noted):
-        [scaled] = any_rank(
-            [any(gradients.sharded.was_scaled() for gradients in noted)],
-            "a check whether zero_grad cleared gradients",
-        )
-        cleared = not scaled
-    for gradients, zeroed in answers.items():
-        gradients.drop([z is Zeroed.YES or (z is Zeroed.UNCLEAR and cleared) for z in zeroed])
 
 
 def _no_limit() -> None:

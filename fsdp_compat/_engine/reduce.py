@@ -43,6 +43,9 @@ class GradBuffer(typing.Protocol):
     def drop(self, indices: Iterable[int]) -> None:
         """Drop the gradients of some parameters."""
 
+    def zero(self, indices: Iterable[int]) -> None:
+        """Set the received gradients of some parameters to zero."""
+
     def discard(self) -> None:
         """Drop all gradients and free the memory."""
 
@@ -191,6 +194,11 @@ class ReduceBuffer:
         if not self.received:
             self._free()
 
+    def zero(self, indices: Iterable[int]) -> None:
+        for index in self.received.intersection(indices):
+            for place in self.views.places[index]:
+                place.zero_()
+
     def discard(self) -> None:
         self.received.clear()
         self._free()
@@ -304,6 +312,10 @@ class DirectGradBuffer:
     def drop(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._grads.pop(index, None)
+
+    def zero(self, indices: Iterable[int]) -> None:
+        for index in self.received & set(indices):
+            self._grads[index].zero_()
 
     def discard(self) -> None:
         self._grads.clear()

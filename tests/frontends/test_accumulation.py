@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import contextlib
-import copy
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import MixedPrecision, ShardingStrategy
-from tests.support.models import DIM, RareRows, Stack, Switch, chain
+from fsdp_compat._comm.communicator import Kind
+from tests.support.models import DIM, Stack, Switch
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Turn,
@@ -111,41 +111,109 @@ def test_zero_grad_drops_unsynchronised_gradients(
     run_ranks(2, _clears_gradients_between, set_to_none, before, use_orig_params=use_orig_params)
 
 
-def _use_row(model: nn.Module, x: Tensor, row: int) -> Tensor:
-    return model[0](x, row).pow(2).mean()
-
-
-def _scales_gradients_between(**options: Any) -> None:
-    """Where a rank's part of a gradient is empty or zero, scaling looks the same as zero_grad."""
-    pair = make_pair(partial(chain, RareRows), (RareRows,), **options)
-    batches = pair.batches()
-    for x in batches:
-        _use_row(pair.plain, x, 0).backward()
-    for p in pair.plain.parameters():
-        p.grad.mul_(0.5 / pair.ranks)
-    later = copy.deepcopy(pair.plain)
-    later.zero_grad()
-    for x in batches:
-        (_use_row(later, x * 2, 5) + _use_row(later, x, 1)).backward()
-    for p, q in zip(pair.plain.parameters(), later.parameters(), strict=True):
-        p.grad += q.grad / pair.ranks
-
-    own = batches[pair.rank]
-    _use_row(pair.model, own, 0).backward()
-    with pair.model.no_sync():
-        _use_row(pair.model, own * 2, 5).backward()
-    for p in pair.model.parameters():
-        p.grad.mul_(0.5)
-    _use_row(pair.model, own, 1).backward()
-    pair.compare_and_update()
+def _clears_units_that_the_next_backward_does_not_use(set_to_none: bool, **options: Any) -> None:
+    pair = make_pair(Switch, **options)
+    for _ in range(2):
+        batches = pair.batches()
+        for x in batches:
+            pair.plain(x, "ab").pow(2).mean().backward()
+        with pair.model.no_sync():
+            pair.model(batches[pair.rank], "ab").pow(2).mean().backward()
+        for optim in (pair.plain_optim, pair.optim):
+            optim.zero_grad(set_to_none=set_to_none)
+        for x in batches:
+            pair.plain(x, "a").pow(2).mean().backward()
+        pair.average_plain_gradients()
+        pair.model(batches[pair.rank], "a").pow(2).mean().backward()
+        pair.compare_and_update()
 
 
 @both_forms
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones(
-    num_ranks: int, use_orig_params: bool
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_units_that_the_next_backward_does_not_use(
+    set_to_none: bool, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _scales_gradients_between, use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        _clears_units_that_the_next_backward_does_not_use,
+        set_to_none,
+        use_orig_params=use_orig_params,
+    )
+
+
+def _scales_gradients_between() -> None:
+    """No rank's part of a gradient is zero."""
+    pair = make_pair(Stack)
+    batches = pair.batches()
+    own = batches[pair.rank]
+    for x in batches:
+        square(pair.plain, x).backward()
+    for p in pair.plain.parameters():
+        p.grad.mul_(0.5)
+    for x in batches:
+        square(pair.plain, x * 2).backward()
+        square(pair.plain, x * 3).backward()
+    pair.average_plain_gradients()
+
+    square(pair.model, own).backward()
+    with pair.model.no_sync():
+        square(pair.model, own * 2).backward()
+    for p in pair.model.parameters():
+        p.grad.mul_(0.5)
+    square(pair.model, own * 3).backward()
+    pair.compare_and_update()
+
+
+def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones() -> None:
+    run_ranks(2, _scales_gradients_between)
+
+
+class Table(nn.Module):
+    """With 2 ranks the second one holds rows whose gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(6, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.rows[0]
+
+
+class Optional(nn.Module):
+    """``use``: whether the table is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = Table(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.last(self.table(x) if use else x)
+
+
+def _zeroes_on_one_rank(use_orig_params: bool) -> tuple[int, list[float]]:
+    """Return how many groups a backward has reduced that does not use the table, and the gradient
+    of the table before it and after it, in one element."""
+    pair = make_pair(Optional, (Table,), use_orig_params=use_orig_params)
+    x, shard = torch.ones(2, DIM), pair.model._runtime.groups[0].shard
+    pair.model(x, True).sum().backward()
+    with pair.model.no_sync():
+        pair.model(x, True).sum().backward()
+    for p in pair.model.parameters():
+        p.grad.mul_(0.5)  # it was zero for the table on the second rank, and it is zero
+    (parameter,) = pair.model.table.parameters()
+    seen = [parameter.grad.flatten()[0].item()]
+    shard.traffic.clear()
+    pair.model(x, False).sum().backward()
+    seen.append(parameter.grad.flatten()[0].item())
+    return shard.traffic.counts[Kind.REDUCE], seen
+
+
+@both_forms
+def test_what_is_zero_on_one_rank_does_not_change_what_is_reduced(use_orig_params: bool) -> None:
+    (first, seen), (second, zeros) = run_ranks(2, _zeroes_on_one_rank, use_orig_params)
+    assert first == second == 2
+    assert seen[0] and seen[1] / seen[0] == pytest.approx(2)  # half of the unsynchronised gradient
+    assert zeros == [0, 0]
 
 
 def _keeps_whole_gradients_under_no_sync() -> tuple[int, int]:

@@ -427,18 +427,6 @@ class ManyDtypes(Block):
         return super().forward(x) + 0.01 * self.codes.float().mean() + self.low.float().mean()
 
 
-class RareRows(nn.Module):
-    """Only some batches use rows of ``table``; with 3 ranks the last one has no part of ``pair``,
-    which has two rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.pair = nn.Parameter(torch.randn(6, DIM)), nn.Parameter(torch.randn(2, DIM))
-
-    def forward(self, x: Tensor, row: int) -> Tensor:
-        return x * self.table[row] + self.pair.sum(0)
-
-
 # -- recomputation
 
 
