@@ -12,6 +12,9 @@ that things take.
     use()            register the device in this process, for good: only in processes of run_ranks
     watching()       record what happens on it
 
+``play`` says when a recorded program would run, given what its operations cost; ``nccl`` adds
+collectives, and what torch's own FSDP needs of a device.
+
 ``device.cpp`` is compiled when it is first needed, and kept where torch keeps its extensions."""
 
 from __future__ import annotations
@@ -36,7 +39,16 @@ import torch
 
 from tests.support.emulated import order
 
-__all__ = ["NAME", "Recording", "UnwantedSync", "build", "use", "watching", "why_not"]
+__all__ = [
+    "NAME",
+    "Recording",
+    "UnwantedSync",
+    "build",
+    "is_pinned",
+    "use",
+    "watching",
+    "why_not",
+]
 
 NAME = "emulated"
 _HERE = Path(__file__).parent
@@ -206,10 +218,16 @@ def _place() -> order.Place:
     return tuple(found)
 
 
+def is_pinned(address: int) -> bool:
+    """Return whether an address is in pinned memory of the host."""
+    found: bool = _extension().is_pinned(address)
+    return found
+
+
 @contextlib.contextmanager
-def watching() -> Iterator[Recording]:
+def watching(recording: Recording | None = None) -> Iterator[Recording]:
     """Record what happens on the device inside the context."""
-    recording = Recording()
+    recording = recording or Recording()
     _extension().observe(recording)
     try:
         yield recording

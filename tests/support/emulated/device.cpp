@@ -347,4 +347,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(kEmulated, &device_memory);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("observe", &observe, "Tell an observer from now on; None: nobody.");
+  m.def("is_pinned", [](uintptr_t address) {
+    return pinned_memory.holds(reinterpret_cast<const void*>(address));
+  });
 }

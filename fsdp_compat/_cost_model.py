@@ -1,0 +1,157 @@
+"""How long the work of a training step takes: kernels, collectives and copies, from bytes,
+floating-point operations and ranks.
+
+A roofline for kernels, bandwidth and latency for everything that travels. Work that runs at the
+same time divides what it shares (``Demand``); how much of it is a choice (``Contention``). The
+model knows no kernel's efficiency: ``flops`` and the bandwidths are those that are reached in
+practice, not the data sheet's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+__all__ = ["CONTENTION", "H100", "Contention", "Demand", "Link", "Machine", "Work", "speeds"]
+
+
+class Demand(NamedTuple):
+    """What work takes while nothing else runs, as shares (0 to 1) of what there is."""
+
+    memory: float = 0.0  # bandwidth
+    multiprocessors: float = 0.0
+    node: float = 0.0  # link between devices of a node
+    network: float = 0.0  # link between nodes
+    from_host: float = 0.0
+    to_host: float = 0.0
+
+
+class Work(NamedTuple):
+    """One kernel, collective or copy."""
+
+    seconds: float  # while nothing else runs
+    demand: Demand
+
+
+def speeds(demands: Sequence[Demand]) -> list[float]:
+    """Return the speed (at most 1) of each work among those that run at the same time.
+
+    Where together they want more of something than there is, all that want it are slowed down by
+    the same factor.
+    """
+    totals = [max(1.0, sum(shares)) for shares in zip(*demands, strict=True)]
+    return [
+        1.0 / max(total if share else 1.0 for share, total in zip(demand, totals, strict=True))
+        for demand in demands
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contention:
+    """What kernels that run at the same time are assumed to share."""
+
+    matmul: float  # share of the multiprocessors that a matrix product takes
+    memory_bound: float  # the same of a kernel that only moves bytes
+    collective: float  # the same of a collective
+    traffic: float  # bytes of memory traffic for each byte that a rank receives
+    has_memory: bool  # whether bandwidth of the memory is shared
+
+
+CONTENTION = {
+    # Nothing is shared: whatever runs on another stream is free.
+    "free": Contention(0.0, 0.0, 0.0, 0.0, False),
+    "memory": Contention(0.0, 0.0, 0.0, 2.5, True),
+    "sm": Contention(1.0, 0.25, 0.0, 2.5, True),
+    # Besides, a collective takes 16 of 132 multiprocessors.
+    "collectives": Contention(1.0, 0.25, 0.12, 2.5, True),
+    # Kernels that are not collectives run one after the other.
+    "serial": Contention(1.0, 1.0, 0.0, 0.0, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """bandwidth: bytes per second that a rank receives."""
+
+    bandwidth: float
+    latency_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The device of a rank, and what connects it with the others. Rates are per second."""
+
+    flops: float  # of matrix products, in the dtype of the computation
+    memory_bandwidth: float
+    launch_s: float  # the least time of a kernel
+    node: Link  # between the devices of a node
+    network: Link  # between nodes, for each device
+    host: Link  # each direction
+    ranks_per_node: int
+    contention: Contention = CONTENTION["sm"]
+
+    def kernel(self, nbytes: float, flops: float = 0.0) -> Work:
+        """nbytes: read and written. flops: of a matrix product; 0: it only moves bytes."""
+        memory_s = nbytes / self.memory_bandwidth
+        seconds = max(memory_s, flops / self.flops, self.launch_s)
+        contention = self.contention
+        return Work(
+            seconds,
+            Demand(
+                memory=memory_s / seconds if contention.has_memory else 0.0,
+                multiprocessors=contention.matmul if flops else contention.memory_bound,
+            ),
+        )
+
+    def all_gather(self, nbytes: float, ranks: Collection[int]) -> Work:
+        """nbytes: of the whole output. ranks: of the group."""
+        return self._collective(nbytes * (len(ranks) - 1) / len(ranks), ranks)
+
+    def reduce_scatter(self, nbytes: float, ranks: Collection[int]) -> Work:
+        """nbytes: of the whole input."""
+        return self._collective(nbytes * (len(ranks) - 1) / len(ranks), ranks)
+
+    def all_reduce(self, nbytes: float, ranks: Collection[int]) -> Work:
+        return self._collective(2 * nbytes * (len(ranks) - 1) / len(ranks), ranks)
+
+    def copy(self, nbytes: float, *, to_host: bool) -> Work:
+        """A copy between pinned memory of the host and the device."""
+        return Work(
+            self.host.latency_s + nbytes / self.host.bandwidth,
+            Demand(from_host=float(not to_host), to_host=float(to_host)),
+        )
+
+    def spans_nodes(self, ranks: Collection[int]) -> bool:
+        return len({rank // self.ranks_per_node for rank in ranks}) > 1
+
+    def _collective(self, received: float, ranks: Collection[int]) -> Work:
+        """received: bytes that a rank receives. The latency is that of trees: it does not grow
+        with the ranks."""
+        if len(ranks) == 1:
+            return Work(0.0, Demand())
+        spans_nodes = self.spans_nodes(ranks)
+        link = self.network if spans_nodes else self.node
+        seconds = link.latency_s + received / link.bandwidth
+        contention = self.contention
+        traffic = contention.traffic * received / self.memory_bandwidth / seconds
+        return Work(
+            seconds,
+            Demand(
+                memory=min(1.0, traffic) if contention.has_memory else 0.0,
+                multiprocessors=contention.collective,
+                node=float(not spans_nodes),
+                network=float(spans_nodes),
+            ),
+        )
+
+
+# Eight on NVLink, and 400 Gb/s of network for each.
+H100 = Machine(
+    flops=400e12,
+    memory_bandwidth=2.67e12,
+    launch_s=4e-6,
+    node=Link(360e9, 20e-6),
+    network=Link(45e9, 60e-6),
+    host=Link(25e9, 10e-6),
+    ranks_per_node=8,
+)

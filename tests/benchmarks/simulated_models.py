@@ -1,0 +1,327 @@
+"""What ``simulated.py`` trains: models that are small here and stand for large ones, and how each
+contender wraps them.
+
+A matrix product of the model here stands for one with ``flops_scale`` times its operations, and
+every tensor for one of ``bytes_scale`` times its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn.functional as F
+from contenders import FSDP1, FSDP2, FULLY_SHARD, ORIGINAL, OURS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fsdp_compat
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support import emulated
+
+CONTENDERS = (OURS, OURS + ORIGINAL, FULLY_SHARD, FSDP1, FSDP2)
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD = (
+    *("FULL_SHARD", "SHARD_GRAD_OP"),
+    *("NO_SHARD", "HYBRID_SHARD"),
+)
+STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD)
+LAYER_NUMEL = 200e6  # parameters of a layer of Llama 7B
+LAYER_TOKENS = 4096
+EXPERTS = 4
+
+
+def has_contender(name: str, strategy: str) -> bool:
+    """FSDP2 has no NO_SHARD."""
+    return strategy != NO_SHARD or name not in (FSDP2, FULLY_SHARD)
+
+
+# -- models
+
+
+class Block(nn.Module):
+    """The matrix products of a transformer's layer, one after the other."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.o(torch.relu(self.q(y) + self.k(y) + self.v(y)))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Expert(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """A block with experts, each for a part of the tokens. The last one gets none on this rank, so
+    its parameters are not used."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.experts = nn.ModuleList(Expert(dim) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.o(torch.relu(self.q(y) + self.k(y) + self.v(y)))
+        used = EXPERTS - 1
+        parts = zip(self.experts, x.tensor_split(used), strict=False)
+        return x + torch.cat([expert(part) for expert, part in parts])
+
+
+class Stack(nn.Module):
+    """From activations to a loss."""
+
+    def __init__(self, block: type[nn.Module], blocks: int, dim: int) -> None:
+        super().__init__()
+        self.inp = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(block(dim) for _ in range(blocks))
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, through: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = through(block, x)
+        return self.out(x).float().pow(2).mean()
+
+
+class LlamaBlock(nn.Module):
+    """As Llama 3.1 8B has it, with every dimension divided by ``Llama.SHRUNK``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.head_dim = 32, 8, dim // 32
+        keys = self.key_heads * self.head_dim
+        self.attention_norm, self.norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.q, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(dim, keys, bias=False) for _ in range(2))
+        hidden = dim * 7 // 2
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        y = self.attention_norm(x)
+        q, k, v = (self._heads(each(y)) for each in (self.q, self.k, self.v))
+        q, k = (_rotated(each, rotation) for each in (q, k))
+        repeats = self.heads // self.key_heads
+        k, v = (each.repeat_interleave(repeats, dim=2) for each in (k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        attended = _attention(q, k, v)[0].transpose(1, 2).contiguous().flatten(2)
+        x = x + self.o(attended)
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (-1, self.head_dim))
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Flash attention: one kernel, without a matrix of scores in memory. What a device without a
+    kernel of its own would get is not that."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+
+
+def _rotated(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    turned = torch.view_as_complex(x.float().unflatten(3, (-1, 2))) * rotation
+    return torch.view_as_real(turned).flatten(3).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """Llama 3.1 8B, from tokens to a loss."""
+
+    SHRUNK = 32  # every dimension is divided by it
+    DIM, VOCABULARY, LAYERS = 4096, 128256, 32
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        dim, vocabulary = self.DIM // self.SHRUNK, self.VOCABULARY // self.SHRUNK
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(LlamaBlock(dim) for _ in range(blocks))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        self.half_head = dim // 32 // 2
+
+    def forward(self, tokens: torch.Tensor, through: Callable[..., torch.Tensor]) -> torch.Tensor:
+        # [length, 1, half a head's dimension]
+        rotation = torch.ones(
+            tokens.shape[1], 1, self.half_head, dtype=torch.complex64, device=tokens.device
+        )
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = through(block, x, rotation)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+# -- what they stand for
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    build: Callable[[], nn.Module]
+    block: type[nn.Module]
+    inputs: Callable[[], torch.Tensor]
+    description: str
+    bytes_scale: float
+    flops_scale: float
+    block_numel: int  # parameters of a block here
+    tokens: int  # that a step stands for, of one rank
+    length: int = 0  # that a sequence with attention stands for
+
+
+def stack(block: type[nn.Module], blocks: int, dim: int, tokens: int, description: str) -> Model:
+    """A layer of the plain stack of 192 stands for one of Llama 7B with 4096 tokens; others are
+    larger or smaller in proportion."""
+    scale = LAYER_NUMEL / (12 * 192**2)
+    numel = sum(parameter.numel() for parameter in block(dim).parameters())
+    return Model(
+        build=lambda: Stack(block, blocks, dim),
+        block=block,
+        inputs=lambda: torch.randn(tokens, dim),
+        description=description,
+        bytes_scale=scale,
+        flops_scale=scale * LAYER_TOKENS / tokens,
+        block_numel=numel,
+        tokens=LAYER_TOKENS,
+    )
+
+
+def llama(blocks: int, batch: int, length: int) -> Model:
+    small = length // Llama.SHRUNK
+    numel = sum(parameter.numel() for parameter in LlamaBlock(Llama.DIM // 32).parameters())
+    return Model(
+        build=lambda: Llama(blocks),
+        block=LlamaBlock,
+        inputs=lambda: torch.randint(0, Llama.VOCABULARY // Llama.SHRUNK, (batch, small)),
+        description=f"Llama 3.1 8B, {batch} x {length} tokens per rank",
+        bytes_scale=Llama.SHRUNK**2,
+        flops_scale=Llama.SHRUNK**3,
+        block_numel=numel,
+        tokens=batch * length,
+        length=length,
+    )
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "blocks": lambda: stack(Block, 8, 192, 32, "8 blocks like layers of Llama 7B, 4096 tokens"),
+    "small": lambda: stack(Block, 32, 48, 32, "32 blocks of a sixteenth of a Llama 7B layer"),
+    "experts": lambda: stack(
+        Experts, 8, 96, 48, f"8 blocks of {EXPERTS} experts, of which one gets no tokens"
+    ),
+    "llama": lambda: llama(Llama.LAYERS, batch=2, length=8192),
+}
+
+
+# -- recomputation
+
+
+def call_block(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = block(*inputs)
+    return found
+
+
+def recompute_block(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = checkpoint(block, *inputs, use_reentrant=False)
+    return found
+
+
+def recompute_some(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """Keep attention and every second matrix product."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def contexts() -> Any:
+        products = {False: 0, True: 0}
+
+        def policy(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+            if op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+                return CheckpointPolicy.MUST_SAVE
+            if op is torch.ops.aten.mm.default:
+                products[context.is_recompute] += 1
+                if products[context.is_recompute] % 2:
+                    return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    found: torch.Tensor = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
+    return found
+
+
+RECOMPUTES = {"none": call_block, "blocks": recompute_block, "some": recompute_some}
+
+
+# -- contenders
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapping:
+    strategy: str
+    ranks: int
+    ranks_per_node: int
+    is_mixed: bool  # bf16, gradients are summed in fp32
+    offloads: bool
+
+    def mesh(self) -> DeviceMesh:
+        if self.strategy != HYBRID_SHARD:
+            return init_device_mesh(emulated.NAME, (self.ranks,), mesh_dim_names=("shard",))
+        nodes = self.ranks // self.ranks_per_node
+        return init_device_mesh(
+            emulated.NAME, (nodes, self.ranks_per_node), mesh_dim_names=("replicate", "shard")
+        )
+
+
+def wrap(name: str, model: nn.Module, block: type[nn.Module], wrapping: Wrapping) -> nn.Module:
+    if name in (FSDP2, FULLY_SHARD):
+        return _fully_sharded(
+            fsdp_compat if name == FULLY_SHARD else torch_fsdp, model, block, wrapping
+        )
+    policy: Any = ModuleWrapPolicy({block})
+    library: Any = fsdp_compat
+    if name.startswith(FSDP1):
+        policy, library = TorchModuleWrapPolicy({block}), torch_fsdp
+    precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped: nn.Module = library.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        sharding_strategy=library.ShardingStrategy[wrapping.strategy],
+        device_id=torch.device(emulated.NAME, 0),
+        device_mesh=wrapping.mesh() if wrapping.strategy == HYBRID_SHARD else None,
+        mixed_precision=precision if wrapping.is_mixed else None,
+        cpu_offload=library.CPUOffload(offload_params=True) if wrapping.offloads else None,
+        use_orig_params=name.endswith(ORIGINAL),
+    )
+    return wrapped
+
+
+def _fully_sharded(
+    library: Any, model: nn.Module, block: type[nn.Module], wrapping: Wrapping
+) -> nn.Module:
+    if not wrapping.offloads:
+        model.to(emulated.NAME)
+    dtypes = (torch.bfloat16, torch.float32) if wrapping.is_mixed else ()
+    options = {
+        "mesh": wrapping.mesh(),
+        "mp_policy": library.MixedPrecisionPolicy(*dtypes),
+        "reshard_after_forward": wrapping.strategy != SHARD_GRAD_OP,
+    }
+    if wrapping.offloads:
+        options["offload_policy"] = library.CPUOffloadPolicy()
+    for module in model.modules():
+        if isinstance(module, block):
+            library.fully_shard(module, **options)
+    wrapped: nn.Module = library.fully_shard(model, **options)
+    return wrapped

@@ -1,0 +1,176 @@
+"""The player, on programs that are written down. An operation's name is its seconds alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_compat._cost_model import Demand, Work
+from tests.support.emulated.order import (
+    HOST,
+    Allocate,
+    DeviceSync,
+    EventSync,
+    Free,
+    Happening,
+    Op,
+    Record,
+    StreamSync,
+    Wait,
+)
+from tests.support.emulated.play import Played, play
+
+A, B, C = 1, 2, 3
+GREEDY = Demand(memory=1.0)
+
+
+def alone(op: Op) -> Work:
+    return Work(float(op.name), Demand())
+
+
+def work(stream: int, seconds: float) -> Op:
+    return Op(stream, str(seconds))
+
+
+def times(played: Played) -> list[tuple[int, float, float]]:
+    return [(ran.op.stream, ran.start, ran.end) for ran in played.ran]
+
+
+# -- streams and events
+
+
+def test_streams_run_side_by_side_and_each_in_order() -> None:
+    played = play([work(A, 3), work(A, 1), work(B, 2)], alone)
+    assert times(played) == [(B, 0, 2), (A, 0, 3), (A, 3, 4)]
+    assert played.seconds == 4
+
+
+def test_a_stream_waits_for_what_was_enqueued_before_the_event() -> None:
+    program = [work(A, 3), Record(7, A), work(A, 5), Wait(7, B), work(B, 1)]
+    assert times(play(program, alone)) == [(A, 0, 3), (B, 3, 4), (A, 3, 8)]
+
+
+def test_an_event_that_was_recorded_again_stands_for_the_last_record() -> None:
+    program = [work(A, 1), Record(7, A), work(A, 1), Record(7, A), Wait(7, B), work(B, 1)]
+    assert times(play(program, alone))[-1] == (B, 2, 3)
+
+
+def test_an_event_that_was_never_recorded_is_not_waited_for() -> None:
+    assert times(play([work(A, 3), Wait(7, B), work(B, 1)], alone))[0] == (B, 0, 1)
+
+
+def test_work_of_the_host_takes_no_time() -> None:
+    assert play([Op(HOST, "9"), work(A, 1)], alone).seconds == 1
+
+
+# -- the host
+
+
+def test_the_host_is_ahead_until_it_waits() -> None:
+    program = [work(A, 3), StreamSync(A), work(B, 1)]
+    played = play(program, alone, enqueue_s=0.5)
+    assert times(played) == [(A, 0, 3), (B, 3, 4)]
+    assert played.waited == [(0.5, 3)]
+
+
+@pytest.mark.parametrize(
+    "sync, end", [(EventSync(7), 2.0), (StreamSync(A), 5.0), (DeviceSync(), 6.0)]
+)
+def test_what_the_host_waits_for(sync: Happening, end: float) -> None:
+    program = [work(A, 2), Record(7, A), work(A, 3), work(C, 6), sync, work(B, 1)]
+    assert (B, end, end + 1) in times(play(program, alone))
+
+
+def test_a_device_that_is_faster_than_the_host_idles() -> None:
+    played = play([work(A, 1), work(A, 1)], alone, enqueue_s=2)
+    assert times(played) == [(A, 0, 1), (A, 2, 3)]
+
+
+def test_events_take_time_of_the_host() -> None:
+    program = [Record(7, A), Wait(7, B), work(B, 1)]
+    assert play(program, alone, event_s=0.25).seconds == 1.5
+
+
+def test_marks_are_when_the_host_gets_there_after_its_waits() -> None:
+    program = [work(A, 2), StreamSync(A), work(A, 1), StreamSync(A)]
+    assert play(program, alone, marks=[2, 4]).marks == [2, 3]
+
+
+# -- contention
+
+
+def test_two_kernels_that_want_all_of_something_take_twice_as_long() -> None:
+    played = play([work(A, 2), work(B, 2)], lambda op: Work(float(op.name), GREEDY))
+    assert times(played) == [(A, 0, 4), (B, 0, 4)]
+
+
+def test_a_kernel_is_faster_again_when_the_other_has_ended() -> None:
+    played = play([work(A, 1), work(B, 3)], lambda op: Work(float(op.name), GREEDY))
+    assert times(played) == [(A, 0, 2), (B, 0, 4)]
+
+
+def test_what_wants_nothing_of_it_is_not_slowed_down() -> None:
+    def cost(op: Op) -> Work:
+        return Work(float(op.name), Demand(network=1.0) if op.stream == C else GREEDY)
+
+    played = play([work(A, 2), work(B, 2), work(C, 3)], cost)
+    assert times(played) == [(C, 0, 3), (A, 0, 4), (B, 0, 4)]
+
+
+# -- memory
+
+
+def block(begin: int, nbytes: int) -> tuple[int, int]:
+    return begin, begin + nbytes
+
+
+def test_a_pool_keeps_what_it_has_reserved() -> None:
+    one, other = block(0, 100), block(100, 60)
+    program = [Allocate(A, one), Free(A, one), Allocate(A, other), Free(A, other)]
+    played = play(program, alone)
+    assert (played.reserved, played.active) == (100, 100)
+
+
+def test_a_pool_is_not_used_for_another_stream() -> None:
+    one, other = block(0, 100), block(100, 60)
+    program = [Allocate(A, one), Free(A, one), Allocate(B, other), Free(B, other)]
+    played = play(program, alone)
+    assert (played.reserved, played.active) == (160, 100)
+
+
+def test_memory_that_was_there_before_and_is_freed_can_be_used() -> None:
+    program = [Free(A, block(0, 100)), Allocate(A, block(100, 100))]
+    assert play(program, alone).reserved == 100
+
+
+def reserved_with_readers(*between: Happening) -> int:
+    one, other = block(0, 100), block(100, 100)
+    program = [
+        Allocate(A, one),
+        work(B, 5),
+        Free(A, one, frozenset({B})),
+        *between,
+        Allocate(A, other),
+    ]
+    return play(program, alone).reserved
+
+
+def test_a_block_with_readers_comes_back_when_their_work_has_ended() -> None:
+    assert reserved_with_readers() == 200
+    assert reserved_with_readers(work(A, 9)) == 200  # the host is ahead
+    assert reserved_with_readers(StreamSync(B)) == 100
+
+
+def test_memory_over_time_is_what_the_device_is_at() -> None:
+    one = block(0, 100)
+    played = play([work(A, 2), Allocate(A, one), work(A, 3), Free(A, one)], alone)
+    assert played.memory == [(2, 100), (5, 0)]
+
+
+# -- programs that cannot end
+
+
+def test_a_wait_that_does_not_end_is_an_error() -> None:
+    program = [Wait(7, B), Record(7, A), work(B, 1), EventSync(7)]
+    play(program, alone)  # the wait came before the record: for nothing
+    with pytest.raises(RuntimeError, match="does not end"):
+        play([Record(7, A), Wait(8, A)], alone, marks=[9])
