@@ -57,7 +57,10 @@ from simulated_models import (
     STRATEGIES,
     Model,
     Wrapping,
+    call_block,
     has_contender,
+    keep_some,
+    recompute_block,
     wrap,
 )
 from timeline import Lane, Picture, write_picture
@@ -91,12 +94,12 @@ class Case:
 
     @property
     def title(self) -> str:
-        wrapping = self.wrapping
+        wrapping, model = self.wrapping, MODELS[self.model_name]()
         parts = [
             f"{wrapping.ranks} ranks",
             wrapping.strategy,
             "bf16, summed in fp32" if wrapping.is_mixed else "fp32",
-            MODELS[self.model_name]().description,
+            model.description,
         ]
         if self.recompute != "none":
             parts.append(f"recomputation: {self.recompute}")
@@ -107,7 +110,8 @@ class Case:
             )
         if wrapping.offloads:
             parts.append("offloaded to the host")
-        return ", ".join(parts)
+        unit = model.block_numel * model.bytes_scale / 1e9
+        return f"{', '.join(parts)} (1 byte per parameter of a block: {unit:.3f} GB)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +130,16 @@ class Row:
 
 
 def record(name: str, case: Case) -> tuple[Sequence[Happening], Sequence[int], int]:
-    """Train, and return what was recorded, where each step ends, and the stream that computes."""
+    """Train; return what was recorded, where each step ends, and the stream that computes."""
     with nccl.group_of(case.wrapping.ranks):
         model = MODELS[case.model_name]()
         torch.manual_seed(0)
-        wrapped = wrap(name, model.build(), model.block, case.wrapping)
+        built = model.build()
+        if case.recompute == "some":
+            for module in built.modules():
+                if isinstance(module, model.block):
+                    keep_some(module)
+        wrapped = wrap(name, built, model.block, case.wrapping)
         step = training_step(wrapped, model, case)
         for _ in range(WARM_UP_STEPS):
             step()
@@ -152,7 +161,7 @@ def training_step(wrapped: nn.Module, model: Model, case: Case) -> Callable[[], 
     else:
         optimizer = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
     inputs = model.inputs().to(emulated.NAME)
-    through = RECOMPUTES[case.recompute]
+    through = recompute_block if case.recompute == "blocks" else call_block
 
     def step() -> None:
         for number in range(case.microbatches):
@@ -223,7 +232,9 @@ class Costs:
 def simulate(name: str, case: Case, options: argparse.Namespace) -> Row:
     program, ends, computing = record(name, case)
     model = MODELS[case.model_name]()
-    machine = dataclasses.replace(H100, contention=CONTENTION[options.contention])
+    machine = dataclasses.replace(
+        H100, contention=CONTENTION[options.contention], flops=options.tflops * 1e12
+    )
     costs = Costs(machine, model, 2 if case.wrapping.is_mixed else 4)
     played = play(
         program,
@@ -277,8 +288,9 @@ def lanes_of(played: Played, computing: int, begin: float, end: float) -> tuple[
             lane.blocks.append((kind_of(ran.op), ran.op.name, ran.start - begin, ran.end - begin))
     for stream, lane in streams.items():
         kinds = {kind for kind, *_ in lane.blocks}
-        if stream != computing and len(kinds) == 1:
-            streams[stream] = lane._replace(name=kinds.pop())
+        if stream != computing:
+            name = kinds.pop() if len(kinds) == 1 else " and ".join(sorted(kinds)[:2])
+            streams[stream] = lane._replace(name=name)
     host = [
         ("the host waits", "", max(since, begin) - begin, min(until, end) - begin)
         for since, until in played.waited
@@ -477,6 +489,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="parameters live on the host")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--contention", choices=CONTENTION, default="sm")
+    parser.add_argument("--tflops", type=float, default=H100.flops / 1e12, help="that are reached")
     parser.add_argument("--host-us", type=float, default=5.0, help="host time of an operation")
     parser.add_argument("--event-us", type=float, default=2.0, help="of a record or a wait")
     parser.add_argument("--memory", action="store_true", help="print memory over time")

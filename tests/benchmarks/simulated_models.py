@@ -17,7 +17,11 @@ from contenders import FSDP1, FSDP2, FULLY_SHARD, ORIGINAL, OURS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fsdp_compat
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -147,11 +151,11 @@ class Llama(nn.Module):
     SHRUNK = 32  # every dimension is divided by it
     DIM, VOCABULARY, LAYERS = 4096, 128256, 32
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         dim, vocabulary = self.DIM // self.SHRUNK, self.VOCABULARY // self.SHRUNK
         self.tokens = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(LlamaBlock(dim) for _ in range(blocks))
+        self.blocks = nn.ModuleList(LlamaBlock(dim) for _ in range(self.LAYERS))
         self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
         self.half_head = dim // 32 // 2
 
@@ -164,6 +168,45 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = through(block, x, rotation)
         logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class MptBlock(nn.Module):
+    """As MPT 7B has it, with every dimension divided by ``Mpt.SHRUNK``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.head_dim = dim // 32
+        self.attention_norm, self.norm = (nn.LayerNorm(dim, bias=False) for _ in range(2))
+        self.qkv, self.o = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.attention_norm(x)).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        x = x + self.o(_attention(q, k, v)[0].transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Mpt(nn.Module):
+    """MPT 7B, from tokens to a loss. Its head is its embedding."""
+
+    SHRUNK = 32
+    DIM, VOCABULARY, LAYERS = 4096, 50368, 32
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        dim, vocabulary = self.DIM // self.SHRUNK, self.VOCABULARY // self.SHRUNK
+        self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
+        self.blocks = nn.ModuleList(MptBlock(dim) for _ in range(self.LAYERS))
+        self.norm = nn.LayerNorm(dim, bias=False)
+
+    def forward(self, tokens: torch.Tensor, through: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = through(block, x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
@@ -200,16 +243,18 @@ def stack(block: type[nn.Module], blocks: int, dim: int, tokens: int, descriptio
     )
 
 
-def llama(blocks: int, batch: int, length: int) -> Model:
-    small = length // Llama.SHRUNK
-    numel = sum(parameter.numel() for parameter in LlamaBlock(Llama.DIM // 32).parameters())
+def transformer(
+    kind: type[Llama] | type[Mpt], block: type[nn.Module], name: str, batch: int, length: int
+) -> Model:
+    small = length // kind.SHRUNK
+    numel = sum(parameter.numel() for parameter in block(kind.DIM // kind.SHRUNK).parameters())
     return Model(
-        build=lambda: Llama(blocks),
-        block=LlamaBlock,
-        inputs=lambda: torch.randint(0, Llama.VOCABULARY // Llama.SHRUNK, (batch, small)),
-        description=f"Llama 3.1 8B, {batch} x {length} tokens per rank",
-        bytes_scale=Llama.SHRUNK**2,
-        flops_scale=Llama.SHRUNK**3,
+        build=Llama if kind is Llama else lambda: Mpt(small),
+        block=block,
+        inputs=lambda: torch.randint(0, kind.VOCABULARY // kind.SHRUNK, (batch, small)),
+        description=f"{name}, {batch} x {length} tokens per rank",
+        bytes_scale=kind.SHRUNK**2,
+        flops_scale=kind.SHRUNK**3,
         block_numel=numel,
         tokens=batch * length,
         length=length,
@@ -222,11 +267,16 @@ MODELS: dict[str, Callable[[], Model]] = {
     "experts": lambda: stack(
         Experts, 8, 96, 48, f"8 blocks of {EXPERTS} experts, of which one gets no tokens"
     ),
-    "llama": lambda: llama(Llama.LAYERS, batch=2, length=8192),
+    "llama": lambda: transformer(Llama, LlamaBlock, "Llama 3.1 8B", batch=2, length=8192),
+    "mpt": lambda: transformer(Mpt, MptBlock, "MPT 7B", batch=6, length=2048),
 }
 
 
 # -- recomputation
+
+# The calls of blocks are checkpointed; or what a block does inside its call, of which attention and
+# every second matrix product are kept.
+RECOMPUTES = ("none", "blocks", "some")
 
 
 def call_block(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
@@ -239,9 +289,10 @@ def recompute_block(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def recompute_some(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    """Keep attention and every second matrix product."""
-    from torch.utils.checkpoint import CheckpointPolicy
+def keep_some(block: nn.Module) -> None:
+    """Checkpoint what the block does, before it is wrapped: as torchtitan's selective activation
+    checkpointing by operation."""
+    forward = block.forward
 
     def contexts() -> Any:
         products = {False: 0, True: 0}
@@ -257,11 +308,11 @@ def recompute_some(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
 
         return create_selective_checkpoint_contexts(policy)
 
-    found: torch.Tensor = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
-    return found
+    def checkpointed(*inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
+        return found
 
-
-RECOMPUTES = {"none": call_block, "blocks": recompute_block, "some": recompute_some}
+    block.forward = checkpointed  # type: ignore[method-assign]
 
 
 # -- contenders
