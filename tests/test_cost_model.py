@@ -65,7 +65,7 @@ def test_directions_of_the_host_link_are_apart() -> None:
     one, other = (MACHINE.copy(100, to_host=to_host) for to_host in (True, False))
     assert one.seconds == other.seconds == 0.25 + 5
     assert speeds([one.demand, other.demand]) == [1.0, 1.0]
-    assert speeds([one.demand, one.demand]) == [0.5, 0.5]
+    assert speeds([one.demand, one.demand]) == speeds([other.demand] * 2) == [0.5, 0.5]
 
 
 def test_only_those_that_want_too_much_of_something_slow_down() -> None:
