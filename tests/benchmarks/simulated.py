@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/benchmarks/simulated.py
     PYTHONPATH=. python tests/benchmarks/simulated.py --ranks 64 --strategies FULL_SHARD --fp32
-    PYTHONPATH=. python tests/benchmarks/simulated.py --check --recompute blocks --accumulate 2
+    PYTHONPATH=. python tests/benchmarks/simulated.py --all-cases --check
     PYTHONPATH=. python tests/benchmarks/simulated.py --ranks 8 --strategies FULL_SHARD --memory \\
         --picture step.svg
 
@@ -447,15 +447,22 @@ def main() -> int:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    for ranks, strategy in itertools.product(options.ranks, options.strategies):
+    all_of = options.all_cases
+    for is_mixed, recompute, accumulate, ranks, strategy in itertools.product(
+        (True, False) if all_of else (not options.fp32,),
+        ("none", "blocks") if all_of else (options.recompute,),
+        (1, 2) if all_of else (options.accumulate,),
+        options.ranks,
+        options.strategies,
+    ):
         if strategy == HYBRID_SHARD and ranks <= H100.ranks_per_node:
             continue  # there is one node
-        wrapping = Wrapping(strategy, ranks, H100.ranks_per_node, not options.fp32, options.offload)
+        wrapping = Wrapping(strategy, ranks, H100.ranks_per_node, is_mixed, options.offload)
         yield Case(
             options.model,
             wrapping,
-            options.recompute,
-            options.accumulate,
+            recompute,
+            accumulate,
             not options.no_sync,
             options.optimizer,
         )
@@ -492,6 +499,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tflops", type=float, default=H100.flops / 1e12, help="that are reached")
     parser.add_argument("--host-us", type=float, default=5.0, help="host time of an operation")
     parser.add_argument("--event-us", type=float, default=2.0, help="of a record or a wait")
+    parser.add_argument(
+        "--all-cases",
+        action="store_true",
+        help="bf16 and fp32, blocks recomputed or not, one and two microbatches",
+    )
     parser.add_argument("--memory", action="store_true", help="print memory over time")
     parser.add_argument("--picture", type=Path, help="an SVG file for the last table's timeline")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
