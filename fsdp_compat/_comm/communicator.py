@@ -51,19 +51,21 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
         return typing.cast(Communicator, SingleRank(axis))
     found = _communicators.setdefault(axis.group, {})
     if device.type not in found:
-        found[device.type] = typing.cast(Communicator, _transport(axis.group, device)(axis))
+        found[device.type] = typing.cast(Communicator, _transport(axis, axis.group, device))
     found[device.type].require_working()
     return found[device.type]
 
 
 def _transport(
-    group: dist.ProcessGroup, device: torch.device
-) -> type[GlooTransport | NativeTransport]:
+    axis: Axis, group: dist.ProcessGroup, device: torch.device
+) -> GlooTransport | NativeTransport:
+    if device.type == "meta":
+        device = _torch_private.default_device_of_backend(group)
     if is_in_python(group):
-        return PythonGroupTransport
+        return PythonGroupTransport(axis, device)
     if device.type == "cpu" and _torch_private.is_gloo(group, device):
-        return GlooTransport
-    return NativeTransport
+        return GlooTransport(axis)
+    return NativeTransport(axis, device)
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:

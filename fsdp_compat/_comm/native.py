@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_private
-from .mesh import is_in_python
+from .mesh import Axis, is_in_python
 from .transport import Collectives, Kind, ProcessGroupTransport, communication_error
 
 __all__ = ["NativeTransport", "PythonGroupTransport", "gather_in_group"]
@@ -39,10 +39,18 @@ class NativeTransport(ProcessGroupTransport):
     """The backend's own asynchronous collectives. On a stream device a wait orders streams; the CPU
     does not wait."""
 
+    has_tags = False
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        """device: of the tensors of the small collectives, with its index: without one, all ranks
+        of a host would use the first device."""
+        super().__init__(axis)
+        self._device = device
+
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         try:
             with _torch_private.uncounted():
-                collective(_PublicCollectives(self.group))
+                collective(_PublicCollectives(self.group, self._device))
         except RuntimeError as error:
             raise communication_error(
                 f"{what[0].upper()}{what[1:]} failed.",
@@ -149,8 +157,8 @@ class PythonGroupTransport(NativeTransport):
 class _PublicCollectives:
     """torch's public collectives of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.device = group, _torch_private.default_device_of_backend(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self.device = group, device
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         dist.all_reduce(values, op=op, group=self._group)

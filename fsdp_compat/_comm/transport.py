@@ -125,6 +125,9 @@ class Communicator(typing.Protocol):
     name: str  # of the connections, the same on all ranks; "" where there are none of its own
     reads_in_place: bool  # `shares` may be true
     maps: bool  # `map_shards` and the meetings exist
+    # Messages find their receivers by tags, in whatever order ranks send them. Without tags all
+    # ranks must make the same collectives in the same order.
+    has_tags: bool
 
     @property
     def has_failed(self) -> bool:
@@ -237,6 +240,7 @@ class TransportBase:
     for as long as that group lives."""
 
     reads_in_place = maps = False
+    has_tags = True
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members

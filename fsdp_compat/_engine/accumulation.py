@@ -140,7 +140,7 @@ class DTensorGrads(ShardedGrads):
             map(operator.is_not, map(_grad, params), _NONES)
         ):
             exhaust(map(setattr, params, _GRAD, grads))
-            _torch_private.run_post_accumulate_hooks(params)
+            self._run_hooks(params, plan)
             return
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
@@ -154,7 +154,14 @@ class DTensorGrads(ShardedGrads):
                     is_settled = True
                 # Of the plain tensors: the addition of DTensors costs ten times as much.
                 _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
-            _torch_private.run_post_accumulate_hooks((param,))
+            self._run_hooks((param,), plan)
+
+    @staticmethod
+    def _run_hooks(params: Sequence[nn.Parameter], plan: ReducePlan) -> None:
+        """Run the user's post-accumulate hooks, which may read gradients at once."""
+        if _torch_private.have_post_accumulate_hooks(params):
+            plan.offload.wait_readers()  # the copies to the host
+            _torch_private.run_post_accumulate_hooks(params)
 
     def note(self) -> None:
         pass

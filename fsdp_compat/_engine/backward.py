@@ -5,7 +5,12 @@ needs no hooks on inputs and no counts of outstanding calls. Every forward call 
 begin and its end. At the first pre-backward of a call c, post-backward runs for every unit whose
 calls all began after c ended, and at the end of backward for the rest. This is right because
 autograd runs ready nodes newest first: when the gradient of a call's output is complete, everything
-recorded after that output has run."""
+recorded after that output has run.
+
+Where autograd has a thread for each device, that holds for the nodes of one device only. There
+post-backward also waits for the gradients of the calls' inputs: what a call computed from them, on
+whatever device, has run then. Both depend on the graph alone, never on which parameters have
+gradients, so that all ranks reduce their units in one order whatever their data use."""
 
 from __future__ import annotations
 
@@ -44,6 +49,9 @@ class Backward:
         self.serial = next(self._serials)
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
+        # Everything is reduced at the end: ranks may use different units, and without tags they
+        # must reduce them in one order.
+        self.defers = False
         # create_graph: the graph of the gradients may read parameters without passing a hook.
         self.keeps_params = False
 
@@ -106,8 +114,17 @@ class BackwardRunner:
                 progress.note_error(error)  # the other ranks may wait in this backward
                 raise
             self._unsharding.begin_backward()
-            self.reductions.is_unlimited = any(unit.conduct.reduces_unused for unit in self._units)
+            reduces_unused = any(unit.conduct.reduces_unused for unit in self._units)
+            current.defers = not self._communicators.have_tags and (
+                self._allow_unused_units or reduces_unused
+            )
+            self.reductions.is_unlimited = reduces_unused and not current.defers
         return current
+
+    def _join(self) -> None:
+        """Order this stream, of whichever caller or hook, after the engine's work so far."""
+        if self._streams is not None:
+            self._streams.join()
 
     def _gradients(self) -> list[Gradients]:
         return [gradients for unit in self._units for gradients in self._gradients_of(unit)]
@@ -125,10 +142,9 @@ class BackwardRunner:
         backward = self._current() or self._backward()
         if call.seen_by == backward.serial:  # several outputs, one event
             return
-        call.seen_by = backward.serial
+        call.seen_by, call.inputs_left = backward.serial, call.num_inputs
         backward.keeps_params |= torch.is_grad_enabled()
-        if self._streams is not None:
-            self._streams.join()
+        self._join()
         entered = backward.entered
         if self._prefetches_late:
             unit.unshard(call.dtype)
@@ -139,7 +155,7 @@ class BackwardRunner:
                 other is not unit
                 and calls[0].begin_tick > end
                 and (len(calls) == 1 or all(each.begin_tick > end for each in calls))
-                and (self._streams is None or other.has_all_gradients())
+                and (self._streams is None or all(map(_has_run_backward, calls)))
             ):
                 self._post_backward(other, backward)
         if not unit.calls:
@@ -150,21 +166,21 @@ class BackwardRunner:
 
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """The gradient of a large parameter was accumulated: move it to the buffer."""
-        if self._streams is not None:
-            self._streams.join()
+        self._join()
         self._backward()
         group.gradients.take_large(index, param)
 
     def _post_backward(self, unit: Unit, backward: Backward) -> None:
         """Collective. Reshard and start the reduction. A later gradient starts another reduction,
         which adds."""
-        if self._streams is not None:
-            self._streams.join()
+        self._join()
         if unit.calls:
             unit.forget_calls()
             backward.entered.remove(unit)
         if not backward.keeps_params and unit.conduct.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
+        if backward.defers:
+            return
         received = []
         for group in unit.groups:
             gradients = group.gradients
@@ -182,6 +198,7 @@ class BackwardRunner:
     def _end(self, backward: Backward) -> None:
         """The graph task has ended: post-backward for the units that are left, finish every
         reduction. Collective."""
+        self._join()
         with torch.no_grad():
             self._unsharding.end_backward()
             for unit in reversed(self._units):  # the root last: its buffer is the largest
@@ -200,9 +217,7 @@ class BackwardRunner:
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep()
             self._unsharding.mapped.leave(Pass.BACKWARD)
-            if self._allow_unused_units and self.sync:
-                self._reduce_what_others_reduced(backward)
-            self._reduce_unused(backward)
+            self._reduce_rest(backward)
             for gradients in self._gradients():
                 if gradients.received:  # no_sync
                     gradients.sharded.note()
@@ -214,23 +229,41 @@ class BackwardRunner:
         if _torch_private.has_optimizers_in_backward():
             self._step_optimizers(backward)
 
-    def _reduce_unused(self, backward: Backward) -> None:
-        """Collective. Reduce zeros for groups without gradients, where the user has asked for
-        that."""
+    def _reduce_rest(self, backward: Backward) -> None:
+        """Collective, one byte per group where ranks may use different units. Reduce what
+        post-backward has left, in one order on all ranks: zeros for what only other ranks have
+        used, or where the user has asked for them. Groups that no rank has used keep ``.grad``
+        None."""
+        every = self._gradients()
+        used = [gradients in backward.reduced or gradients.have_come for gradients in every]
+        if self._allow_unused_units and self.sync:
+            used = self._communicators.any_rank(
+                used, "the list of the units that some rank has used"
+            )
+        is_used = dict(zip(every, used, strict=True))
         for unit in reversed(self._units):
             conduct = unit.conduct
-            if conduct.reduces_unused and conduct.sync and not self.finalizes_by_hand:
-                unused = [
-                    gradients
-                    for gradients in self._gradients_of(unit)
-                    if gradients not in backward.reduced and gradients.is_trainable
-                ]
-                if unused:
-                    backward.reduced.update(unused)
-                    self.reductions.start(unused)
+            reduces = self.sync and conduct.sync and not self.finalizes_by_hand
+            is_ordered = self._allow_unused_units or backward.defers
+            left = [g for g in self._gradients_of(unit) if g not in backward.reduced]
+            for gradients in left if backward.defers else ():
+                gradients.collect()
+            ready = [
+                gradients
+                for gradients in left
+                if reduces
+                and (
+                    (is_ordered and is_used[gradients])
+                    or (conduct.reduces_unused and gradients.is_trainable)
+                )
+            ]
+            if ready:
+                backward.reduced.update(ready)
+                self.reductions.start(ready)
 
     def begin_finalize(self) -> None:
         """Collective. Reshard, and start to reduce what backwards have received."""
+        self._join()
         for unit in reversed(self._units):
             if unit.conduct.reshard_after_backward:
                 unit.reshard()  # it may not have been so in the backwards
@@ -243,19 +276,6 @@ class BackwardRunner:
         with torch.no_grad():
             self.reductions.finish()
             self._communicators.flush("gradients that this rank has sent")
-
-    def _reduce_what_others_reduced(self, backward: Backward) -> None:
-        """Collective, one byte per group: a rank without gradients reduces zeros. Groups that no
-        rank has used keep ``.grad`` None."""
-        every = self._gradients()
-        used = self._communicators.any_rank(
-            [gradients in backward.reduced or bool(gradients.received) for gradients in every],
-            "the list of the units that some rank has used",
-        )
-        for gradients, is_used in zip(every, used, strict=True):
-            if is_used and gradients not in backward.reduced:
-                backward.reduced.add(gradients)
-                self.reductions.start([gradients])
 
     def _step_optimizers(self, backward: Backward) -> None:
         """Run the optimizers that step in backward: at its end no rank reads the shards any more,
@@ -270,6 +290,7 @@ class BackwardRunner:
 
     def discard(self) -> None:
         """After a backward that raised: wait for what is in flight, drop partial gradients."""
+        self._join()
         self.reductions.forget()
         self._unsharding.forget_backward()
         for unit in self._units:
@@ -299,6 +320,7 @@ class ThreadedBackwardRunner(BackwardRunner):
 
 
 _received = operator.attrgetter("gradients.received")
+_has_run_backward = operator.attrgetter("has_run_backward")
 
 
 def _no_backward() -> None:

@@ -42,6 +42,11 @@ class Communicators:
             }.values()
         )
 
+    @property
+    def have_tags(self) -> bool:
+        """False if ranks must make their collectives in one order."""
+        return all(communicator.has_tags for communicator in self._communicators)
+
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Collective. Return for each flag whether it is set on any rank. One byte per flag. what:
         they are for, for errors."""

@@ -105,6 +105,12 @@ class Gradients:
         return sync and bool(self.received)
 
     @property
+    def have_come(self) -> bool:
+        """True if gradients were received, or wait in ``.grad`` of unsharded parameters."""
+        params, _, nones = self.small
+        return bool(self.received) or any(map(operator.is_not, map(_grad, params), nones))
+
+    @property
     def resident_nbytes(self) -> int:
         return self._buffer.resident_nbytes if self._buffer is not None else 0
 

@@ -231,14 +231,6 @@ class Group:
         """True if gradients were received and not reduced."""
         return bool(self.gradients.received)
 
-    def has_all_gradients(self) -> bool:
-        """True if the gradients of all trainable parameters have come."""
-        received = self.gradients.received
-        return all(
-            not param.requires_grad or param.grad is not None or index in received
-            for index, param in enumerate(self.unsharded_params)
-        )
-
     @property
     def hook(self) -> CommHook | None:
         return self.gradients.hook

@@ -27,6 +27,7 @@ __all__ = [
     "guard_state_dicts",
     "on_assignment",
     "on_end_of_backward",
+    "on_gradient_of_input",
     "on_gradient_of_output",
     "on_gradient_of_param",
     "on_state_dicts",
@@ -177,6 +178,27 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
         unit.runtime.backward.pre_backward(call, unit)
 
     tensor.register_hook(hook)
+
+
+def on_gradient_of_input(value: Any, call: Call) -> Any:
+    """Note which tensors of an input are in the graph, and in backward when their gradients are
+    complete. Return the input to use instead.
+
+    A tensor becomes an alias: the gradient of the tensor itself is complete only when all other
+    calls that have it as an input have run too, such as all layers of a decoder. Containers stay as
+    they are, because forward may change them.
+    """
+
+    def hook(grad: torch.Tensor) -> None:
+        call.inputs_left -= 1
+
+    if type(value) is torch.Tensor and value.requires_grad:
+        value = value.view_as(value)
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            call.num_inputs += 1
+            tensor.register_hook(hook)
+    return value
 
 
 def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Parameter) -> None:

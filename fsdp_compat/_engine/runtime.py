@@ -188,6 +188,11 @@ class Runtime:
         if unit.buffers is not None:
             unit.buffers.follow(call.dtype)
         options = unit.options
+        if self._streams is not None and torch.is_grad_enabled():
+            args = tuple(hooks.on_gradient_of_input(value, call) for value in args)
+            kwargs = {
+                name: hooks.on_gradient_of_input(value, call) for name, value in kwargs.items()
+            }
         if outermost:
             args, kwargs = move_to(args, options.device), move_to(kwargs, options.device)
         if call.dtype is ComputeDtype.TRAIN and (

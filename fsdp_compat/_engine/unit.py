@@ -140,7 +140,9 @@ class Call:
         "counted",
         "dtype",
         "end_tick",
+        "inputs_left",
         "module",
+        "num_inputs",
         "seen_by",
         "summoned",
         "unit",
@@ -152,12 +154,21 @@ class Call:
         self.module = module
         self._unit_reference, self.begin_tick = weakref.ref(unit), begin_tick
         self.end_tick = -1  # set when the call ends
+        # On devices with streams: inputs that are in the graph, and those whose gradients the
+        # present backward has not completed yet.
+        self.num_inputs = self.inputs_left = 0
         self.summoned = unit.view.summoned
         self.dtype = (
             unit.wanted_dtype() if unit.options.full_precision_in_eval else ComputeDtype.TRAIN
         )
         self.counted = False  # among the unit's running calls
         self.seen_by = -1  # serial of the last backward that has passed the call
+
+    @property
+    def has_run_backward(self) -> bool:
+        """True if nothing that the call computed from its inputs is left to run in backward, on any
+        device. Never for a call without inputs in the graph."""
+        return self.num_inputs > 0 and self.inputs_left <= 0
 
     def hold_unit(self) -> Unit:
         """Return the unit, for another backward through the call."""
@@ -387,11 +398,6 @@ class Unit:
         for group in self.groups:
             group.unshard()
             group.wait_for_unshard()
-
-    def has_all_gradients(self) -> bool:
-        """True if the gradients of all trainable parameters have come: nothing in backward reads
-        the parameters any more, on any device."""
-        return all(group.has_all_gradients() for group in self.groups)
 
     def forget_calls(self) -> None:
         """Post-backward: no call needs the unit any more."""

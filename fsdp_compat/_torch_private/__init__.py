@@ -43,6 +43,7 @@ __all__ = [
     "default_store",
     "group_named",
     "group_timeout",
+    "have_post_accumulate_hooks",
     "graph_task",
     "in_graph_task",
     "is_gloo",
@@ -136,14 +137,17 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
 _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
+def have_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> bool:
+    return any(map(_post_accumulate_hooks, params))
+
+
 def run_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> None:
     """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into other
     tensors than those they were registered on. There is no public way to run them."""
-    if any(map(_post_accumulate_hooks, params)):
-        for param in params:
-            hooks: Any = _post_accumulate_hooks(param)
-            for hook in tuple(hooks.values()) if hooks else ():
-                hook(param)
+    for param in params:
+        hooks: Any = _post_accumulate_hooks(param)
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(param)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

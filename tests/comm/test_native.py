@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm import native
+from fsdp_compat._comm.communicator import Kind, communicator
+from fsdp_compat._comm.mesh import axis_of
 from fsdp_compat._comm.native import NativeTransport
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
@@ -61,3 +64,26 @@ def test_hybrid_training_matches_unsharded() -> None:
 def test_gradients_reduced_in_float64_are_stored_in_float32() -> None:
     precision = MixedPrecision(reduce_dtype=FP64)
     assert run_ranks(2, _trains, mixed_precision=precision) == [GATHERED_AND_REDUCED] * 2
+
+
+class _Devices:
+    """Collectives that only note the device they would use."""
+
+    found: ClassVar[list[torch.device]] = []
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.found.append(device)
+
+    def all_reduce(self, values: torch.Tensor, op: object) -> None:
+        pass
+
+
+def _devices_of_small_collectives() -> None:
+    second = torch.device("cuda", 1)
+    with mock.patch.object(native, "_PublicCollectives", _Devices):
+        communicator(axis_of(dist.group.WORLD), second).sum_of(torch.zeros(1), "a test")
+    assert _Devices.found == [second]
+
+
+def test_small_collectives_use_the_device_of_the_model() -> None:
+    run_ranks(2, _devices_of_small_collectives)

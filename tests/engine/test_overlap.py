@@ -135,10 +135,13 @@ class Block(nn.Module):
     def __init__(self, index: int, log: Log, width: int) -> None:
         super().__init__()
         self.index, self.log, self.up = index, log, nn.Linear(WIDTH, width, bias=False)
+        self.expert, self.has_tokens = nn.Parameter(torch.ones(WIDTH)), True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         self.log.append(f"forward {self.index}")
-        return Mark.apply(x + self.up(x).mean(), self.log, f"backward {self.index}")
+        x = x + self.up(x).mean() + memory
+        x = x * self.expert if self.has_tokens else x
+        return Mark.apply(x, self.log, f"backward {self.index}")
 
 
 class Model(nn.Module):
@@ -149,8 +152,9 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, used: Sequence[int] = range(BLOCKS)) -> torch.Tensor:
         x = x * self.scale
+        memory = x.relu()  # an input of all blocks, as of a decoder's
         for index in used:
-            x = self.blocks[index](x)
+            x = self.blocks[index](x, memory)
         return x
 
 
@@ -195,9 +199,18 @@ WAITS = {
 @contextlib.contextmanager
 def streams_of(log: Log, backward: str) -> Iterator[None]:
     """Pretend that the device has streams, which the engine may only order. backward: the stream of
-    backwards."""
+    backwards' nodes; what runs at their end is on the main stream."""
     main = Stream("main", log)
     other = main if backward == main.name else Stream(backward, log)
+    at_end, on_end = [False], _torch_private.on_end_of_backward
+
+    def on_end_of_backward(callback: Callable[[], None]) -> None:
+        def end() -> None:
+            at_end[0] = True
+            callback()
+            at_end[0] = False
+
+        on_end(end)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the CPU waits for the device, or memory is recorded on a stream")
@@ -214,8 +227,11 @@ def streams_of(log: Log, backward: str) -> Iterator[None]:
             mock.patch.object(
                 torch.accelerator,
                 "current_stream",
-                lambda _: other if _torch_private.in_graph_task() else main,
+                lambda _: other if _torch_private.in_graph_task() and not at_end[0] else main,
             )
+        )
+        stack.enter_context(
+            mock.patch.object(_torch_private, "on_end_of_backward", on_end_of_backward)
         )
         yield
 
@@ -225,13 +241,15 @@ def logs(
     *,
     width: int = 3,
     used: Sequence[Sequence[int]] = (),
+    without_tokens: int | None = None,
     accumulates: bool = False,
     backward_stream: str | None = None,
     **options: Any,
 ) -> list[Log]:
     """Return the log of each step.
 
-    width: of a block's layer. used: by step, by default all blocks. accumulates: every second step
+    width: of a block's layer. used: by step, by default all blocks. without_tokens: the block that
+    does not use its expert in the last step. accumulates: every second step
     is without communication of gradients. backward_stream: run as on a device with streams, where
     nothing may make the CPU wait from the second step on.
     """
@@ -241,8 +259,10 @@ def logs(
     with contextlib.ExitStack() as stack:
         if backward_stream is not None:
             stack.enter_context(streams_of(recorded.log, backward_stream))
+        module = Model(recorded.log, width)
+        blocks = list(module.blocks)
         model = FullyShardedDataParallel(
-            Model(recorded.log, width), auto_wrap_policy=ModuleWrapPolicy({Block}), **options
+            module, auto_wrap_policy=ModuleWrapPolicy({Block}), **options
         )
         for group in model._runtime.groups:
             recorded.name(group)
@@ -250,6 +270,9 @@ def logs(
         for index in range(num_steps):
             unreduced = accumulates and index % 2 == 0
             recorded.log.clear()
+            for block in blocks:
+                is_last = index == num_steps - 1
+                block.has_tokens = not is_last or block.index != without_tokens
             with contextlib.ExitStack() as step:
                 step.enter_context(recorded.recording())
                 if unreduced:
@@ -350,6 +373,17 @@ def test_large_gradient_waits_for_the_previous_buffer_only_when_it_comes() -> No
     )
 
 
+@pytest.mark.parametrize("backward_stream", [None, "main"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_order_does_not_depend_on_which_parameters_have_gradients(
+    use_orig_params: bool, backward_stream: str | None
+) -> None:
+    options = {"use_orig_params": use_orig_params, "backward_stream": backward_stream}
+    (all_used,) = run_ranks(1, logs, 3, **options)
+    for index in range(BLOCKS):
+        assert run_ranks(1, logs, 3, without_tokens=index, **options) == [all_used]
+
+
 def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=None)
     begun = [index for index, event in enumerate(log) if event.startswith("gather ")]
@@ -441,8 +475,10 @@ def test_backward_on_another_stream_is_joined_at_each_change() -> None:
     (found,) = run_ranks(1, logs, 3, backward_stream="other")
     for log in found[1:]:
         assert [event for event in log if " after " in event] == [
-            "main after other",
             "other after main",
+            "main after other",
         ]
-        assert log[0] == "main after other"
         assert log[log.index("forward 2") :][:3] == ["forward 2", "other after main", "full 1"]
+        # gradients are assigned on the caller's stream
+        end = log.index("main after other")
+        assert log.index("backward 0") < end < log.index("reduced root")

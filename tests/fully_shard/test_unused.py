@@ -4,6 +4,7 @@ model on all ranks' data, and parameters that no rank has used have none."""
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compat
+from fsdp_compat import _torch_private
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -64,13 +66,22 @@ def test_ranks_use_different_parameters_of_a_unit(ranks: int) -> None:
     run_ranks(ranks, trains_as_unsharded, branches_are_units=False, allow=False, zeros=False)
 
 
+def trains_in_units(transport: str, allow: bool) -> None:
+    """A backend's own collectives have no tags: ranks must make the same ones in one order."""
+    is_gloo = mock.patch.object(_torch_private, "is_gloo", lambda *_: transport != "native")
+    with is_gloo:
+        trains_as_unsharded(branches_are_units=True, allow=allow, zeros=not allow)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "native"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_use_different_units_if_allowed(ranks: int) -> None:
-    run_ranks(ranks, trains_as_unsharded, branches_are_units=True, allow=True, zeros=False)
+def test_ranks_use_different_units_if_allowed(ranks: int, transport: str) -> None:
+    run_ranks(ranks, trains_in_units, transport, allow=True)
 
 
-def test_ranks_reduce_zeros_for_units_that_only_others_reach_in_backward() -> None:
-    run_ranks(3, trains_as_unsharded, branches_are_units=True, allow=False, zeros=True)
+@pytest.mark.parametrize("transport", ["gloo", "native"])
+def test_ranks_reduce_zeros_for_units_that_only_others_reach_in_backward(transport: str) -> None:
+    run_ranks(3, trains_in_units, transport, allow=False)
 
 
 class Tables(nn.Module):

@@ -322,6 +322,27 @@ def test_the_host_reads_offloaded_gradients_after_a_backward(
     assert found == []
 
 
+def steps_in_backward(device: str) -> list[str]:
+    """A user's hook steps on the host as soon as a gradient is there."""
+    with twin_of(device, "fully_shard", offload=True) as twin:
+        (x,) = twin.inputs()
+
+        def hook(parameter: torch.Tensor) -> None:
+            local(parameter).sub_(local(parameter.grad), alpha=0.1)
+
+        for parameter in twin.model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        with emulated.watching() as recording:
+            twin.loss(x).backward()
+        assert [op for op in ops(recording) if op.stream == HOST and op.name == "aten::sub_"]
+        return problems(recording)
+
+
+def test_hooks_on_offloaded_gradients_read_them_at_once(emulated_device: str) -> None:
+    (found,) = run_ranks(1, steps_in_backward, emulated_device, timeout=TIMEOUT_S)
+    assert found == []
+
+
 def writes_after_a_look_at_whole_parameters(device: str, use_orig_params: bool) -> list[str]:
     def gather(full: torch.Tensor, own: torch.Tensor, group: object) -> None:
         full.view(RANKS, -1).copy_(own)  # as if all ranks had this one's part

@@ -271,50 +271,19 @@ def require_one_order(front_end: str, strategy: str, scenario: str, **options: A
 
 # -- tests
 
-WAITS = pytest.mark.xfail(
-    reason="on a device with streams a unit is reduced when all its gradients have come, and at "
-    "the end where one never comes: its place depends on the data"
-)
-LATE = pytest.mark.xfail(
-    reason="units that a rank uses are reduced at once and the others at the end, so the order "
-    "depends on what a rank uses; only tags would sort that out"
-)
 
-
-# With allow_unused_units.
-ALLOWED_IN_FLAT = dict.fromkeys(
-    (
-        *("an_expert_without_tokens", "a_block_left_out", "reduced_accumulation"),
-        "several_backwards",
-    ),
-    LATE,
-)
-ALLOWED_IN_PLACE = {**ALLOWED_IN_FLAT, "accumulation": LATE}
-
-
-def marked(marks: dict[str, Any]) -> list[Any]:
-    """Return the scenarios with their marks."""
-    return [pytest.param(name, marks=marks.get(name, ())) for name in SCENARIOS]
+# Those in which every rank uses all units.
+USED_ALL = [name for name in SCENARIOS if name != "a_block_left_out"]
 
 
 @pytest.mark.parametrize("front_end", [FLAT, FULLY_SHARD])
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param("an_expert_without_tokens", marks=WAITS),
-        "accumulation",
-        pytest.param("reduced_accumulation", marks=WAITS),
-        pytest.param("several_backwards", marks=WAITS),
-        "one_backward_of_two_forwards",
-    ],
-)
+@pytest.mark.parametrize("scenario", USED_ALL)
 def test_an_expert_without_tokens_on_one_rank(
     emulated_device: str, scenario: str, front_end: str
 ) -> None:
     require_one_order(front_end, "FULL_SHARD", scenario)
 
 
-@WAITS
 @pytest.mark.parametrize(
     ("front_end", "strategy"),
     [
@@ -329,7 +298,6 @@ def test_every_strategy_with_an_expert_without_tokens(
     require_one_order(front_end, strategy, "an_expert_without_tokens")
 
 
-@WAITS
 @pytest.mark.parametrize("front_end", [FLAT, FULLY_SHARD])
 @pytest.mark.parametrize("option", ["frozen", "recomputes"])
 def test_frozen_parameters_or_recomputation_with_an_expert_without_tokens(
@@ -340,29 +308,20 @@ def test_frozen_parameters_or_recomputation_with_an_expert_without_tokens(
     require_one_order(front_end, "FULL_SHARD", "an_expert_without_tokens", **{option: True})
 
 
-@pytest.mark.parametrize("scenario", marked(ALLOWED_IN_FLAT))
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_ranks_that_may_use_different_units_of_the_flat_front_end(
     emulated_device: str, scenario: str
 ) -> None:
     require_one_order(FLAT, "FULL_SHARD", scenario, allow_unused_units=True)
 
 
-@pytest.mark.parametrize("scenario", marked(ALLOWED_IN_PLACE))
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_ranks_that_may_use_different_units_of_fully_shard(
     emulated_device: str, scenario: str
 ) -> None:
     require_one_order(FULLY_SHARD, "FULL_SHARD", scenario, allow_unused_units=True)
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param("an_expert_without_tokens", marks=LATE),
-        "accumulation",
-        pytest.param("reduced_accumulation", marks=LATE),
-        pytest.param("several_backwards", marks=LATE),
-        "one_backward_of_two_forwards",
-    ],
-)
+@pytest.mark.parametrize("scenario", USED_ALL)
 def test_unused_parameters_that_are_reduced_as_zeros(emulated_device: str, scenario: str) -> None:
     require_one_order(FULLY_SHARD, "FULL_SHARD", scenario, reduces_unused=True)
