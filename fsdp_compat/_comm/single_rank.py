@@ -21,11 +21,16 @@ class SingleRank(TransportBase):
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
-        full.copy_(own)
-        return Handle([])
+        full.copy_(own, non_blocking=True)
+        handle = Handle([])
+        if full.device.type not in ("cpu", "meta"):  # the end may come on another stream
+            handle.keep = full.device, torch.accelerator.current_stream(full.device).record_event()
+        return handle
 
     def end_gather(self, handle: Handle, what: str) -> None:
-        pass
+        if handle.keep is not None:
+            device, event = handle.keep
+            torch.accelerator.current_stream(device).wait_event(event)
 
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int

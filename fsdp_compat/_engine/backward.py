@@ -29,7 +29,7 @@ from ..errors import StateError
 from . import hooks
 from .checks import Checks, refuse_summoned_backward
 from .communicators import Communicators
-from .device import ComputeStreams
+from .device import ComputeStreams, reduce_stream
 from .gradients import Gradients, InFlightReductions
 from .group import Group
 from .mapped_shards import Pass
@@ -73,17 +73,22 @@ class BackwardRunner:
         the previous unit's gradients are sent."""
         self._units, self._communicators, self._checks = units, communicators, checks
         self._unsharding, self._streams = unsharding, streams
-        self._allow_unused_units = unsharding.rounds.allow_unused_units
         self._prefetches_late = prefetches_late and not self._allow_unused_units
+        self._side = reduce_stream(units[0].options.device)
         self.reductions = InFlightReductions(
-            None if self._allow_unused_units else max_inflight_reductions
+            None if self._allow_unused_units else max_inflight_reductions, self._side.exists
         )
         self.sync = True  # False inside no_sync
         self.finalizes_by_hand = False  # see Runtime
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
+        self._in_graphs: dict[Unit, weakref.WeakSet[Call]] = {}
         self.is_open = False  # a backward began and has not ended
         self._has_notes = False  # some group has gradients of a backward without communication
+
+    @property
+    def _allow_unused_units(self) -> bool:
+        return self._unsharding.rounds.allow_unused_units
 
     @property
     def is_running(self) -> bool:
@@ -164,13 +169,23 @@ class BackwardRunner:
         if unit.conduct.unshard_in_backward:
             self._unsharding.unshard_for_use(unit, call.dtype, backward=True)
 
+    def note_call(self, unit: Unit, call: Call) -> None:
+        """A forward call has ended, where ranks must reduce units in one order."""
+        self._in_graphs.setdefault(unit, weakref.WeakSet()).add(call)
+
+    def _has_calls_left(self, unit: Unit) -> bool:
+        """True if there are noted calls, with graphs, that no backward has passed. If they are in
+        the graph that runs now, gradients of parameters that they use are complete only after
+        them."""
+        return any(call.seen_by < 0 for call in self._in_graphs.get(unit, ()))
+
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """The gradient of a large parameter was accumulated: move it to the buffer."""
         self._join()
         self._backward()
         group.gradients.take_large(index, param)
 
-    def _post_backward(self, unit: Unit, backward: Backward) -> None:
+    def _post_backward(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
         """Collective. Reshard and start the reduction. A later gradient starts another reduction,
         which adds."""
         self._join()
@@ -179,21 +194,24 @@ class BackwardRunner:
             backward.entered.remove(unit)
         if not backward.keeps_params and unit.conduct.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
-        if backward.defers:
+        # Without tags, ranks must not reduce what happens to be complete already.
+        if backward.defers or (not at_end and self._has_calls_left(unit)):
             return
-        received = []
-        for group in unit.groups:
-            gradients = group.gradients
-            gradients.collect()
-            # A user's hook communicates by itself: where ranks use different units, all of them
-            # call it at the end of backward.
-            if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and (
-                not self._allow_unused_units or gradients.hook is None
-            ):
-                received.append(gradients)
-        if received:
-            backward.reduced.update(received)
-            self.reductions.start(received)
+        self._side.release()
+        with self._side.work():
+            received = []
+            for group in unit.groups:
+                gradients = group.gradients
+                gradients.collect()
+                # A user's hook communicates by itself: where ranks use different units, all of them
+                # call it at the end of backward.
+                if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and (
+                    not self._allow_unused_units or gradients.hook is None
+                ):
+                    received.append(gradients)
+            if received:
+                backward.reduced.update(received)
+                self.reductions.start(received)
 
     def _end(self, backward: Backward) -> None:
         """The graph task has ended: post-backward for the units that are left, finish every
@@ -201,28 +219,31 @@ class BackwardRunner:
         self._join()
         with torch.no_grad():
             self._unsharding.end_backward()
+            have_come = _received if self._communicators.have_tags else _have_come
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
                     unit.calls
                     or unit.residency is not Residency.SHARDED
-                    or any(map(_received, unit.groups))
+                    or any(map(have_come, unit.groups))
                 ):
-                    self._post_backward(unit, backward)
+                    self._post_backward(unit, backward, at_end=True)
             if self._checks.has_gradients():  # that came after post-backward of their unit
                 for unit in reversed(self._units):
-                    self._post_backward(unit, backward)
+                    self._post_backward(unit, backward, at_end=True)
             for unit in self._units:
                 if unit.residency is Residency.UNSHARDING:  # it stays unsharded
                     unit.wait_for_unshard()
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep()
             self._unsharding.mapped.leave(Pass.BACKWARD)
-            self._reduce_rest(backward)
-            for gradients in self._gradients():
-                if gradients.received:  # no_sync
-                    gradients.sharded.note()
-                    self._has_notes = True
-            self.reductions.finish()
+            with self._side.work():
+                self._reduce_rest(backward)
+                for gradients in self._gradients():
+                    if gradients.received:  # no_sync
+                        gradients.sharded.note()
+                        self._has_notes = True
+                self.reductions.finish()
+            self._side.join()
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._unsharding.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
@@ -269,12 +290,15 @@ class BackwardRunner:
                 unit.reshard()  # it may not have been so in the backwards
             received = [g for g in self._gradients_of(unit) if g.wants_reduction(self.sync)]
             if received:
-                self.reductions.start(received)
+                with self._side.work():
+                    self.reductions.start(received)
 
     def end_finalize(self) -> None:
         """Collective. Wait for these reductions."""
         with torch.no_grad():
-            self.reductions.finish()
+            with self._side.work():
+                self.reductions.finish()
+            self._side.join()
             self._communicators.flush("gradients that this rank has sent")
 
     def _step_optimizers(self, backward: Backward) -> None:
@@ -295,9 +319,11 @@ class BackwardRunner:
         self._unsharding.forget_backward()
         for unit in self._units:
             unit.forget_calls()
-            for group in unit.groups:
-                group.discard()
+            with self._side.work():
+                for group in unit.groups:
+                    group.discard()
             unit.reshard()
+        self._side.join()
         self._communicators.flush("messages that this rank sent before an exception")
         self._unsharding.mapped.end(Pass.BACKWARD, has_raised=True)
         self._current, self.is_open = _no_backward, False
@@ -320,6 +346,7 @@ class ThreadedBackwardRunner(BackwardRunner):
 
 
 _received = operator.attrgetter("gradients.received")
+_have_come = operator.attrgetter("gradients.have_come")
 _has_run_backward = operator.attrgetter("has_run_backward")
 
 

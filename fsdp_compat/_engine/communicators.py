@@ -19,6 +19,7 @@ class Communicators:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._communicators: list[Communicator] = []
+        self.have_tags = True  # if not, ranks must make their collectives in one order
         self._offloads: list[OffloadPolicy] = []
 
     def take(self, groups: Iterable[Group]) -> None:
@@ -36,16 +37,12 @@ class Communicators:
                 if communicator.ranks > 1
             }.values()
         )
+        self.have_tags = all(communicator.has_tags for communicator in self._communicators)
         self._offloads = list(
             {
                 id(group.offload): group.offload for group in groups if group.offload.is_offloaded
             }.values()
         )
-
-    @property
-    def have_tags(self) -> bool:
-        """False if ranks must make their collectives in one order."""
-        return all(communicator.has_tags for communicator in self._communicators)
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Collective. Return for each flag whether it is set on any rank. One byte per flag. what:
@@ -55,10 +52,16 @@ class Communicators:
             values = communicator.any_of(values, what)
         return [bool(value) for value in values.tolist()]
 
-    def flush(self, what: str) -> None:
+    def flush(self, what: str, in_graph: bool = False) -> None:
         """Wait until everything that this rank has sent, or copied to the host, has arrived.
-        what: that was sent, for errors."""
+        what: that was sent, for errors. in_graph: a backward follows, and waits for copies of
+        offloaded shards: here the host would wait until the device has computed."""
         for communicator in self._communicators:
             communicator.flush_sends(what)
+        if not in_graph:
+            self.wait_copies()
+
+    def wait_copies(self) -> None:
+        """Wait until offloaded shards can be written to, and their gradients can be read."""
         for offload in self._offloads:
             offload.wait_readers()

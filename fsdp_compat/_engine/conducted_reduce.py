@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import StateError, explain
 from .conduct import Conduct, ReductionSettings
-from .device import on_stream
-from .reduce import ReduceBuffer
+from .device import has_streams, on_stream, read_later
+from .reduce import AT_END, ReduceBuffer, Stages
 from .reduce_plan import ReducePlan
 from .store import ParamStore, ReduceForm
 
@@ -84,7 +84,7 @@ class ConductedReduceBuffer(ReduceBuffer):
             self.received.update(kept)
         other.discard()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Stages:
         conduct, settings = self._conduct, self._conduct.reduction
         received = frozenset(self._all_indices if conduct.reduces_unused else self.received)
         self._zero_missing()
@@ -121,7 +121,12 @@ class ConductedReduceBuffer(ReduceBuffer):
             total = wide.copy_(total)  # the gradients need no further memory
         grads = self._grads(plan, total)
         if settings.all_reduce_hook is None and len(received) < len(self._all_indices):
-            unused = self._unused(total)
+            read = read_later(self.form.marks(total))
+            if has_streams(total.device):
+                yield AT_END
+            unused = {
+                index for index, mark in zip(self.form.indices, read(), strict=True) if not mark
+            }
             grads = [None if index in unused else grad for index, grad in enumerate(grads)]
         yield grads
 
@@ -134,12 +139,6 @@ class ConductedReduceBuffer(ReduceBuffer):
         for position, index in enumerate(self._all_indices):
             if index not in received:
                 marks[:, position] = 0
-
-    def _unused(self, total: torch.Tensor) -> set[int]:
-        """total: [S], reduced. Return the parameters that no rank has marked. There is a sharded
-        parameter for each parameter."""
-        marks = self.form.marks(total).tolist()
-        return {index for index, mark in zip(self._all_indices, marks, strict=True) if not mark}
 
     def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
         if settings.divide_factor is None:

@@ -1,16 +1,22 @@
 """The order of streams, and CPU offloading.
 
-Buffers are allocated and freed on the stream that computes, collectives start on it, and it waits
-for them. So an all-gather sends the shard as the optimizer left it, an unused prefetch is freed
-after it has arrived, and no memory needs to be recorded on a second stream. A program that computes
-on several streams (forward on one, backward on another) only needs these to be joined: work on the
-stream of the engine's last call comes before work on the stream of the present call."""
+Unsharded parameters are allocated and freed on the stream that computes, and it waits for their
+all-gathers. So an unused prefetch is freed after it has arrived, and no memory needs to be recorded
+on a second stream. A program that computes on several streams (forward on one, backward on another)
+only needs these to be joined: work on the stream of the engine's last call comes before work on the
+stream of the present call.
+
+What need not be done on the computing stream is enqueued on side streams (``SideStream``): casts
+and copies of shards before their all-gathers on one, everything that is done with gradients on the
+other. Each waits for the computing stream before it is used, so that it sends the shard as the
+optimizer left it, and what it allocates is used in its own order."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -18,9 +24,14 @@ __all__ = [
     "ON_DEVICE",
     "ComputeStreams",
     "OffloadPolicy",
+    "SideStream",
     "compute_streams",
+    "gather_stream",
+    "has_streams",
     "offload_policy",
     "on_stream",
+    "read_later",
+    "reduce_stream",
 ]
 
 
@@ -59,9 +70,97 @@ class _CurrentStream:
         self._last = current
 
 
+def has_streams(device: torch.device) -> bool:
+    """False for a device that computes in the order of the calls."""
+    return device.type not in ("cpu", "meta")
+
+
 def compute_streams(device: torch.device) -> ComputeStreams:
     """Return the streams of a device."""
-    return _NoStreams() if device.type in ("cpu", "meta") else _CurrentStream(device)
+    return _CurrentStream(device) if has_streams(device) else _NoStreams()
+
+
+class SideStream:
+    """A stream beside the one that computes; on a device without streams, nothing."""
+
+    exists = False
+
+    def work(self) -> contextlib.AbstractContextManager[None]:
+        """Enqueue the work of the context here, after all work of the current stream so far."""
+        return contextlib.nullcontext()
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep tensors that were allocated on the computing stream until ``release``: work enqueued
+        here so far reads them."""
+
+    def release(self) -> None:
+        """Let the current stream wait until what is held was read, and drop it."""
+
+    def join(self) -> None:
+        """Let the current stream wait for all work enqueued here so far."""
+
+
+class _RealSideStream(SideStream):
+    exists = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.Stream(device=device)
+        self._held: list[torch.Tensor] = []
+        self._read: torch.Event | None = None  # after the last read of what is held
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        current = torch.accelerator.current_stream(self._device)
+        if current == self._stream:
+            yield
+            return
+        self._stream.wait_stream(current)
+        with self._stream:
+            yield
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._held += tensors
+        self._read = self._stream.record_event()
+
+    def release(self) -> None:
+        if self._read is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._read)
+            self._held, self._read = [], None
+
+    def join(self) -> None:
+        self.release()
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+def _side_stream(device: torch.device) -> SideStream:
+    return _RealSideStream(device) if has_streams(device) else SideStream()
+
+
+def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Start to copy values to the host. The returned function waits for them."""
+    if not has_streams(values.device):
+        return typing.cast("Callable[[], list[float]]", values.tolist)
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    copied = torch.accelerator.current_stream(values.device).record_event()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return typing.cast("list[float]", copy.tolist())
+
+    return read
+
+
+@functools.cache
+def gather_stream(device: torch.device) -> SideStream:
+    """Return the stream that sends shards of a device."""
+    return _side_stream(device)
+
+
+@functools.cache
+def reduce_stream(device: torch.device) -> SideStream:
+    """Return the stream that takes, reduces and accumulates gradients on a device."""
+    return _side_stream(device)
 
 
 @contextlib.contextmanager
@@ -123,8 +222,8 @@ class _OnHost:
     is_offloaded = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._has_streams = device, device.type not in ("cpu", "meta")
-        self._last: torch.Event | None = None  # after the last read or copy
+        self._device, self._has_streams = device, has_streams(device)
+        self._last: dict[int, torch.Event] = {}  # by stream: after its last read or copy
 
     def to_compute(self, own: torch.Tensor) -> torch.Tensor:
         copy = own.to(self._device, non_blocking=True, copy=True)
@@ -141,12 +240,12 @@ class _OnHost:
 
     def was_read(self) -> None:
         if self._has_streams:
-            self._last = torch.accelerator.current_stream(self._device).record_event()
+            stream = torch.accelerator.current_stream(self._device)
+            self._last[stream.stream_id] = stream.record_event()
 
     def wait_readers(self) -> None:
-        if self._last is not None:  # not the whole stream: later work may still run
-            self._last.synchronize()
-            self._last = None
+        while self._last:  # not whole streams: later work may still run
+            self._last.popitem()[1].synchronize()
 
 
 ON_DEVICE: OffloadPolicy = _OnDevice()

@@ -19,6 +19,7 @@ from .accumulation import DTensorGrads, ShardedGrads
 from .bulk_dict import exhaust
 from .conduct import Conduct
 from .conducted_reduce import ConductedReduceBuffer
+from .device import reduce_stream
 from .reduce import (
     DirectGradBuffer,
     GradBuffer,
@@ -77,6 +78,7 @@ class Gradients:
         self.reduction: Reduction | None = None
         self._store, self._memories, self._plan = store, memories, plan
         self.reduce_dtype, self._device = reduce_dtype, device
+        self._side = reduce_stream(device)
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
         params = [
             (index, param)
@@ -178,12 +180,13 @@ class Gradients:
             self.limit_in_flight()
         if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
-        buffer = self._buffer or self._make_buffer()
+        buffer, originals = self._buffer or self._make_buffer(), grads
         if any(map(_is_sparse, grads)) or (
             torch.is_grad_enabled() and any(map(_requires_grad, grads))
         ):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         buffer.put(indices, grads)
+        self._side.hold(originals)
 
     def _make_buffer(self) -> GradBuffer:
         buffer = self._buffer = self._new_buffer()
@@ -216,6 +219,23 @@ class Gradients:
             self.finish_reduction()
         buffer = self._buffer or self._make_buffer()
         self.reduction = Reduction(buffer.reduce(self._plan, self.what))
+
+    def free_buffer(self) -> None:
+        """Collective. Advance the reduction until the buffer is free. What is left, over replicas,
+        works on what becomes the gradients."""
+        while not self.is_reduced and self._buffer is not None and self._buffer.holds_memory:
+            self.advance()
+
+    def advance(self) -> None:
+        """Collective. Go to the next stage of the reduction."""
+        assert self.reduction is not None
+        self.reduction.advance()
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if nothing of the reduction is left to be communicated."""
+        reduction = self.reduction
+        return reduction is None or reduction.grads is not None or reduction.waits_at_end
 
     def finish_reduction(self) -> None:
         """Collective. Wait for the reduction, if there is one, and accumulate its result."""
@@ -336,13 +356,15 @@ class ConductedGradients(Gradients):
 class InFlightReductions:
     """The reductions that one backward has started, unit by unit, oldest first."""
 
-    def __init__(self, limit: int | None) -> None:
-        """limit: units whose gradients may be in flight when another unit's buffer takes memory;
-        None: any number."""
-        self._limit = limit
+    def __init__(self, limit: int | None, frees_at_once: bool) -> None:
+        """limit: units whose buffers may be in flight when another unit's buffer takes memory;
+        None: any number. frees_at_once: work on another stream waits for the reductions, so that
+        buffers go back to it when they have been enqueued."""
+        self._limit, self._frees_at_once = limit, frees_at_once
         # Ranks may reduce units in different orders, and must not wait in between.
         self.is_unlimited = False
         self._units: collections.deque[list[Gradients]] = collections.deque()
+        self._at_end: list[Gradients] = []  # for them the host waits for the device
 
     def start(self, unit: list[Gradients]) -> None:
         """Collective. Start the reductions of a unit."""
@@ -354,31 +376,51 @@ class InFlightReductions:
         for gradients in unit:
             gradients.start_reduction()
         self._units.append(unit)
+        if self._frees_at_once:
+            self._free_buffers(0)
 
     def limit_in_flight(self) -> None:
-        """Collective. Before another buffer takes memory: finish the oldest reductions until no
-        more than the limit are in flight."""
+        """Collective. Before another buffer takes memory: free the oldest buffers until no more
+        than the limit are in flight."""
         if self._limit is not None and not self.is_unlimited:
-            while len(self._units) > self._limit:
-                for gradients in self._units.popleft():
-                    gradients.finish_reduction()
+            self._free_buffers(self._limit)
+
+    def _free_buffers(self, limit: int) -> None:
+        """All but ``limit`` buffers. What is left of these reductions, over replicas, runs beside
+        the next unit's backward, and is waited for after it."""
+        units = self._units
+        for unit in list(units)[: max(0, len(units) - limit)]:
+            for gradients in unit:
+                gradients.free_buffer()
+        while len(units) > limit and (
+            len(units) > limit + 1 or all(gradients.is_reduced for gradients in units[0])
+        ):
+            self._finish_unit(units.popleft())
+
+    def _finish_unit(self, unit: list[Gradients]) -> None:
+        for gradients in unit:
+            while not gradients.is_reduced:
+                gradients.advance()
+            if gradients.reduction is not None and gradients.reduction.waits_at_end:
+                self._at_end.append(gradients)
+            else:
+                gradients.finish_reduction()
 
     def finish(self) -> None:
         """Collective. Finish all reductions, stage by stage: every group completes a stage before
         any group begins the next."""
         groups = list(itertools.chain.from_iterable(self._units))
-        unfinished = [group.reduction for group in groups if group.reduction is not None]
-        while unfinished:
-            for reduction in unfinished:
-                reduction.advance()
-            unfinished = [reduction for reduction in unfinished if reduction.grads is None]
-        for gradients in groups:
+        while unfinished := [group for group in groups if not group.is_reduced]:
+            for gradients in unfinished:
+                gradients.advance()
+        for gradients in (*groups, *self._at_end):
             gradients.finish_reduction()
-        self._units.clear()
+        self.forget()
 
     def forget(self) -> None:
         """After a backward that raised: the groups discard their gradients themselves."""
         self._units.clear()
+        self._at_end.clear()
 
 
 def _no_limit() -> None:

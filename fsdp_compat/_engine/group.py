@@ -9,7 +9,7 @@ from .._comm.communicator import Communicator, Handle, communicator
 from .._comm.mesh import Mesh
 from ..errors import AssertedStateError, explain
 from .conduct import Conduct
-from .device import offload_policy
+from .device import gather_stream, offload_policy, reduce_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import ConductedGradients, Gradients, is_large
 from .partial import PartialShard
@@ -42,6 +42,7 @@ class Group:
         """
         self.store, self.device, self.conduct = store, device, conduct
         self.offload = offload_policy(device, offload)
+        self._sending = gather_stream(device)
         divisor = predivisor(mesh.ranks, precision.reduce)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
@@ -67,8 +68,11 @@ class Group:
         )
         # Gradients of large parameters are moved to the reduce buffer as they come. If backward
         # begins with all units unsharded, though, a buffer for gradients wider than the parameters
-        # is not allocated before the first unit is resharded: post-backward moves them.
-        streamed = reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+        # is not allocated before the first unit is resharded: post-backward moves them. A side
+        # stream takes all gradients together.
+        streamed = not reduce_stream(device).exists and (
+            reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+        )
         large = {
             param
             for memory in self.memories
@@ -142,11 +146,12 @@ class Group:
         if conduct is not None and conduct.custom_all_gather is not None:
             _gather_by_custom(conduct, self.store.shard, memory, self.shard.rank)
             return
-        self._all_gather = self.shard.begin_gather(
-            self.store.shard, memory.all_gather_output, memory.segments, self._tag
-        )
-        if self.offload.is_offloaded:
-            self.offload.was_read()
+        with self._sending.work():
+            self._all_gather = self.shard.begin_gather(
+                self.store.shard, memory.all_gather_output, memory.segments, self._tag
+            )
+            if self.offload.is_offloaded:
+                self.offload.was_read()
 
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable. Mapped ones are so in every pass."""

@@ -8,6 +8,7 @@ backwards, recomputation and late gradients need nothing else."""
 
 from __future__ import annotations
 
+import enum
 import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
@@ -21,12 +22,26 @@ from .storage import Storage
 from .store import ParamStore, ReduceForm
 
 __all__ = [
+    "AT_END",
     "DirectGradBuffer",
     "GradBuffer",
     "ReduceBuffer",
     "Reduction",
+    "Stages",
     "Views",
 ]
+
+
+class AtEnd(enum.Enum):
+    """What a stage yields if the next one makes the host wait for a device, and communicates
+    nothing: it is left for the end of backward."""
+
+    AT_END = enum.auto()
+
+
+AT_END = AtEnd.AT_END
+# of a reduction; the last one yields the gradient of every sharded parameter
+Stages = Iterator[Sequence[torch.Tensor | None] | AtEnd | None]
 
 
 class GradBuffer(typing.Protocol):
@@ -49,7 +64,7 @@ class GradBuffer(typing.Protocol):
     def discard(self) -> None:
         """Drop all gradients and free the memory."""
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Stages:
         """Reduce the gradients, with zeros for those not received. Collective.
 
         A generator of stages, each of which may wait for the one before. The last one yields the
@@ -57,6 +72,9 @@ class GradBuffer(typing.Protocol):
         all groups run in turn, so that ranks that finish groups in different orders do not wait for
         each other in a circle.
         """
+
+    @property
+    def holds_memory(self) -> bool: ...
 
     @property
     def resident_nbytes(self) -> int: ...
@@ -78,7 +96,8 @@ class ReduceBuffer:
     received gradient to the end of the reduction.
 
     Where ranks read each other's memory the buffer is a block of shared memory, a different one
-    each time: peers may still read the previous one.
+    each time: peers may still read the previous one. With one rank, which has all the gradients, it
+    is other memory each time, too: it becomes the gradients.
     """
 
     def __init__(
@@ -104,7 +123,8 @@ class ReduceBuffer:
         self._storage = Storage(buffer)
         self.views = self._own = self._views_of(buffer)
         self._storage.free()
-        self._block: torch.Tensor | None = None  # shared memory in place of the buffer's own
+        # In place of the buffer's own memory: shared memory, or what becomes the gradients.
+        self._block: torch.Tensor | None = None
         self._all_indices = self.form.indices
         self._takes_all = self.form.takes_all and predivisor == 1
         self._is_clean = False  # zeros lie around the gradients already
@@ -116,20 +136,30 @@ class ReduceBuffer:
         return Views(buffer, Segments(buffer, self._ranks), places, whole, rows)
 
     @property
+    def holds_memory(self) -> bool:
+        return self._block is not None or self._storage.resident_nbytes > 0
+
+    @property
     def resident_nbytes(self) -> int:
         return self._storage.resident_nbytes if self._block is None else self._block.nbytes
 
     def _allocate(self) -> None:
         """Allocate memory, unless the buffer has it."""
-        if self._block is not None or self._storage.resident_nbytes:
+        if self.holds_memory:
             return
         buffer, plan = self._own.buffer, self._plan
-        if plan is None or not plan.reads_in_place or not plan.shares(buffer.numel(), buffer.dtype):
+        if plan is None:
             self._storage.allocate()
             return
-        # The blocks of earlier gradients can be reused once no peer reads them.
-        plan.shard.wait_readers("gradients that this rank has sent")
-        self._block = shared_memory.allocate(buffer.numel(), buffer.dtype)
+        if plan.reads_in_place and plan.shares(buffer.numel(), buffer.dtype):
+            # The blocks of earlier gradients can be reused once no peer reads them.
+            plan.shard.wait_readers("gradients that this rank has sent")
+            self._block = shared_memory.allocate(buffer.numel(), buffer.dtype)
+        elif plan.shard.ranks == 1:
+            self._block = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        else:
+            self._storage.allocate()
+            return
         self.views = self._views_of(self._block)
 
     def _free(self) -> None:
@@ -203,7 +233,7 @@ class ReduceBuffer:
         self.received.clear()
         self._free()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Stages:
         self._zero_missing()
         self.received.clear()
         reduces_over_replicas = plan.hook is None or not plan.one_group
@@ -244,7 +274,8 @@ class ReduceBuffer:
         views = self.views
         buffer = views.buffer if self._block is None else self._block
         pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
-        yield None
+        if plan.shard.ranks > 1:
+            yield None
         if self._block is not None and plan.shard.ranks == 1:
             total = self._block  # reused when the gradients that view it are freed
             if divisor is not None:
@@ -299,6 +330,10 @@ class DirectGradBuffer:
         self.received = self._grads.keys()
 
     @property
+    def holds_memory(self) -> bool:
+        return bool(self._grads)
+
+    @property
     def resident_nbytes(self) -> int:
         return sum(grad.nbytes for grad in self._grads.values())
 
@@ -320,7 +355,7 @@ class DirectGradBuffer:
     def discard(self) -> None:
         self._grads.clear()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Stages:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
@@ -334,10 +369,10 @@ class DirectGradBuffer:
 class Reduction:
     """A reduction in flight, advanced stage by stage or finished at once."""
 
-    __slots__ = ("_stages", "grads")
+    __slots__ = ("_stages", "grads", "waits_at_end")
 
-    def __init__(self, stages: Iterator[Sequence[torch.Tensor | None] | None]) -> None:
-        self._stages = stages
+    def __init__(self, stages: Stages) -> None:
+        self._stages, self.waits_at_end = stages, False
         self.grads: Sequence[torch.Tensor | None] | None = (
             None  # one per sharded parameter, at the end
         )
@@ -345,7 +380,9 @@ class Reduction:
 
     def advance(self) -> None:
         if self.grads is None:
-            self.grads = next(self._stages)
+            found = next(self._stages)
+            self.waits_at_end = found is AT_END
+            self.grads = None if isinstance(found, AtEnd) else found
 
     def finish(self) -> Sequence[torch.Tensor | None]:
         while self.grads is None:

@@ -17,13 +17,16 @@ from .unit import Residency, Unit
 __all__ = ["Rounds", "end_gathers"]
 
 
-def end_gathers(units: Sequence[Unit], communicators: Communicators) -> None:
+def end_gathers(
+    units: Sequence[Unit], communicators: Communicators, in_graph: bool = False
+) -> None:
     """At the end of a pass: reshard units that were gathered for other ranks or on a wrong guess,
-    and flush. Sends never outlive the pass: after it the user may write the shards."""
+    and flush. Sends never outlive the pass: after it the user may write the shards; in_graph: after
+    its backward."""
     for unit in units:
         if unit.residency is Residency.UNSHARDING:
             unit.reshard()
-    communicators.flush("parameters that this rank has sent")
+    communicators.flush("parameters that this rank has sent", in_graph)
 
 
 class Rounds:

@@ -250,6 +250,8 @@ class Runtime:
                     in_graph = True
         if unit.running or _torch_private.graph_task() != -1:
             return
+        if in_graph and not self._communicators.have_tags:
+            self.backward.note_call(unit, call)
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:
@@ -257,9 +259,9 @@ class Runtime:
         if not unit.conduct.to_run:
             self._unsharding.after_forward(unit, in_graph)
         if not self._stack:
-            self._end_forward(has_raised)
+            self._end_forward(has_raised, in_graph)
 
-    def _end_forward(self, has_raised: bool) -> None:
+    def _end_forward(self, has_raised: bool, in_graph: bool) -> None:
         for unit in self._units_of_several:
             if unit.conduct.to_run:  # its other modules were not called
                 unit.conduct.to_run.clear()
@@ -267,7 +269,7 @@ class Runtime:
         self._unsharding.end_forward()
         for unit in self._units_with_parts:
             unit.view.reveal_parts()
-        self._unsharding.end_gathers(has_raised)
+        self._unsharding.end_gathers(has_raised, in_graph)
 
     # -- backward
 
@@ -363,6 +365,7 @@ class Runtime:
             self._stack.clear()
             for unit in self.units:
                 unit.running = 0
+        self._communicators.wait_copies()  # of a forward without a backward
         units = self.units if units is None else list(units)
         for unit in units:
             unit.reshard()

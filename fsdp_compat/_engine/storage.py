@@ -4,6 +4,7 @@ and refills storages under tensors that stay."""
 from __future__ import annotations
 
 import operator
+import typing
 from collections.abc import Collection, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from .. import _torch_private
 from .._comm import shared_memory
 from .._comm.host_memory import HUGE_NBYTES, prefer_huge_pages
 from .._comm.mapped import Mapping, can_map
+from .device import has_streams
 from .segments import Segments
 from .store import ParamStore
 
@@ -62,6 +64,44 @@ class Storage:
 _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # (to, from)
 
 
+class _Split(typing.NamedTuple):
+    """A copy of all columns of a matrix, by one kernel."""
+
+    rows: torch.Tensor
+    sizes: list[int]
+    targets: list[torch.Tensor]
+
+
+def _split_of(copy: _Copy) -> _Split | None:
+    """Return the same copy as a _Split, if its sources are columns of the rows of one matrix.
+    Otherwise a device starts a kernel for each of them."""
+    pairs = sorted(zip(*copy, strict=True), key=lambda pair: pair[1].storage_offset())
+    first = pairs[0][1] if pairs else torch.empty(0)
+    if first.ndim != 2:
+        return None
+    (ranks, _), (width, _) = first.shape, first.stride()
+    base = int(first.storage_offset()) // width * width
+    at, sizes, targets = base, list[int](), list[torch.Tensor]()
+    for target, source in pairs:
+        if (
+            source.ndim != 2
+            or source.stride() != (width, 1)
+            or source.dtype is not first.dtype
+            or not target.is_contiguous()
+        ):
+            return None
+        if gap := int(source.storage_offset()) - at:  # what belongs to no parameter
+            sizes.append(gap)
+            targets.append(target.new_empty(ranks, gap))
+        sizes.append(source.shape[1])
+        targets.append(target)
+        at = int(source.storage_offset()) + source.shape[1]
+    if gap := base + width - at:
+        sizes.append(gap)
+        targets.append(first.new_empty(ranks, gap))
+    return _Split(first.as_strided((ranks, width), (width, 1), base), sizes, targets)
+
+
 class MappedCopy:
     """How parameters are copied out of every rank's shard, where it is mapped."""
 
@@ -102,7 +142,7 @@ class GroupMemory:
         self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
         self._buffer = Storage(self.all_gather_output)
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
-        self._copy: _Copy | None = None
+        self._copy: _Copy | _Split | None = None
         self._extension = store.extension
         if not store.params_view_output:
             self._own_storages = list(
@@ -111,7 +151,8 @@ class GroupMemory:
                     for tensor in store.private_memory(self.unsharded_params)
                 }.values()
             )
-            self._copy = store.copies(self.all_gather_output, self.unsharded_params)
+            copy = store.copies(self.all_gather_output, self.unsharded_params)
+            self._copy = (_split_of(copy) if has_streams(device) else None) or copy
         self.has_copies = self._copy is not None  # see `fill_unsharded_params`
         # All ranks' shards: the parameters view them, in place of an all-gather output, or are
         # copied out of them.
@@ -218,9 +259,11 @@ class GroupMemory:
         assert self.mapped_copy is not None
         self._copy_out(self.mapped_copy.copy)
 
-    def _copy_out(self, copy: _Copy) -> None:
+    def _copy_out(self, copy: _Copy | _Split) -> None:
         self.allocate_params()
-        if copy[0]:  # all parameters may be empty
+        if isinstance(copy, _Split):
+            _torch_private.split_together(*copy)
+        elif copy[0]:  # all parameters may be empty
             _torch_private.copy_together(*copy)
 
     @property

@@ -135,6 +135,7 @@ class Call:
     """
 
     __slots__ = (
+        "__weakref__",
         "_unit_reference",
         "begin_tick",
         "counted",

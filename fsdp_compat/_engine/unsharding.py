@@ -51,7 +51,9 @@ class Unsharding:
         if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
             unit.unshard(dtype)
         following = order.advance(unit)
-        if unit.copies_out:  # first: the prefetched unit can have the memory of this one's output
+        # First: the prefetched unit can have the memory of this one's output. In forward, where
+        # less memory is held, communication need not wait until this output is copied.
+        if unit.copies_out and (backward or self._streams is None):
             unit.wait_for_unshard()
         if not rounds.is_fixed_order:
             self._prefetch(unit, following, backward)
@@ -142,9 +144,9 @@ class Unsharding:
         """Collective."""
         self.rounds.gather_rest(self.forward_order)
 
-    def end_gathers(self, has_raised: bool) -> None:
+    def end_gathers(self, has_raised: bool, in_graph: bool) -> None:
         """The outermost forward has ended, see ``rounds.end_gathers``. Collective."""
-        end_gathers(self._units, self._communicators)
+        end_gathers(self._units, self._communicators, in_graph)
         if not self.rounds.is_in_method:
             # in a fixed order, the other ranks can go on without one that has raised
             self.mapped.end(Pass.FORWARD, has_raised and not self.rounds.is_fixed_order)

@@ -74,6 +74,7 @@ __all__ = [
     "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
+    "split_together",
     "storage_key",
     "tensor_without_storage",
     "under_prefix",
@@ -183,6 +184,11 @@ def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
     """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much
     host time."""
     torch._foreach_copy_(targets, sources)
+
+
+def split_together(rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
+    """Copy the columns of ``rows``, in parts of these sizes, into tensors, by one kernel."""
+    torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
 
 
 def norms_together(

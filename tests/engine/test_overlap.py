@@ -11,6 +11,7 @@ unit ``k``:
     gather k, arrived k       an all-gather starts, and is waited for
     full k, sharded k         memory of unsharded parameters is allocated, and freed
     reduce k, reduced k       a reduce-scatter starts, and is waited for
+    allreduce k, allreduced k the same of the all-reduce over replicas
     buffer k, no buffer k     memory of gradients is allocated, and freed
     forward k, backward k     computation begins"""
 
@@ -26,10 +27,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, _torch_private
+from fsdp_compat._comm.native import NativeTransport
 from fsdp_compat._engine import device, runtime
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat._engine.group import Group
@@ -51,6 +54,7 @@ class Recorded:
         self.names: dict[
             int, tuple[str, str]
         ] = {}  # by storage: the events of its allocation and its end, with the unit's name
+        self.units: dict[int, str] = {}  # by the tag of their all-reduces
 
     def name(self, group: Group) -> None:
         short = (
@@ -62,6 +66,7 @@ class Recorded:
             f"full {short}",
             f"sharded {short}",
         )
+        self.units[group.gradients._plan.replica_tag] = short
         make = group.gradients._new_buffer
 
         def new_buffer() -> Any:
@@ -78,6 +83,11 @@ class Recorded:
         unit = self.unit(tensor)
         self.log.append(f"{begin} {unit}")
         return Work(lambda: self.log.append(f"{end} {unit}"))
+
+    def all_reduce(self, tag: int) -> Work:
+        unit = self.units[tag]
+        self.log.append(f"allreduce {unit}")
+        return Work(lambda: self.log.append(f"allreduced {unit}"))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -105,6 +115,14 @@ class Recorded:
                 _torch_private,
                 "start_reduce_scatter",
                 lambda group, total, buffer: self.transfer("reduce", "reduced", buffer),
+            ),
+            mock.patch.object(
+                NativeTransport,
+                "begin_all_reduce",
+                lambda _, total, tag, divisor: self.all_reduce(tag),
+            ),
+            mock.patch.object(
+                NativeTransport, "end_all_reduce", lambda _, work, total, what: work.wait()
             ),
         ):
             yield
@@ -254,7 +272,10 @@ def logs(
     nothing may make the CPU wait from the second step on.
     """
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    is_hybrid = options.get("sharding_strategy") is ShardingStrategy.HYBRID_SHARD
+    dist.init_process_group("fake", rank=0, world_size=4 if is_hybrid else 2, store=FakeStore())
+    if is_hybrid:
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     recorded = Recorded()
     with contextlib.ExitStack() as stack:
         if backward_stream is not None:
@@ -405,6 +426,36 @@ def test_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
     assert log[log.index("forward 1") : log.index("backward 1") + 1] == words(
         "forward 1; sharded 1; arrived 2; sharded 2; full 1; gather 1; arrived 1; backward 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (
+            ShardingStrategy.NO_SHARD,
+            """
+            backward 2; allreduce 2; backward 1; allreduce 1; backward 0; allreduced 2; allreduce 0
+            allreduced 1; allreduce root; allreduced 0; allreduced root
+            """,
+        ),
+        (
+            ShardingStrategy.HYBRID_SHARD,
+            """
+            backward 2; reduce 2; backward 1; reduced 2; allreduce 2; reduce 1; backward 0
+            reduced 1; allreduce 1; allreduced 2; reduce 0
+            reduced 0; allreduce 0; allreduced 1; reduce root
+            reduced root; allreduce root; allreduced 0; allreduced root
+            """,
+        ),
+    ],
+)
+def test_all_reduces_over_replicas_run_beside_backward(
+    strategy: ShardingStrategy, expected: str
+) -> None:
+    ((*_, log),) = run_ranks(1, logs, 3, sharding_strategy=strategy)
+    kinds = ("backward ", "reduce ", "reduced ", "allreduce ", "allreduced ")
+    found = [event for event in log if event.startswith(kinds)]
+    assert found == words(expected)
 
 
 # -- memory and time

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compat
 from fsdp_compat import _torch_private
+from fsdp_compat._engine import conducted_reduce
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -61,9 +62,16 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
         torch.testing.assert_close(sharded.full_tensor(), parameter, rtol=1e-5, atol=1e-6)
 
 
+def trains_in_one_unit(reads_at_end: bool) -> None:
+    """reads_at_end: as on a device, where the host would have to wait earlier."""
+    with mock.patch.object(conducted_reduce, "has_streams", lambda _: reads_at_end):
+        trains_as_unsharded(branches_are_units=False, allow=False, zeros=False)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_use_different_parameters_of_a_unit(ranks: int) -> None:
-    run_ranks(ranks, trains_as_unsharded, branches_are_units=False, allow=False, zeros=False)
+@pytest.mark.parametrize("reads_at_end", [False, True])
+def test_ranks_use_different_parameters_of_a_unit(reads_at_end: bool, ranks: int) -> None:
+    run_ranks(ranks, trains_in_one_unit, reads_at_end)
 
 
 def trains_in_units(transport: str, allow: bool) -> None:

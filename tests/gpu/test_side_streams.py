@@ -1,0 +1,219 @@
+"""What runs beside computation on a device: gradients are copied and reduced on other streams than
+the one that computes, reductions over replicas run while backward goes on, and the host waits for
+nothing. Only orders and streams are looked at; ``tests/benchmarks/simulated.py`` has the times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.gpu.test_training import TIMEOUT_S
+from tests.support.emulated import nccl
+from tests.support.emulated.order import HOST, DeviceSync, EventSync, Happening, Op, StreamSync
+from tests.support.ranks import run_ranks
+
+RANKS = 4  # two nodes of two where gradients are also reduced over replicas
+WIDTH = 320  # parameters of so many rows and columns are large ones
+BLOCKS = 4
+FRONT_ENDS = ("flat", "fully_shard")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.spare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.uses_spare = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + torch.relu(self.up(x))
+        return self.spare(y) if self.uses_spare else y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.backward_begins: dict[int, int] = {}  # of a block: how much had happened then
+        self.happenings: list[Happening] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            x.register_hook(lambda _, index=index: self._begins(index))
+        return x.square().mean()
+
+    def _begins(self, index: int) -> None:
+        self.backward_begins[index] = len(self.happenings)
+
+
+def sharded(model: Model, front_end: str, strategy: str, offload: bool) -> nn.Module:
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("emulated", (2, RANKS // 2), mesh_dim_names=names)
+    if strategy != "HYBRID_SHARD":
+        mesh = init_device_mesh("emulated", (RANKS,))
+    if front_end == "flat":
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            device_id=torch.device("emulated", 0),
+            cpu_offload=CPUOffload(offload),
+        )
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": strategy != "SHARD_GRAD_OP",
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    if not offload:
+        model.to("emulated")
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+class Step:
+    """What happens in a step, after one that allocates and records orders."""
+
+    def __init__(
+        self, front_end: str, strategy: str, *, offload: bool = False, uses_spare: bool = True
+    ) -> None:
+        nccl.use()
+        with nccl.group_of(RANKS):
+            torch.manual_seed(0)
+            plain = Model()
+            model = sharded(plain, front_end, strategy, offload)
+            x = torch.randn(2, WIDTH).to("emulated")
+            model(x).backward()
+            model.zero_grad()
+            for block in plain.blocks:
+                block.uses_spare = uses_spare
+            self.computing = torch.accelerator.current_stream().stream_id
+            with nccl.recording() as recording:
+                plain.happenings = recording.happenings
+                model(x).backward()
+            self.happenings, self.backward_begins = recording.happenings, plain.backward_begins
+            self.gradients = [param.grad for param in model.parameters()]
+
+    def places_of(self, kind: str) -> list[int]:
+        """Return where collectives of a kind are among the happenings."""
+        return [
+            index
+            for index, each in enumerate(self.happenings)
+            if isinstance(each, nccl.Collective) and each.name == kind
+        ]
+
+    def writer_before(self, place: int) -> Op:
+        """Return what has last written what the collective there reads."""
+        collective = self.happenings[place]
+        assert isinstance(collective, Op)
+        begin, end = collective.reads[0]
+        for each in reversed(self.happenings[:place]):
+            if isinstance(each, Op) and any(b < end and begin < e for b, e in each.writes):
+                return each
+        raise AssertionError("nothing has written it")
+
+    def host_waits(self) -> list[int]:
+        """Return where the host waits for the device."""
+        kinds = (EventSync, StreamSync, DeviceSync)
+        return [index for index, each in enumerate(self.happenings) if isinstance(each, kinds)]
+
+
+# -- reductions
+
+
+def overlaps_all_reduces(front_end: str, strategy: str) -> None:
+    step = Step(front_end, strategy)
+    places = step.places_of(nccl.ALL_REDUCE)
+    assert len(places) >= BLOCKS
+    for order, block in enumerate(reversed(range(2, BLOCKS))):
+        assert places[order] < step.backward_begins[block - 2]
+
+
+@pytest.mark.parametrize(
+    ("front_end", "strategy"),
+    [("flat", "NO_SHARD"), ("flat", "HYBRID_SHARD"), ("fully_shard", "HYBRID_SHARD")],
+)
+def test_all_reduces_over_replicas_start_while_backward_goes_on(
+    emulated_device: str, front_end: str, strategy: str
+) -> None:
+    run_ranks(1, overlaps_all_reduces, front_end, strategy, timeout=TIMEOUT_S)
+
+
+def copies_beside(front_end: str, strategy: str) -> None:
+    step = Step(front_end, strategy)
+    kind = nccl.ALL_REDUCE if strategy == "NO_SHARD" else nccl.REDUCE_SCATTER
+    places = step.places_of(kind)
+    assert len(places) >= BLOCKS
+    for place in places:
+        assert step.writer_before(place).stream not in (step.computing, HOST)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_gradients_are_copied_on_another_stream_than_computes(
+    emulated_device: str, front_end: str, strategy: str
+) -> None:
+    if (front_end, strategy) != ("fully_shard", "NO_SHARD"):
+        run_ranks(1, copies_beside, front_end, strategy, timeout=TIMEOUT_S)
+
+
+def reduces_without_a_second_buffer() -> None:
+    step = Step("flat", "NO_SHARD")
+    (first, *_) = step.places_of(nccl.ALL_REDUCE)
+    collective = step.happenings[first]
+    assert isinstance(collective, Op)
+    begin, end = collective.writes[0]
+    grads = [grad for grad in step.gradients if grad is not None]
+    assert any(begin <= grad.data_ptr() < end for grad in grads)
+    # gradients of parameters were copied there, and no whole buffer was
+    assert max(e - b for b, e in step.writer_before(first).reads) < end - begin
+
+
+def test_what_is_reduced_over_replicas_becomes_the_gradients(emulated_device: str) -> None:
+    run_ranks(1, reduces_without_a_second_buffer, timeout=TIMEOUT_S)
+
+
+# -- the host
+
+
+def waits(front_end: str, strategy: str, offload: bool, uses_spare: bool) -> None:
+    step = Step(front_end, strategy, offload=offload, uses_spare=uses_spare)
+    last = max(
+        index for index, each in enumerate(step.happenings) if isinstance(each, nccl.Collective)
+    )
+    places = step.host_waits()
+    if offload or (front_end == "fully_shard" and not uses_spare):
+        assert min(places) > last
+    else:
+        assert places == []
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_host_waits_at_the_end_of_backward_if_at_all(
+    emulated_device: str, offload: bool, strategy: str, front_end: str
+) -> None:
+    if (front_end, strategy) != ("fully_shard", "NO_SHARD"):
+        run_ranks(1, waits, front_end, strategy, offload, True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_the_host_waits_for_unused_parameters_at_the_end_of_backward(
+    emulated_device: str, front_end: str
+) -> None:
+    run_ranks(1, waits, front_end, "FULL_SHARD", False, False, timeout=TIMEOUT_S)
