@@ -11,7 +11,7 @@ import torch
 
 from ..errors import StateError, explain
 from .conduct import Conduct, ReductionSettings
-from .device import has_streams, on_stream, read_later
+from .device import has_streams, read_later, run_on
 from .reduce import AT_END, ReduceBuffer, Stages
 from .reduce_plan import ReducePlan
 from .store import ParamStore, ReduceForm
@@ -115,8 +115,10 @@ class ConductedReduceBuffer(ReduceBuffer):
         if divisor is not None:
             total = total.div_(divisor)
         if settings.all_reduce_hook is not None:
-            with on_stream(settings.all_reduce_stream):
-                settings.all_reduce_hook(total)
+            wait = run_on(settings.all_reduce_stream, settings.all_reduce_hook, total)
+            if settings.all_reduce_stream is not None:
+                yield None  # it runs beside the next unit's backward
+            wait()
         if wide is not total and wide.dtype == (plan.grad_dtype or self.form.dtype):
             total = wide.copy_(total)  # the gradients need no further memory
         grads = self._grads(plan, total)

@@ -29,9 +29,9 @@ __all__ = [
     "gather_stream",
     "has_streams",
     "offload_policy",
-    "on_stream",
     "read_later",
     "reduce_stream",
+    "run_on",
 ]
 
 
@@ -99,6 +99,11 @@ class SideStream:
     def join(self) -> None:
         """Let the current stream wait for all work enqueued here so far."""
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that lets the then current stream wait for all work enqueued here so
+        far, and for nothing later."""
+        return _nothing
+
 
 class _RealSideStream(SideStream):
     exists = True
@@ -126,6 +131,10 @@ class _RealSideStream(SideStream):
         if self._read is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._read)
             self._held, self._read = [], None
+
+    def mark(self) -> Callable[[], None]:
+        done = self._stream.record_event()
+        return lambda: torch.accelerator.current_stream(self._device).wait_event(done)
 
     def join(self) -> None:
         self.release()
@@ -163,18 +172,23 @@ def reduce_stream(device: torch.device) -> SideStream:
     return _side_stream(device)
 
 
-@contextlib.contextmanager
-def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Run work of the context on ``stream``, after all work of the current stream and before later
-    work on it; None: on the current stream."""
+def run_on(
+    stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor
+) -> Callable[[], None]:
+    """Run ``function(tensor)`` on ``stream``, after all work of the current stream; None: on the
+    current stream. The returned function lets the then current stream wait for it."""
     if stream is None:
-        yield
-        return
-    current = torch.accelerator.current_stream(stream.device)
-    stream.wait_stream(current)
+        function(tensor)
+        return _nothing
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
     with stream:
-        yield
-    current.wait_stream(stream)
+        function(tensor)
+    done = stream.record_event()
+    return lambda: torch.accelerator.current_stream(stream.device).wait_event(done)
+
+
+def _nothing() -> None:
+    pass
 
 
 class OffloadPolicy(typing.Protocol):

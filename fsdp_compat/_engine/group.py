@@ -42,7 +42,6 @@ class Group:
         """
         self.store, self.device, self.conduct = store, device, conduct
         self.offload = offload_policy(device, offload)
-        self._sending = gather_stream(device)
         divisor = predivisor(mesh.ranks, precision.reduce)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
@@ -55,6 +54,8 @@ class Group:
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self._tag = self.shard.new_tag()
         self._all_gather: Handle | None = None  # in flight
+        # For the last all-gather of the user.
+        self._wait_for_custom = gather_stream(device).mark()
         plan = ReducePlan(
             self.shard,
             self.replica,
@@ -144,9 +145,11 @@ class Group:
         if self.store.extension is not None:
             self.store.extension.pack()
         if conduct is not None and conduct.custom_all_gather is not None:
-            _gather_by_custom(conduct, self.store.shard, memory, self.shard.rank)
+            with gather_stream(self.device).work():
+                _gather_by_custom(conduct, self.store.shard, memory, self.shard.rank)
+            self._wait_for_custom = gather_stream(self.device).mark()
             return
-        with self._sending.work():
+        with gather_stream(self.device).work():
             self._all_gather = self.shard.begin_gather(
                 self.store.shard, memory.all_gather_output, memory.segments, self._tag
             )
@@ -161,6 +164,7 @@ class Group:
         if self.memory.mapped_copy is not None and self.memory.mapped_copy.is_due:
             self.memory.copy_mapped()
             return
+        self._wait_for_custom()
         if self._all_gather is not None:
             self._end_all_gather()
         if self.memory.has_copies:
@@ -172,6 +176,7 @@ class Group:
             self.partial.drop(self._what)
         if self.conduct is not None:
             self.memory.keeps_storage = self.conduct.keeps_storage or self.conduct.has_views
+        self._wait_for_custom()
         if self._all_gather is None:
             # An exception may have come before the handle was stored here.
             self._all_gather = self.shard.unfinished_gather(self._tag)

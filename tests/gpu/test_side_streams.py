@@ -4,10 +4,12 @@ nothing. Only orders and streams are looked at; ``tests/benchmarks/simulated.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,7 +24,16 @@ from fsdp_compat import (
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S
 from tests.support.emulated import nccl
-from tests.support.emulated.order import HOST, DeviceSync, EventSync, Happening, Op, StreamSync
+from tests.support.emulated.order import (
+    HOST,
+    DeviceSync,
+    EventSync,
+    Happening,
+    Op,
+    Record,
+    StreamSync,
+    Wait,
+)
 from tests.support.ranks import run_ranks
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
@@ -89,14 +100,23 @@ class Step:
     """What happens in a step, after one that allocates and records orders."""
 
     def __init__(
-        self, front_end: str, strategy: str, *, offload: bool = False, uses_spare: bool = True
+        self,
+        front_end: str,
+        strategy: str,
+        *,
+        offload: bool = False,
+        uses_spare: bool = True,
+        prepare: Callable[[Any], None] = lambda model: None,
     ) -> None:
+        """prepare: changes the settings of a unit, for each block."""
         nccl.use()
         with nccl.group_of(RANKS):
             torch.manual_seed(0)
             plain = Model()
             model = sharded(plain, front_end, strategy, offload)
             x = torch.randn(2, WIDTH).to("emulated")
+            for block in plain.blocks:
+                prepare(block)
             model(x).backward()
             model.zero_grad()
             for block in plain.blocks:
@@ -106,6 +126,7 @@ class Step:
                 plain.happenings = recording.happenings
                 model(x).backward()
             self.happenings, self.backward_begins = recording.happenings, plain.backward_begins
+            self.unordered = recording.unordered()
             self.gradients = [param.grad for param in model.parameters()]
 
     def places_of(self, kind: str) -> list[int]:
@@ -185,6 +206,73 @@ def reduces_without_a_second_buffer() -> None:
 
 def test_what_is_reduced_over_replicas_becomes_the_gradients(emulated_device: str) -> None:
     run_ranks(1, reduces_without_a_second_buffer, timeout=TIMEOUT_S)
+
+
+# -- what users replace
+
+
+class Gather:
+    """An all-gather of the user that notes its stream."""
+
+    def __init__(self) -> None:
+        self.streams: set[int] = set()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.streams.add(torch.accelerator.current_stream().stream_id)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def gathers_beside() -> None:
+    gather = Gather()
+    step = Step(
+        "fully_shard", "FULL_SHARD", prepare=lambda unit: unit.set_custom_all_gather(gather)
+    )
+    assert gather.streams and step.computing not in gather.streams
+    assert step.unordered == []
+
+
+def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) -> None:
+    run_ranks(1, gathers_beside, timeout=TIMEOUT_S)
+
+
+def hooks_beside() -> None:
+    nccl.use()
+    stream = torch.Stream(device=torch.device("emulated", 0))
+
+    def hook(total: torch.Tensor) -> None:
+        total.mul_(0.5)
+
+    step = Step(
+        "fully_shard",
+        "FULL_SHARD",
+        prepare=lambda unit: unit.set_all_reduce_hook(hook, stream=stream),
+    )
+    assert step.unordered == []
+    events = {each.event for each in step.happenings if _is_of(each, Record, stream)}
+    waits = [
+        index
+        for index, each in enumerate(step.happenings)
+        if isinstance(each, Wait) and each.event in events
+    ]
+    # the hook of the last block is waited for when the block before has gone through backward
+    assert waits and min(waits) > step.backward_begins[BLOCKS - 2]
+
+
+def _is_of(each: Happening, kind: type, stream: torch.Stream) -> bool:
+    return isinstance(each, kind) and each.stream == stream.stream_id  # type: ignore[attr-defined]
+
+
+def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str) -> None:
+    run_ranks(1, hooks_beside, timeout=TIMEOUT_S)
 
 
 # -- the host
