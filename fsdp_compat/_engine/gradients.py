@@ -231,6 +231,11 @@ class Gradients:
         assert self.reduction is not None
         self.reduction.advance()
 
+    def advance_over_replicas(self) -> None:
+        """Collective. Go to the next stage, if the buffer is free."""
+        if not self.is_reduced and self._buffer is not None and not self._buffer.holds_memory:
+            self.advance()
+
     @property
     def is_reduced(self) -> bool:
         """True if nothing of the reduction is left to be communicated."""
@@ -373,6 +378,9 @@ class InFlightReductions:
         if _torch_private.counts_collectives():
             for gradients in {gradients.axis: gradients for gradients in unit}.values():
                 gradients.count_collectives()
+        if self._limit is not None and not self.is_unlimited:
+            for gradients in itertools.chain.from_iterable(self._units):
+                gradients.advance_over_replicas()  # their next messages, beside this unit's
         for gradients in unit:
             gradients.start_reduction()
         self._units.append(unit)

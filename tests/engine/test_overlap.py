@@ -11,7 +11,8 @@ unit ``k``:
     gather k, arrived k       an all-gather starts, and is waited for
     full k, sharded k         memory of unsharded parameters is allocated, and freed
     reduce k, reduced k       a reduce-scatter starts, and is waited for
-    allreduce k, allreduced k the same of the all-reduce over replicas
+    allreduce k, goes on k, allreduced k
+                              the same of the all-reduce over replicas, which has two messages
     buffer k, no buffer k     memory of gradients is allocated, and freed
     forward k, backward k     computation begins"""
 
@@ -89,6 +90,10 @@ class Recorded:
         self.log.append(f"allreduce {unit}")
         return Work(lambda: self.log.append(f"allreduced {unit}"))
 
+    def goes_on(self, work: Work, total: torch.Tensor, tag: int, what: str) -> Work:
+        self.log.append(f"goes on {self.units[tag]}")
+        return work
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         allocate, free = Storage.allocate, Storage.free
@@ -121,6 +126,7 @@ class Recorded:
                 "begin_all_reduce",
                 lambda _, total, tag, divisor: self.all_reduce(tag),
             ),
+            mock.patch.object(NativeTransport, "continue_all_reduce", self.goes_on),
             mock.patch.object(
                 NativeTransport, "end_all_reduce", lambda _, work, total, what: work.wait()
             ),
@@ -434,17 +440,18 @@ def test_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
         (
             ShardingStrategy.NO_SHARD,
             """
-            backward 2; allreduce 2; backward 1; allreduce 1; backward 0; allreduced 2; allreduce 0
-            allreduced 1; allreduce root; allreduced 0; allreduced root
+            backward 2; allreduce 2; backward 1; goes on 2; allreduce 1
+            backward 0; allreduced 2; goes on 1; allreduce 0
+            allreduced 1; goes on 0; allreduce root; allreduced 0; goes on root; allreduced root
             """,
         ),
         (
             ShardingStrategy.HYBRID_SHARD,
             """
-            backward 2; reduce 2; backward 1; reduced 2; allreduce 2; reduce 1; backward 0
-            reduced 1; allreduce 1; allreduced 2; reduce 0
-            reduced 0; allreduce 0; allreduced 1; reduce root
-            reduced root; allreduce root; allreduced 0; allreduced root
+            backward 2; reduce 2; backward 1; reduced 2; allreduce 2; goes on 2; reduce 1
+            backward 0; reduced 1; allreduce 1; allreduced 2; goes on 1; reduce 0
+            reduced 0; allreduce 0; allreduced 1; goes on 0; reduce root
+            allreduced 0; reduced root; allreduce root; goes on root; allreduced root
             """,
         ),
     ],
@@ -453,7 +460,7 @@ def test_all_reduces_over_replicas_run_beside_backward(
     strategy: ShardingStrategy, expected: str
 ) -> None:
     ((*_, log),) = run_ranks(1, logs, 3, sharding_strategy=strategy)
-    kinds = ("backward ", "reduce ", "reduced ", "allreduce ", "allreduced ")
+    kinds = ("backward ", "reduce ", "reduced ", "allreduce ", "allreduced ", "goes on ")
     found = [event for event in log if event.startswith(kinds)]
     assert found == words(expected)
 
