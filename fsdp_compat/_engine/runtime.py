@@ -139,7 +139,8 @@ class Runtime:
                     self.post_forward(call, unit, None, has_raised=True)
                 raise
             _torch_private.set_compiler(None)
-            self.post_forward(call, unit, output)
+            with _torch_private.unrecorded():
+                self.post_forward(call, unit, output)
             if unit.conduct.output_dtype is not None:
                 output = cast_floats(output, unit.conduct.output_dtype)
             return output
@@ -177,16 +178,17 @@ class Runtime:
         """A forward call begins. Returns its inputs, moved and cast. Collective."""
         recomputing = _torch_private.graph_task() != -1
         outermost = not recomputing and (unit is self.root or not self._stack)
-        if outermost:
-            self._begin_forward()
-        self._stack.append(call)
-        if call.module is not None and not recomputing and not unit.conduct.to_run:
-            unit.conduct.to_run.update(unit.modules)
-        self._unsharding.unshard_for_use(unit, call.dtype, recomputing)
-        unit.running += 1
-        call.counted = True
-        if unit.buffers is not None:
-            unit.buffers.follow(call.dtype)
+        with _torch_private.unrecorded():
+            if outermost:
+                self._begin_forward()
+            self._stack.append(call)
+            if call.module is not None and not recomputing and not unit.conduct.to_run:
+                unit.conduct.to_run.update(unit.modules)
+            self._unsharding.unshard_for_use(unit, call.dtype, recomputing)
+            unit.running += 1
+            call.counted = True
+            if unit.buffers is not None:
+                unit.buffers.follow(call.dtype)
         options = unit.options
         if self._streams is not None and torch.is_grad_enabled():
             args = tuple(hooks.on_gradient_of_input(value, call) for value in args)

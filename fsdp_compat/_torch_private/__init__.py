@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
 from torch._C._dynamo import eval_frame
 from torch.distributed._composable_state import _State
 from torch.nn.utils import clip_grad
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -466,7 +466,7 @@ def note_composable(module: nn.Module, name: str) -> None:
     registry[name] = contract.RegistryItem()
 
 
-# True if some mode may count collectives (see the next).
+# Not zero if a dispatch mode is active: one that counts collectives, or records operators.
 counts_collectives: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
@@ -493,6 +493,39 @@ def _counting_modes() -> list[Any]:
 
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     return [mode for mode in modes if isinstance(mode, CommDebugMode)]
+
+
+def unrecorded() -> contextlib.AbstractContextManager[object]:
+    """A context for operators that selective activation checkpointing is neither to save nor to
+    look up: it numbers the calls of each operator, and a recomputation, which may find parameters
+    unsharded, makes others than the forward."""
+    if counts_collectives():
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        others = [mode for mode in modes if not isinstance(mode, _RECORDERS)]
+        if len(others) < len(modes):
+            return _exchange_modes(modes, others)
+    return _NO_CONTEXT
+
+
+_RECORDERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+
+
+@contextlib.contextmanager
+def _exchange_modes(modes: list[Any], others: list[Any]) -> Iterator[None]:
+    """A context with ``others`` in the place of ``modes``. Nothing is entered again: CommDebugMode
+    would forget its counts."""
+    _replace_modes(modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(others, modes)
+
+
+def _replace_modes(old: list[Any], new: list[Any]) -> None:
+    for _ in old:
+        _python_dispatch._pop_mode()
+    for mode in new:
+        _python_dispatch._push_mode(mode)
 
 
 class _Counted:

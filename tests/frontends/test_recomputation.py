@@ -11,20 +11,28 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import (
     Block,
     DropsAnOutput,
+    ForwardProducts,
     Inner,
     Outer,
     Recomputed,
     RecomputesBlocks,
     RecomputesTwice,
     Stack,
+    saves_everything,
+    saves_nothing,
+    saves_products,
 )
-from tests.support.pairwise import each_value
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     Turn,
     backward,
@@ -139,3 +147,58 @@ def _wraps_in_checkpoint_wrappers(use_orig_params: bool) -> None:
 @both_forms
 def test_checkpoint_wrappers_may_be_put_into_a_wrapped_model(use_orig_params: bool) -> None:
     run_ranks(2, _wraps_in_checkpoint_wrappers, use_orig_params)
+
+
+# -- selective checkpoints, which save what a policy says
+
+
+def _selective(policy: Any) -> dict[str, Any]:
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+def _counts_products(
+    expected: int, around: dict[str, Any] | None, m: nn.Module, x: Tensor, turn: Turn
+) -> Tensor:
+    """expected: products that backward computes again. around: arguments of a checkpoint around the
+    whole model."""
+    if around is None:
+        loss = square(m, x)
+    else:
+        loss = checkpoint(square, m, x, use_reentrant=False, **around)
+    with ForwardProducts() as products:
+        loss.backward()
+    assert products.number == expected
+    return loss.detach()
+
+
+@pairwise
+@both_forms
+@both_strategies
+@pytest.mark.parametrize("policy", [saves_products, saves_everything, saves_nothing])
+@pytest.mark.parametrize("where", ["inside", "around one", "around two", "around the root"])
+def test_a_checkpoint_saves_what_its_policy_says(
+    where: str, policy: Any, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    how = _selective(policy)
+    # A recomputation ends before its last product, which backward does not need.
+    build, recomputed = {
+        "inside": (partial(Stack, 3, partial(Recomputed, False, **how)), 3),
+        "around one": (partial(RecomputesBlocks, Block, False, 1, **how), 4),
+        "around two": (partial(RecomputesBlocks, Block, False, 2, **how), 6),
+        "around the root": (Stack, 8),
+    }[where]
+    step = partial(
+        _counts_products,
+        recomputed if policy is saves_nothing else 0,
+        how if where == "around the root" else None,
+    )
+    run_ranks(
+        2,
+        _trains,
+        build,
+        (Block,),
+        step=step,
+        num_steps=3,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )

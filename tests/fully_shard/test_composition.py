@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,19 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fsdp_compat
 from fsdp_compat import _torch_private
-from tests.support.fully_sharded import OURS, TORCH, Library, api, whole
+from tests.support.fully_sharded import OURS, TORCH, Library, Twins, api, shard_all, whole
+from tests.support.models import (
+    Block,
+    ForwardProducts,
+    RecomputesBlocks,
+    saves_everything,
+    saves_products,
+)
+from tests.support.parity import square
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -123,6 +133,56 @@ def test_comm_debug_mode_counts_what_torchs_fsdp2_counts(
         assert ours == torchs
         assert ours[0] == {"c10d._allgather_base_": 3}  # the root has no parameters
         assert ours[1]["c10d._reduce_scatter_base_"] == 3
+
+
+# -- selective activation checkpointing
+
+
+class AddsZeros(Block):
+    """Calls an operator that the engine calls at the end of a forward, too, to keep rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.zeros(x.shape[-1]))
+
+
+def saves_zeros(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op is torch.ops.aten.zeros.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def counts_products(expected: int, model: nn.Module, x: Tensor) -> Tensor:
+    """A step. expected: products that backward computes again."""
+    loss = square(model, x)
+    with ForwardProducts() as products:
+        loss.backward()
+    assert products.number == expected
+    return loss.detach()
+
+
+def recomputes(policy: Any, expected: int, **options: Any) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    build = functools.partial(RecomputesBlocks, AddsZeros, False, 2, context_fn=contexts)
+    twins = Twins(build, functools.partial(shard_all, **options))
+    for _ in range(3):
+        twins.step(functools.partial(counts_products, expected))
+
+
+@EITHER
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@pytest.mark.parametrize(
+    ("policy", "expected"), [(saves_products, 0), (saves_everything, 0), (saves_zeros, 6)]
+)
+def test_a_checkpoint_saves_what_its_policy_says(
+    policy: Any, expected: int, reshard_after_forward: bool | int, environment: dict[str, str]
+) -> None:
+    run_ranks(
+        4 if reshard_after_forward == 2 else 2,
+        recomputes,
+        policy,
+        expected,
+        reshard_after_forward=reshard_after_forward,
+        environment=environment,
+    )
 
 
 # -- FullyShardedDataParallel

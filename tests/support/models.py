@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 DIM = 8
 WIDE = 64  # for weights that should be larger than the activations around them
@@ -430,15 +431,42 @@ class ManyDtypes(Block):
 # -- recomputation
 
 
+def saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy of selective checkpoints, as the next two."""
+    saved = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saves_everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def saves_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+class ForwardProducts(TorchDispatchMode):
+    """Counts products of linear modules that a forward or a recomputation computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
 class Recomputed(Block):
     """Checkpoints its whole forward."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, **options: Any) -> None:
+        """options: for ``checkpoint``."""
         super().__init__()
-        self.reentrant = reentrant
+        self.options = {"use_reentrant": reentrant, **options}
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return checkpoint(super().forward, x, **self.options)
 
 
 def _in_turn(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
@@ -451,17 +479,21 @@ class RecomputesBlocks(Stack):
     """Checkpoints around ``span`` blocks each."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], reentrant: bool, span: int = 1, num_blocks: int = 4
+        self,
+        make: Callable[[], nn.Module],
+        reentrant: bool,
+        span: int = 1,
+        num_blocks: int = 4,
+        **options: Any,
     ) -> None:
+        """options: for ``checkpoint``."""
         super().__init__(num_blocks, make)
-        self.reentrant, self.span = reentrant, span
+        self.span, self.options = span, {"use_reentrant": reentrant, **options}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for start in range(0, len(self.blocks), self.span):
-            x = checkpoint(
-                _in_turn, x, self.blocks[start : start + self.span], use_reentrant=self.reentrant
-            )
+            x = checkpoint(_in_turn, x, self.blocks[start : start + self.span], **self.options)
         return self.head(x)
 
 
