@@ -177,9 +177,10 @@ class Runtime:
     ) -> tuple[Any, Any]:
         """A forward call begins. Returns its inputs, moved and cast. Collective."""
         recomputing = _torch_private.graph_task() != -1
-        outermost = not recomputing and (unit is self.root or not self._stack)
+        # A recomputation of the root gets its inputs as the user gave them, too.
+        outermost = unit is self.root or not (recomputing or self._stack)
         with _torch_private.unrecorded():
-            if outermost:
+            if outermost and not recomputing:
                 self._begin_forward()
             self._stack.append(call)
             if call.module is not None and not recomputing and not unit.conduct.to_run:

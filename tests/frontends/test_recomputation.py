@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from fsdp_compat import ShardingStrategy
+from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import (
     Block,
     DropsAnOutput,
@@ -199,6 +200,53 @@ def test_a_checkpoint_saves_what_its_policy_says(
         (Block,),
         step=step,
         num_steps=3,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+# -- mixed precision
+
+
+def _gradients_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any) -> list[Tensor]:
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    pair = make_pair(build, mixed_precision=precision, **options)
+    losses = []
+    for x in pair.batches():
+        x.requires_grad_()
+        output = pair.model(x) if around is None else checkpoint(pair.model, x, **around)
+        losses.append(backward(output.float().pow(2).mean()))
+        assert x.grad is not None
+        losses.append(x.grad)
+    return [*losses, *(p.grad for p in pair.model.parameters() if p.grad is not None)]
+
+
+def _computes_the_same_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any) -> None:
+    expected = _gradients_in_bf16(partial(Stack, 4), None, **options)
+    found = _gradients_in_bf16(build, around, **options)
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected)
+
+
+@pairwise
+@both_forms
+@both_strategies
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
+@pytest.mark.parametrize("where", ["around blocks", "around the root"])
+def test_a_recomputation_casts_its_inputs_as_the_forward_did(
+    where: str, kind: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    reentrant = kind == "reentrant"
+    how = _selective(saves_products) if kind == "selective" else {}
+    if where == "around the root":
+        build, around = partial(Stack, 4), {"use_reentrant": reentrant, **how}
+    else:
+        build, around = partial(RecomputesBlocks, Block, reentrant, **how), None
+    run_ranks(
+        2,
+        _computes_the_same_in_bf16,
+        build,
+        around,
         sharding_strategy=strategy,
         use_orig_params=use_orig_params,
     )
