@@ -14,6 +14,7 @@ gradients, so that all ranks reduce their units in one order whatever their data
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import threading
@@ -198,7 +199,7 @@ class BackwardRunner:
         if backward.defers or (not at_end and self._has_calls_left(unit)):
             return
         self._side.release()
-        with self._side.work():
+        with self._place(unit, at_end):
             received = []
             for group in unit.groups:
                 gradients = group.gradients
@@ -213,10 +214,21 @@ class BackwardRunner:
                 backward.reduced.update(received)
                 self.reductions.start(received)
 
+    def _place(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the stream that takes a unit's gradients. At the end nothing is left to compute,
+        and the computing stream has the memory of activations for their buffer, often the largest
+        one; but what stays for later backwards is always allocated on the side stream."""
+        conduct = unit.conduct
+        leaves_nothing = self.sync and conduct.sync and conduct.all_reduce
+        if at_end and leaves_nothing and not self.finalizes_by_hand:
+            return contextlib.nullcontext()
+        return self._side.work()
+
     def _end(self, backward: Backward) -> None:
         """The graph task has ended: post-backward for the units that are left, finish every
         reduction. Collective."""
         self._join()
+        self._side.join()
         with torch.no_grad():
             self._unsharding.end_backward()
             have_come = _received if self._communicators.have_tags else _have_come
@@ -236,14 +248,13 @@ class BackwardRunner:
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep()
             self._unsharding.mapped.leave(Pass.BACKWARD)
-            with self._side.work():
-                self._reduce_rest(backward)
-                for gradients in self._gradients():
-                    if gradients.received:  # no_sync
-                        gradients.sharded.note()
-                        self._has_notes = True
-                self.reductions.finish()
+            self._reduce_rest(backward)
             self._side.join()
+            for gradients in self._gradients():
+                if gradients.received:  # no_sync
+                    gradients.sharded.note()
+                    self._has_notes = True
+            self.reductions.finish()
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._unsharding.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
@@ -267,8 +278,6 @@ class BackwardRunner:
             reduces = self.sync and conduct.sync and not self.finalizes_by_hand
             is_ordered = self._allow_unused_units or backward.defers
             left = [g for g in self._gradients_of(unit) if g not in backward.reduced]
-            for gradients in left if backward.defers else ():
-                gradients.collect()
             ready = [
                 gradients
                 for gradients in left
@@ -278,9 +287,12 @@ class BackwardRunner:
                     or (conduct.reduces_unused and gradients.is_trainable)
                 )
             ]
-            if ready:
-                backward.reduced.update(ready)
-                self.reductions.start(ready)
+            with self._place(unit, at_end=True):
+                for gradients in left if backward.defers else ():
+                    gradients.collect()
+                if ready:
+                    backward.reduced.update(ready)
+                    self.reductions.start(ready)
 
     def begin_finalize(self) -> None:
         """Collective. Reshard, and start to reduce what backwards have received."""

@@ -90,8 +90,8 @@ class SideStream:
         return contextlib.nullcontext()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep tensors that were allocated on the computing stream until ``release``: work enqueued
-        here so far reads them."""
+        """Inside ``work``: keep tensors that were allocated on the computing stream until
+        ``release``, because work enqueued here so far reads them."""
 
     def release(self) -> None:
         """Let the current stream wait until what is held was read, and drop it."""
@@ -124,8 +124,9 @@ class _RealSideStream(SideStream):
             yield
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._held += tensors
-        self._read = self._stream.record_event()
+        if torch.accelerator.current_stream(self._device) == self._stream:
+            self._held += tensors
+            self._read = self._stream.record_event()
 
     def release(self) -> None:
         if self._read is not None:
