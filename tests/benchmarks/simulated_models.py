@@ -226,10 +226,17 @@ class Model:
     length: int = 0  # that a sequence with attention stands for
 
 
-def stack(block: type[nn.Module], blocks: int, dim: int, tokens: int, description: str) -> Model:
-    """A layer of the plain stack of 192 stands for one of Llama 7B with 4096 tokens; others are
-    larger or smaller in proportion."""
-    scale = LAYER_NUMEL / (12 * 192**2)
+def stack(
+    block: type[nn.Module],
+    blocks: int,
+    dim: int,
+    tokens: int,
+    description: str,
+    layer_dim: int = 192,
+) -> Model:
+    """A layer of the plain stack of ``layer_dim`` stands for one of Llama 7B with 4096 tokens;
+    others are larger or smaller in proportion."""
+    scale = LAYER_NUMEL / (12 * layer_dim**2)
     numel = sum(parameter.numel() for parameter in block(dim).parameters())
     return Model(
         build=lambda: Stack(block, blocks, dim),
@@ -263,6 +270,10 @@ def transformer(
 
 MODELS: dict[str, Callable[[], Model]] = {
     "blocks": lambda: stack(Block, 8, 192, 32, "8 blocks like layers of Llama 7B, 4096 tokens"),
+    # Fixed bytes, of alignment for example, have a sixteenth of the share.
+    "wide": lambda: stack(
+        Block, 8, 768, 32, "8 wide blocks like layers of Llama 7B, 4096 tokens", layer_dim=768
+    ),
     "small": lambda: stack(Block, 32, 48, 32, "32 blocks of a sixteenth of a Llama 7B layer"),
     "experts": lambda: stack(
         Experts, 8, 96, 48, f"8 blocks of {EXPERTS} experts, of which one gets no tokens"
