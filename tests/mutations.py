@@ -82,18 +82,6 @@ BREAKS = (
         f"{FULLY_SHARD}/test_programs.py -k frozen_and_trained",
     ),
     Break(
-        "gradients kept until the last one is in its piece",
-        "        grads.clear()  # each",
-        "        # each",
-        "tests/engine/test_memory.py -k freed_one_by_one",
-    ),
-    Break(
-        "reductions left in flight while the next unit's gradients take memory",
-        "            self.limit_in_flight()  # the unit",
-        "            pass  # the unit",
-        "tests/engine/test_memory.py -k freed_one_by_one",
-    ),
-    Break(
         "a second call of a collective taken for the first",
         "if frame is not self._frame or frame.f_lasti != self._instruction:",
         "if self._frame is None:",
@@ -252,9 +240,9 @@ BREAKS = (
     ),
     Break(
         "the user's all-reduce hook skipped",
-        "settings.all_reduce_hook(total)",
-        "pass",
-        f"{FULLY_SHARD}/test_methods.py -k all_reduce_hook_sees",
+        "run_on(settings.all_reduce_stream, settings.all_reduce_hook, total)",
+        "run_on(None, id, total)",
+        "tests/fully_shard/test_methods.py -k all_reduce_hook_sees",
     ),
     Break(
         "the list of modules to prefetch in backward ignored",
@@ -276,9 +264,9 @@ BREAKS = (
     ),
     Break(
         "no zeros reduced for unused parameters",
-        "if conduct.reduces_unused and conduct.sync and not self.finalizes_by_hand:",
-        "if False:",
-        f"{FULLY_SHARD}/test_methods.py -k do_not_reach_the_loss",
+        "or (conduct.reduces_unused and gradients.is_trainable)",
+        "or False",
+        "tests/fully_shard/test_methods.py -k do_not_reach_the_loss",
     ),
     Break(
         "outputs not cast",
@@ -385,15 +373,15 @@ BREAKS = (
     ),
     Break(
         "a hook's stream does not wait",
-        "    stream.wait_stream(current)\n",
+        "    stream.wait_stream(torch.accelerator.current_stream(stream.device))\n",
         "",
-        f"{ORDER} -k all_reduce_hook",
+        "tests/gpu/test_order.py -k all_reduce_hook",
     ),
     Break(
         "no wait for a hook's stream",
-        "    current.wait_stream(stream)\n",
-        "",
-        f"{ORDER} -k all_reduce_hook",
+        "    return lambda: torch.accelerator.current_stream(stream.device).wait_event(done)",
+        "    return _nothing",
+        "tests/gpu/test_order.py -k all_reduce_hook",
     ),
     Break(
         "the host does not wait for copies of inputs",
@@ -403,15 +391,39 @@ BREAKS = (
     ),
     Break(
         "the host does not wait for copies to or from its shards",
-        "            self._last.synchronize()\n",
+        "self._last.popitem()[1].synchronize()",
+        "self._last.popitem()",
+        "tests/gpu/test_order.py -k after_an_evaluation",
+    ),
+    Break(
+        "gradients not held until they are copied",
+        "        self._side.hold(originals)\n",
         "",
-        f"{ORDER} -k after_an_evaluation",
+        "tests/gpu/test_order.py -k test_training",
+    ),
+    Break(
+        "gradients read before the side stream has reduced them",
+        "        torch.accelerator.current_stream(self._device).wait_stream(self._stream)\n",
+        "",
+        "tests/gpu/test_order.py -k test_training",
+    ),
+    Break(
+        "units reduced without tags before all of their calls have passed",
+        "return any(call.seen_by < 0 for call in self._in_graphs.get(unit, ()))",
+        "return False",
+        "tests/gpu/test_order_of_collectives.py -k two_forwards",
+    ),
+    Break(
+        "a backend's collectives taken for ones with tags",
+        "    has_tags = False\n",
+        "    has_tags = True\n",
+        "tests/fully_shard/test_unused.py -k native",
     ),
     Break(
         "no event after the copies of an all-gather",
-        "        if self.offload.is_offloaded:\n            self.offload.was_read()\n",
+        "            if self.offload.is_offloaded:\n                self.offload.was_read()\n",
         "",
-        f"{ORDER} -k after_an_evaluation",
+        "tests/gpu/test_order.py -k after_an_evaluation",
     ),
     Break(
         "no event after copies of gradients to the host",
