@@ -98,7 +98,9 @@ class BackwardRunner:
     @property
     def has_raised(self) -> bool:
         """True from a backward that raised until ``discard``."""
-        return self.is_open and self._current() is None
+        # A thread of autograd may hold the task for a while.
+        has_task = self._current() is not None and _torch_private.in_graph_task()
+        return self.is_open and not has_task
 
     def _backward(self) -> Backward:
         """Return the Backward of this graph task. It begins at the first pre-backward or the first
@@ -148,7 +150,9 @@ class BackwardRunner:
         backward = self._current() or self._backward()
         if call.seen_by == backward.serial:  # several outputs, one event
             return
-        call.seen_by, call.inputs_left = backward.serial, call.num_inputs
+        call.seen_by = backward.serial
+        # Those that this rank's data have not used never come.
+        call.inputs_left = sum(map(_torch_private.runs_now, call.inputs))
         backward.keeps_params |= torch.is_grad_enabled()
         self._join()
         entered = backward.entered
@@ -170,15 +174,25 @@ class BackwardRunner:
         if unit.conduct.unshard_in_backward:
             self._unsharding.unshard_for_use(unit, call.dtype, backward=True)
 
-    def note_call(self, unit: Unit, call: Call) -> None:
+    def note_call(self, unit: Unit, call: Call, outputs: Sequence[torch.Tensor]) -> None:
         """A forward call has ended, where ranks must reduce units in one order."""
+        # Not the nodes of the outputs themselves: these hold the call.
+        call.inside = [
+            node
+            for output in outputs
+            if output.grad_fn is not None
+            for node, _ in output.grad_fn.next_functions
+            if node is not None and not hasattr(node, "variable")
+        ]
         self._in_graphs.setdefault(unit, weakref.WeakSet()).add(call)
 
-    def _has_calls_left(self, unit: Unit) -> bool:
-        """True if there are noted calls, with graphs, that no backward has passed. If they are in
-        the graph that runs now, gradients of parameters that they use are complete only after
-        them."""
-        return any(call.seen_by < 0 for call in self._in_graphs.get(unit, ()))
+    def _has_calls_left(self, unit: Unit, backward: Backward) -> bool:
+        """True if there are noted calls in the graph that runs now, and it has not passed them:
+        gradients of parameters that they use are complete only after them."""
+        return any(
+            call.seen_by != backward.serial and any(map(_torch_private.runs_now, call.inside))
+            for call in self._in_graphs.get(unit, ())
+        )
 
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """The gradient of a large parameter was accumulated: move it to the buffer."""
@@ -196,7 +210,7 @@ class BackwardRunner:
         if not backward.keeps_params and unit.conduct.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
         # Without tags, ranks must not reduce what happens to be complete already.
-        if backward.defers or (not at_end and self._has_calls_left(unit)):
+        if backward.defers or (not at_end and self._has_calls_left(unit, backward)):
             return
         self._side.release()
         with self._place(unit, at_end):

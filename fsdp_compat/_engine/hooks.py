@@ -27,9 +27,9 @@ __all__ = [
     "guard_state_dicts",
     "on_assignment",
     "on_end_of_backward",
-    "on_gradient_of_input",
     "on_gradient_of_output",
     "on_gradient_of_param",
+    "on_gradients_of_inputs",
     "on_state_dicts",
     "without_fast_path",
 ]
@@ -180,25 +180,43 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
     tensor.register_hook(hook)
 
 
-def on_gradient_of_input(value: Any, call: Call) -> Any:
-    """Note which tensors of an input are in the graph, and in backward when their gradients are
-    complete. Return the input to use instead.
+def on_gradients_of_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Note which inputs of a call are in the graph, and in backward when their gradients are
+    complete. Return the inputs to use instead.
 
-    A tensor becomes an alias: the gradient of the tensor itself is complete only when all other
-    calls that have it as an input have run too, such as all layers of a decoder. Containers stay as
-    they are, because forward may change them.
+    A tensor becomes an alias, always the same one: the gradient of the tensor itself is complete
+    only when all other calls that have it as an input have run too, such as all layers of a
+    decoder. Containers stay as they are, because forward may change them.
     """
+    aliases: dict[int, torch.Tensor] = {}
+
+    def watched(value: Any) -> Any:
+        if id(value) in aliases:
+            return aliases[id(value)]
+        if type(value) is torch.Tensor and _can_be_watched(value):
+            alias = aliases[id(value)] = value.view_as(value)
+            alias.__dict__.update(value.__dict__)
+            value = alias
+        for tensor in tensors_in(value):
+            if _can_be_watched(tensor) and tensor.grad_fn is not None:
+                call.inputs.append(tensor.grad_fn)
+                weakref.finalize(call, tensor.register_hook(hook).remove)
+        return value
+
+    reference = weakref.ref(call)  # the tensor may outlive it
 
     def hook(grad: torch.Tensor) -> None:
-        call.inputs_left -= 1
+        call = reference()
+        if call is not None:
+            call.inputs_left -= 1
 
-    if type(value) is torch.Tensor and value.requires_grad:
-        value = value.view_as(value)
-    for tensor in tensors_in(value):
-        if tensor.requires_grad:
-            call.num_inputs += 1
-            tensor.register_hook(hook)
-    return value
+    return tuple(map(watched, args)), {name: watched(value) for name, value in kwargs.items()}
+
+
+def _can_be_watched(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Parameter) -> None:

@@ -192,10 +192,7 @@ class Runtime:
                 unit.buffers.follow(call.dtype)
         options = unit.options
         if self._streams is not None and torch.is_grad_enabled():
-            args = tuple(hooks.on_gradient_of_input(value, call) for value in args)
-            kwargs = {
-                name: hooks.on_gradient_of_input(value, call) for name, value in kwargs.items()
-            }
+            args, kwargs = hooks.on_gradients_of_inputs(args, kwargs, call)
         if outermost:
             args, kwargs = move_to(args, options.device), move_to(kwargs, options.device)
         if call.dtype is ComputeDtype.TRAIN and (
@@ -254,7 +251,7 @@ class Runtime:
         if unit.running or _torch_private.graph_task() != -1:
             return
         if in_graph and not self._communicators.have_tags:
-            self.backward.note_call(unit, call)
+            self.backward.note_call(unit, call, tensors)
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:
@@ -359,6 +356,10 @@ class Runtime:
         finally:
             self._is_rested = False
 
+    def wait_copies(self) -> None:
+        """Wait until offloaded shards can be written to."""
+        self._communicators.wait_copies()
+
     def rest(self, units: Iterable[Unit] | None = None) -> None:
         """Reshard units, by default all, whatever an exception or a forward without backward has
         left."""
@@ -368,7 +369,7 @@ class Runtime:
             self._stack.clear()
             for unit in self.units:
                 unit.running = 0
-        self._communicators.wait_copies()  # of a forward without a backward
+        self.wait_copies()  # of a forward without a backward
         units = self.units if units is None else list(units)
         for unit in units:
             unit.reshard()

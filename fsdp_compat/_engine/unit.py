@@ -141,9 +141,10 @@ class Call:
         "counted",
         "dtype",
         "end_tick",
+        "inputs",
         "inputs_left",
+        "inside",
         "module",
-        "num_inputs",
         "seen_by",
         "summoned",
         "unit",
@@ -155,9 +156,11 @@ class Call:
         self.module = module
         self._unit_reference, self.begin_tick = weakref.ref(unit), begin_tick
         self.end_tick = -1  # set when the call ends
-        # On devices with streams: inputs that are in the graph, and those whose gradients the
-        # present backward has not completed yet.
-        self.num_inputs = self.inputs_left = 0
+        # On devices with streams: the nodes of inputs that are in the graph, and how many of them
+        # the present backward has not completed yet.
+        self.inputs: list[Any] = []
+        self.inputs_left = 0
+        self.inside: list[Any] = []  # without tags: nodes that a backward through the call passes
         self.summoned = unit.view.summoned
         self.dtype = (
             unit.wanted_dtype() if unit.options.full_precision_in_eval else ComputeDtype.TRAIN
@@ -169,7 +172,7 @@ class Call:
     def has_run_backward(self) -> bool:
         """True if nothing that the call computed from its inputs is left to run in backward, on any
         device. Never for a call without inputs in the graph."""
-        return self.num_inputs > 0 and self.inputs_left <= 0
+        return bool(self.inputs) and self.inputs_left <= 0
 
     def hold_unit(self) -> Unit:
         """Return the unit, for another backward through the call."""

@@ -74,6 +74,7 @@ __all__ = [
     "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
+    "runs_now",
     "split_together",
     "storage_key",
     "tensor_without_storage",
@@ -92,6 +93,12 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def in_graph_task() -> bool:
     """True inside of backward."""
     return graph_task() != -1
+
+
+def runs_now(node: Any) -> bool:
+    """Inside backward: True if a node, which is no leaf, is part of the graph that runs. Only
+    private functions know."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:

@@ -1,8 +1,12 @@
-"""Streams are joined where a program changes from one to another, and nowhere else."""
+"""Streams are joined where a program changes from one to another, and nowhere else; what becomes of
+the inputs of calls there."""
+
+from typing import Any
 
 import pytest
 import torch
 
+from fsdp_compat._engine import hooks
 from fsdp_compat._engine.device import compute_streams
 
 
@@ -37,3 +41,43 @@ def test_cpu_has_no_streams_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
     compute_streams(torch.device("cpu")).join()
+
+
+# -- inputs of calls on devices with streams
+
+
+def _call() -> Any:
+    class Call:
+        def __init__(self) -> None:
+            self.inputs: list[Any] = []
+            self.inputs_left = 0
+
+    return Call()
+
+
+def test_an_input_is_the_same_tensor_in_all_arguments_and_keeps_its_attributes() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    x.label = "x"  # type: ignore[attr-defined]
+    args, kwargs = hooks.on_gradients_of_inputs((x, x, "text"), {"key": x}, _call())
+    assert args[0] is args[1] is kwargs["key"] and args[0].label == "x"
+    assert args[2] == "text"
+
+
+def test_inputs_that_cannot_be_watched_stay_as_they_are() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    sparse = torch.eye(2, requires_grad=True).to_sparse()
+    nested = torch.nested.nested_tensor([torch.ones(2)], requires_grad=True)
+    call = _call()
+    for _ in range(2):
+        args, _ = hooks.on_gradients_of_inputs((sparse, nested, {"prompt": leaf}), {}, call)
+    assert args[0] is sparse and args[1] is nested
+    assert not leaf._backward_hooks and not call.inputs
+
+
+def test_hooks_on_inputs_in_containers_go_with_their_calls() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    call = _call()
+    hooks.on_gradients_of_inputs(({"x": x},), {}, call)
+    assert call.inputs == [x.grad_fn] and len(x._backward_hooks) == 1
+    del call
+    assert not x._backward_hooks

@@ -60,8 +60,12 @@ class Block(nn.Module):
         self.base = nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ModuleList(Expert(WIDTH + 16 * index) for _ in range(2))
 
-    def forward(self, x: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, used: Sequence[int], condition: torch.Tensor
+    ) -> torch.Tensor:
         x = y = torch.relu(self.base(x))
+        if len(used) == len(self.experts):
+            y = y + condition
         for index in used:
             y = y + self.experts[index](x)
         return y
@@ -73,17 +77,18 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(index) for index in range(BLOCKS))
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.condition, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.recomputes = False
 
     def forward(self, x: torch.Tensor, used: Sequence[Sequence[int] | None]) -> torch.Tensor:
+        condition = self.condition(x)  # an input of all blocks
         for block, experts in zip(self.blocks, used, strict=True):
             if experts is None:
                 continue
             if self.recomputes:
-                x = checkpoint(block, x, experts, use_reentrant=False)
+                x = checkpoint(block, x, experts, condition, use_reentrant=False)
             else:
-                x = block(x, experts)
+                x = block(x, experts, condition)
         return self.out(x).pow(2).mean()
 
 
@@ -242,6 +247,19 @@ def one_backward_of_two_forwards(model: Any, x: torch.Tensor, rank: int) -> None
     (model(x, used_by(rank)) + model(x, ALL)).backward()
 
 
+def an_output_that_one_rank_keeps(model: Any, x: torch.Tensor, rank: int) -> None:
+    kept = [model(x, ALL)]  # for a log, say; no backward follows
+    if rank == 1:
+        kept.clear()
+    model(x, ALL).backward()
+
+
+def a_retained_graph(model: Any, x: torch.Tensor, rank: int) -> None:
+    loss = model(x, used_by(rank))
+    loss.backward(retain_graph=True)
+    (loss + model(x, used_by(1 - rank))).backward()
+
+
 SCENARIOS: dict[str, Callable[[Any, torch.Tensor, int], None]] = {
     function.__name__: function
     for function in (
@@ -251,6 +269,8 @@ SCENARIOS: dict[str, Callable[[Any, torch.Tensor, int], None]] = {
         reduced_accumulation,
         several_backwards,
         one_backward_of_two_forwards,
+        an_output_that_one_rank_keeps,
+        a_retained_graph,
     )
 }
 

@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from ..._engine.checks import refuse_meta
+from ..._engine.runtime import runtime_of
 from ..._state.validation import not_loaded
 from ...errors import (
     AssertedStateError,
@@ -108,7 +109,10 @@ class FSDPModule:
     ) -> Any:
         """Load a state dict of DTensors, or of whole tensors on every rank, see
         ``nn.Module.load_state_dict``. Raises CheckpointError for one that does not fit."""
-        refuse_missing(self._get_fsdp_state().record, state_dict)
+        state = self._get_fsdp_state()
+        refuse_missing(state.record, state_dict)
+        if state.unit is not None and state.unit.runtime is not None:
+            runtime_of(state.unit).wait_copies()
         try:
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         except FsdpCompatError:
