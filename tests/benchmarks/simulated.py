@@ -25,7 +25,8 @@ Each row is made in a process of its own. The columns:
     syncs             times that the host waits for the device in a step, besides the end of the
                       loop's step
     limit             ours only: "met" if a step takes at most 1.002 of the fastest and reserves no
-                      more than the smallest of the peers (fully_shard: FSDP2)
+                      more than the smallest of the peers (fully_shard: FSDP2), and waits order all
+                      accesses of the same bytes
 
 Kernels share the bandwidth of the memory, and the multiprocessors: a copy takes a quarter of those
 that a matrix product takes (--contention has other assumptions). Not simulated: the host's own
@@ -69,7 +70,14 @@ from torch import nn
 from fsdp_compat._cost_model import CONTENTION, H100, Machine, Work
 from tests.support import emulated
 from tests.support.emulated import nccl
-from tests.support.emulated.order import DeviceSync, EventSync, Happening, Op, StreamSync
+from tests.support.emulated.order import (
+    DeviceSync,
+    EventSync,
+    Happening,
+    Op,
+    StreamSync,
+    find_unordered,
+)
 from tests.support.emulated.play import Played, play
 
 WARM_UP_STEPS, STEPS = 2, 3
@@ -122,6 +130,7 @@ class Row:
     reserved: float  # bytes per parameter of a block, as active
     active: float
     syncs: float
+    unordered: int  # accesses of the same bytes that no wait orders
     lanes: tuple[Lane, ...]  # of the last step
     memory: tuple[tuple[float, float], ...]  # of the last step: (seconds, bytes)
 
@@ -259,6 +268,7 @@ def simulate(name: str, case: Case, options: argparse.Namespace) -> Row:
         reserved=played.reserved / model.block_numel,
         active=played.active / model.block_numel,
         syncs=syncs / steps - 1,
+        unordered=len(find_unordered(program)) if is_ours(name) else 0,
         lanes=lanes_of(played, computing, played.marks[-2], last),
         memory=memory_of(played, played.marks[-2], last, model.bytes_scale),
     )
@@ -407,6 +417,8 @@ def verdict_of(name: str, row: Row, rows: dict[str, Row | str]) -> str:
         found.append("time")
     if row.reserved > min(peer.reserved for peer in peers):
         found.append("memory")
+    if row.unordered:
+        found.append(f"order ({row.unordered} accesses without a wait)")
     return f"NOT MET: {' and '.join(found)}" if found else "met"
 
 
