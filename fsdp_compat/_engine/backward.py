@@ -50,8 +50,8 @@ class Backward:
         self.serial = next(self._serials)
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
-        # Everything is reduced at the end: ranks may use different units, and without tags they
-        # must reduce them in one order.
+        self.has_rest = False  # ranks may use different units, and agree at the end
+        # Everything is reduced at the end: without tags they must reduce units in one order.
         self.defers = False
         # create_graph: the graph of the gradients may read parameters without passing a hook.
         self.keeps_params = False
@@ -123,9 +123,8 @@ class BackwardRunner:
                 raise
             self._unsharding.begin_backward()
             reduces_unused = any(unit.conduct.reduces_unused for unit in self._units)
-            current.defers = not self._communicators.have_tags and (
-                self._allow_unused_units or reduces_unused
-            )
+            current.has_rest = self._allow_unused_units or reduces_unused
+            current.defers = current.has_rest and not self._communicators.have_tags
             self.reductions.is_unlimited = reduces_unused and not current.defers
         return current
 
@@ -184,7 +183,10 @@ class BackwardRunner:
             for node, _ in output.grad_fn.next_functions
             if node is not None and not hasattr(node, "variable")
         ]
-        self._in_graphs.setdefault(unit, weakref.WeakSet()).add(call)
+        calls = self._in_graphs.get(unit)
+        if calls is None:
+            calls = self._in_graphs[unit] = weakref.WeakSet()
+        calls.add(call)
 
     def _has_calls_left(self, unit: Unit, backward: Backward) -> bool:
         """True if there are noted calls in the graph that runs now, and it has not passed them:
@@ -245,7 +247,8 @@ class BackwardRunner:
         self._side.join()
         with torch.no_grad():
             self._unsharding.end_backward()
-            have_come = _received if self._communicators.have_tags else _have_come
+            is_small_left = not self._communicators.have_tags and self._checks.has_gradients()
+            have_come = _have_come if is_small_left else _received
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
                     unit.calls
@@ -262,7 +265,8 @@ class BackwardRunner:
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep()
             self._unsharding.mapped.leave(Pass.BACKWARD)
-            self._reduce_rest(backward)
+            if backward.has_rest:
+                self._reduce_rest(backward)
             self._side.join()
             for gradients in self._gradients():
                 if gradients.received:  # no_sync
