@@ -223,13 +223,19 @@ class Gradients:
     def free_buffer(self) -> None:
         """Collective. Advance the reduction until the buffer is free. What is left, over replicas,
         works on what becomes the gradients."""
-        while not self.is_reduced and self._buffer is not None and self._buffer.holds_memory:
-            self.advance()
+        reduction, buffer = self.reduction, self._buffer
+        if reduction is not None and buffer is not None:
+            while not reduction.is_communicated and buffer.holds_memory:
+                reduction.advance()
 
     def advance(self) -> None:
         """Collective. Go to the next stage of the reduction."""
         assert self.reduction is not None
         self.reduction.advance()
+
+    @property
+    def waits_at_end(self) -> bool:
+        return self.reduction is not None and self.reduction.waits_at_end
 
     def advance_over_replicas(self) -> None:
         """Collective. Go to the next stage, if the buffer is free."""
@@ -239,8 +245,7 @@ class Gradients:
     @property
     def is_reduced(self) -> bool:
         """True if nothing of the reduction is left to be communicated."""
-        reduction = self.reduction
-        return reduction is None or reduction.grads is not None or reduction.waits_at_end
+        return self.reduction is None or self.reduction.is_communicated
 
     def finish_reduction(self) -> None:
         """Collective. Wait for the reduction, if there is one, and accumulate its result."""
@@ -397,8 +402,8 @@ class InFlightReductions:
         """All but ``limit`` buffers. What is left of these reductions, over replicas, runs beside
         the next unit's backward, and is waited for after it."""
         units = self._units
-        for unit in list(units)[: max(0, len(units) - limit)]:
-            for gradients in unit:
+        for index in range(len(units) - limit):
+            for gradients in units[index]:
                 gradients.free_buffer()
         while len(units) > limit and (
             len(units) > limit + 1 or all(gradients.is_reduced for gradients in units[0])
@@ -409,7 +414,7 @@ class InFlightReductions:
         for gradients in unit:
             while not gradients.is_reduced:
                 gradients.advance()
-            if gradients.reduction is not None and gradients.reduction.waits_at_end:
+            if gradients.waits_at_end:
                 self._at_end.append(gradients)
             else:
                 gradients.finish_reduction()

@@ -369,10 +369,11 @@ class DirectGradBuffer:
 class Reduction:
     """A reduction in flight, advanced stage by stage or finished at once."""
 
-    __slots__ = ("_stages", "grads", "waits_at_end")
+    __slots__ = ("_stages", "grads", "is_communicated", "waits_at_end")
 
     def __init__(self, stages: Stages) -> None:
         self._stages, self.waits_at_end = stages, False
+        self.is_communicated = False  # nothing but computation, or a wait of the host, is left
         self.grads: Sequence[torch.Tensor | None] | None = (
             None  # one per sharded parameter, at the end
         )
@@ -382,6 +383,7 @@ class Reduction:
         if self.grads is None:
             found = next(self._stages)
             self.waits_at_end = found is AT_END
+            self.is_communicated = found is not None
             self.grads = None if isinstance(found, AtEnd) else found
 
     def finish(self) -> Sequence[torch.Tensor | None]:
