@@ -83,7 +83,7 @@ class BackwardRunner:
         self.finalizes_by_hand = False  # see Runtime
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
-        self._in_graphs: dict[Unit, weakref.WeakSet[Call]] = {}
+        self._in_graphs: dict[Unit, list[weakref.ref[Call]]] = {}  # calls of which graphs exist
         self.is_open = False  # a backward began and has not ended
         self._has_notes = False  # some group has gradients of a backward without communication
 
@@ -183,18 +183,22 @@ class BackwardRunner:
             for node, _ in output.grad_fn.next_functions
             if node is not None and not hasattr(node, "variable")
         ]
-        calls = self._in_graphs.get(unit)
-        if calls is None:
-            calls = self._in_graphs[unit] = weakref.WeakSet()
-        calls.add(call)
+        noted = self._in_graphs.get(unit, ())
+        alive = [reference for reference in noted if reference() is not None]
+        self._in_graphs[unit] = [*alive, weakref.ref(call)]
 
     def _has_calls_left(self, unit: Unit, backward: Backward) -> bool:
         """True if there are noted calls in the graph that runs now, and it has not passed them:
         gradients of parameters that they use are complete only after them."""
-        return any(
-            call.seen_by != backward.serial and any(map(_torch_private.runs_now, call.inside))
-            for call in self._in_graphs.get(unit, ())
-        )
+        for reference in self._in_graphs.get(unit, ()):
+            call = reference()
+            if (
+                call is not None
+                and call.seen_by != backward.serial
+                and any(map(_torch_private.runs_now, call.inside))
+            ):
+                return True
+        return False
 
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """The gradient of a large parameter was accumulated: move it to the buffer."""
@@ -234,10 +238,12 @@ class BackwardRunner:
         """Return the stream that takes a unit's gradients. At the end nothing is left to compute,
         and the computing stream has the memory of activations for their buffer, often the largest
         one; but what stays for later backwards is always allocated on the side stream."""
+        if not self._side.exists:
+            return _HERE
         conduct = unit.conduct
         leaves_nothing = self.sync and conduct.sync and conduct.all_reduce
         if at_end and leaves_nothing and not self.finalizes_by_hand:
-            return contextlib.nullcontext()
+            return _HERE
         return self._side.work()
 
     def _end(self, backward: Backward) -> None:
@@ -375,6 +381,7 @@ class ThreadedBackwardRunner(BackwardRunner):
             super().on_gradient(group, index, param)
 
 
+_HERE = contextlib.nullcontext()
 _received = operator.attrgetter("gradients.received")
 _have_come = operator.attrgetter("gradients.have_come")
 _has_run_backward = operator.attrgetter("has_run_backward")
