@@ -33,7 +33,7 @@ class ReductionSettings:
     divide_factor: float | None = None  # gradients are divided by it; None: by the number of ranks
     # Gets the reduced gradient shard [S] in the dtype of the reduction, and may change it.
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_stream: torch.Stream | None = None  # that the hook runs on; None: the current one
+    all_reduce_stream: torch.Stream | None = None  # that the hook runs on; None: as reductions
     # A reduce-scatter of the user: allocate(size, dtype=, device=) and
     # (output_tensor=, input_tensor=, group=, op=).
     custom: Any = None

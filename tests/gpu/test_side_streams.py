@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,6 +33,7 @@ from tests.support.emulated.order import (
     StreamSync,
     Wait,
 )
+from tests.support.fully_sharded import NotedAllGather
 from tests.support.ranks import run_ranks
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
@@ -212,24 +212,16 @@ def test_what_is_reduced_over_replicas_becomes_the_gradients(emulated_device: st
 # -- what users replace
 
 
-class Gather:
-    """An all-gather of the user that notes its stream."""
+class Gather(NotedAllGather):
+    """An all-gather of the user that notes its streams."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.streams: set[int] = set()
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, **arguments: Any) -> Any:
         self.streams.add(torch.accelerator.current_stream().stream_id)
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return super().__call__(**arguments)
 
 
 def gathers_beside() -> None:

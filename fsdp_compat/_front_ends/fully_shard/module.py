@@ -301,7 +301,8 @@ class FSDPModule:
         and may change it in place: after division and, on a 2-D mesh, after the all-reduce.
         Parameters that no rank has used get gradients of zeros then.
 
-        stream: that it runs on; not on a 2-D mesh.
+        stream: that it runs on; not on a 2-D mesh. None: on devices with streams, the one that
+        reduces gradients, beside computation.
         """
         state = self._get_fsdp_state()
         require_one_mesh(state, "set_all_reduce_hook")
@@ -347,7 +348,7 @@ class FSDPModule:
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Set how many units' gradient buffers may be in flight at once. The value of the root
-        counts."""
+        counts. On devices with streams there is one buffer, whatever is set."""
         where = "set_reduce_scatter_max_input_buffers"
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise wrong_type("max_input_buffers", "a whole number", max_input_buffers, where)
