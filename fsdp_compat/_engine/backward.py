@@ -30,7 +30,7 @@ from ..errors import StateError
 from . import hooks
 from .checks import Checks, refuse_summoned_backward
 from .communicators import Communicators
-from .device import ComputeStreams, reduce_stream
+from .device import HERE, ComputeStreams, reduce_stream
 from .gradients import Gradients, InFlightReductions
 from .group import Group
 from .mapped_shards import Pass
@@ -239,11 +239,11 @@ class BackwardRunner:
         and the computing stream has the memory of activations for their buffer, often the largest
         one; but what stays for later backwards is always allocated on the side stream."""
         if not self._side.exists:
-            return _HERE
+            return HERE
         conduct = unit.conduct
         leaves_nothing = self.sync and conduct.sync and conduct.all_reduce
         if at_end and leaves_nothing and not self.finalizes_by_hand:
-            return _HERE
+            return HERE
         return self._side.work()
 
     def _end(self, backward: Backward) -> None:
@@ -381,7 +381,6 @@ class ThreadedBackwardRunner(BackwardRunner):
             super().on_gradient(group, index, param)
 
 
-_HERE = contextlib.nullcontext()
 _received = operator.attrgetter("gradients.received")
 _have_come = operator.attrgetter("gradients.have_come")
 _has_run_backward = operator.attrgetter("has_run_backward")

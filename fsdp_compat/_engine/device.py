@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 __all__ = [
+    "HERE",
     "ON_DEVICE",
     "ComputeStreams",
     "OffloadPolicy",
@@ -87,7 +88,7 @@ class SideStream:
 
     def work(self) -> contextlib.AbstractContextManager[None]:
         """Enqueue the work of the context here, after all work of the current stream so far."""
-        return contextlib.nullcontext()
+        return HERE
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Inside ``work``: keep tensors that were allocated on the computing stream until
@@ -190,6 +191,9 @@ def run_on(
 
 def _nothing() -> None:
     pass
+
+
+HERE = contextlib.nullcontext()  # on the current stream
 
 
 class OffloadPolicy(typing.Protocol):

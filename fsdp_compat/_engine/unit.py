@@ -320,7 +320,7 @@ class Unit:
         if self.view.shows_unsharded:
             self.view.show_sharded()
         if self.residency is not Residency.SHARDED:
-            self.conduct.has_views = self._has_views()
+            self.conduct.has_views = self.conduct.num_holders >= 0 and self._has_views()
             self.view.hide_partial()
             for group in self.groups:
                 group.reshard()
@@ -342,7 +342,7 @@ class Unit:
         """True if views of unsharded parameters outlive these, as far as this can be seen. Their
         memory stays until they are gone: reading memory that was freed ends the process."""
         before, self.conduct.num_holders = self.conduct.num_holders, -1
-        if before < 0 or self._num_holders() <= before:
+        if self._num_holders() <= before:
             return False
         if not self.conduct.keeps_storage:
             warnings.warn(

@@ -60,9 +60,7 @@ class RowReduceForm:
             (cut.is_contiguous or cut.dim is None) and parallel is None
             for cut, parallel in zip(self._cuts, self._parallel, strict=True)
         )
-        self._is_simple = layout.order == tuple(range(len(layout.cuts))) and all(
-            cut.dim == 0 for cut in self._cuts
-        )
+        self._has_other_dims = any(cut.dim != 0 for cut in self._cuts)
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         found: list[list[torch.Tensor]] = [[] for _ in range(self._num_params)]
@@ -86,13 +84,11 @@ class RowReduceForm:
             marks = grads[0].new_zeros(rows.shape[0], self._mark_slot.numel)
             marks[:, : len(grads)] = 1
             self._set_marks[kind] = marks.view(-1)
+        if self._has_other_dims:
+            grads = list(map(_with_rows_first, grads, self._cuts))
         grads = [*grads, self._set_marks[kind]]
-        if not self._is_simple:
-            grads = [
-                _with_rows_first(grads[position], self._layout.cuts[position])
-                for position in self._layout.order
-            ]
-        _torch_private.chunk_together(grads, self._layout.ranks, rows)
+        in_order = list(map(grads.__getitem__, self._layout.order))
+        _torch_private.chunk_together(in_order, self._layout.ranks, rows)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         # one call for each view: narrow and view would be two
