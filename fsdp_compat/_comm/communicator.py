@@ -5,7 +5,7 @@
     single_rank.py   an axis of one rank: nothing is sent
     gloo.py          gloo on CPU: sends and receives over connections of its own, with a tag per
                      group and kind, so that ranks in different orders get an error instead of each
-                     other's data; deadlock.py watches its waits
+                     other's data; divergence/deadlock.py watches its waits
     native.py        every other backend: its own collectives; and process groups written in Python
 
 The interface, ``Communicator``, is in transport.py."""

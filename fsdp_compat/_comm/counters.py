@@ -7,7 +7,7 @@ kernel (a futex) until a counter reaches the number that it waits for; while not
 is done.
 
 A waiting rank wakes every ``SLICE_S`` seconds to check that the peer's process still runs the same
-program (processes.py), that its table is open, and that the wait was not aborted.
+program (divergence/processes.py), that its table is open, and that the wait was not aborted.
 
 Requires x86-64, where stores become visible in program order, and Linux, for the futex; other
 machines use messages (same_host.py)."""
@@ -26,9 +26,9 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from . import memory_files
+from .divergence.processes import Process
 from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
 from .peer_memory import MappedFile, PeerMemory
-from .processes import Process
 
 __all__ = ["NUM_TAGS", "CounterWork", "PeerTable", "Table", "are_supported"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import same_host, shared_memory
+from .divergence.waits import MessageId
 from .gloo_connections import (
     VALUES_TAG,
     GlooConnections,
@@ -20,7 +21,7 @@ from .mesh import Axis
 from .same_host import ACK_TAG, Described
 from .shared_memory import PeerMemory
 from .summation import sum_in_rank_order
-from .transport import Collectives, Handle, Kind, MessageId, ProcessGroupTransport, Work
+from .transport import Collectives, Handle, Kind, ProcessGroupTransport, Work
 
 __all__ = ["GlooTransport"]
 

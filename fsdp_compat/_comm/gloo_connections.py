@@ -19,14 +19,15 @@ import torch.distributed as dist
 from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
 from ..errors import StateError, explain
-from . import deadlock, progress, shared_memory
+from . import shared_memory
 from .counters import CounterWork
+from .divergence import deadlock, progress
+from .divergence.status_store import status_store
+from .divergence.time_limits import warn_after_s
+from .divergence.waits import ARRIVAL, COLLECTIVE, Activity, MessageId, Report, Wait, Waiting
 from .mesh import Axis
 from .same_host import ACK_TAG, NUM_WORDS, SameHostPeers, attach_peers, limit
-from .status_store import status_store
-from .time_limits import warn_after_s
-from .transport import Collectives, Handle, MessageId, Work, communication_error, group_destroyed
-from .waits import ARRIVAL, COLLECTIVE, Activity, Report, Wait, Waiting
+from .transport import Collectives, Handle, Work, communication_error, group_destroyed
 
 __all__ = ["VALUES_TAG", "GlooConnections", "all_or_nothing", "any_awaits_readers"]
 
@@ -346,7 +347,7 @@ class GlooConnections:
             f"rank {rank} of {len(members)} (global ranks {list(members)}), at {progress.place()}"
         )
 
-    # -- for deadlock detection (waits.py)
+    # -- for deadlock detection (divergence/waits.py)
 
     @property
     def is_alive(self) -> bool:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import StateError, explain
-from . import progress
+from .divergence import progress
+from .divergence.waits import MessageId
 from .host_memory import memory_of
 from .mapped import Mapping as Mapped
 from .mesh import Axis
@@ -29,7 +30,6 @@ __all__ = [
     "Communicator",
     "Handle",
     "Kind",
-    "MessageId",
     "ProcessGroupTransport",
     "Traffic",
     "TransportBase",
@@ -75,9 +75,6 @@ class Traffic:
 
 
 _NOTHING: Mapping[int, typing.Any] = types.MappingProxyType({})
-# (tag, how often the tag was used, bytes of the message, number of receives among the works, which
-# come before the sends)
-MessageId = tuple[int, int, int, int]
 
 
 class Work(typing.Protocol):

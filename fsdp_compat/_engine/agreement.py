@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from .._comm import progress
 from .._comm.communicator import communicator
+from .._comm.divergence import progress
 from .._comm.mesh import Mesh
 from ..errors import UsageError, explain
 from .unit import Unit

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm import progress
+from .._comm.divergence import progress
 from ..errors import StateError
 from . import hooks
 from .checks import Checks, refuse_summoned_backward

@@ -9,9 +9,9 @@
 groups take part; with ``copies=True`` also those with the other copies (hybrid strategies,
 NO_SHARD). A call without groups, or with one rank, sends nothing and checks nothing.
 
-store_rendezvous.py has the mechanism. Two environment variables, which must be the same on all
-ranks: FSDP_COMPAT_MEET=0 disables the check, and FSDP_COMPAT_MEET_TIMEOUT is how long, in seconds,
-a missing rank may be idle before the call fails."""
+divergence/store_rendezvous.py has the mechanism. Two environment variables, which must be the same
+on all ranks: FSDP_COMPAT_MEET=0 disables the check, and FSDP_COMPAT_MEET_TIMEOUT is how long, in
+seconds, a missing rank may be idle before the call fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._comm import progress
 from .._comm.communicator import Communicator
+from .._comm.divergence import progress
+from .._comm.divergence.store_rendezvous import StoreRendezvous, rendezvous_of
+from .._comm.divergence.time_limits import idle_limit_s
 from .._comm.mesh import Axis
-from .._comm.store_rendezvous import StoreRendezvous, rendezvous_of
-from .._comm.time_limits import idle_limit_s
 from .group import Group
 
 __all__ = ["is_on", "nested", "register", "require_all_ranks"]

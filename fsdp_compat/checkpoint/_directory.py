@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torch import nn
 
-from .._comm.processes import host
+from .._comm.divergence.processes import host
 from ..errors import CheckpointError
 from ._blocks import make_directories, sync_directory
 from ._manifest import MANIFEST, Manifest, read_manifest

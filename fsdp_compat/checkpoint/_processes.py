@@ -2,7 +2,8 @@
 
 A killed process sends nothing. Only processes on its own machine can tell for certain whether it is
 still running. So ranks check the processes of their own machine (see _mailbox.py), and ask ranks on
-other machines for a sign of life through the status store (see _comm/status_store.py).
+other machines for a sign of life through the status store (see
+_comm/divergence/status_store.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import uuid
 from typing import Any
 
 from .. import _torch_private
-from .._comm.processes import Process
-from .._comm.status_store import StatusStore
+from .._comm.divergence.processes import Process
+from .._comm.divergence.status_store import StatusStore
 
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from fsdp_compat._comm import counters, shared_memory
 from fsdp_compat._comm.counters import PeerTable, Table
+from fsdp_compat._comm.divergence.processes import Process
 from fsdp_compat._comm.peer_memory import PeerMemory
-from fsdp_compat._comm.processes import Process
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED
 

@@ -19,14 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError, UsageError
-from fsdp_compat._comm import deadlock, progress, shared_memory
+from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import communicator
-from fsdp_compat._comm.cycles import find_cycle
+from fsdp_compat._comm.divergence import deadlock, progress
+from fsdp_compat._comm.divergence.cycles import find_cycle
+from fsdp_compat._comm.divergence.status_store import Post, StatusStore
+from fsdp_compat._comm.divergence.waits import (
+    ARRIVAL,
+    COLLECTIVE,
+    RENDEZVOUS,
+    Activity,
+    Report,
+    Wait,
+    Waiting,
+)
 from fsdp_compat._comm.gloo_connections import ACK_TAG, VALUES_TAG, GlooConnections
 from fsdp_compat._comm.mesh import axis_of
 from fsdp_compat._comm.same_host import SameHostPeers
-from fsdp_compat._comm.status_store import Post, StatusStore
-from fsdp_compat._comm.waits import ARRIVAL, COLLECTIVE, RENDEZVOUS, Activity, Report, Wait, Waiting
 from tests.support.models import DIM, Block
 from tests.support.parity import backward, make_pair
 from tests.support.programs import run_programs
@@ -835,7 +844,7 @@ def test_one_thread_runs_while_there_are_process_groups() -> None:
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm import deadlock
+from fsdp_compat._comm.divergence import deadlock
 from torch import nn
 
 rank, path, skips = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "skips"

@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from fsdp_compat._comm import progress
+from fsdp_compat._comm.divergence import progress
 
 
 class Threads:

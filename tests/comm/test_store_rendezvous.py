@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compat import StateError
-from fsdp_compat._comm import deadlock, inquiry, progress, store_rendezvous
-from fsdp_compat._comm.inquiry import Inquiry
-from fsdp_compat._comm.processes import Process
-from fsdp_compat._comm.status_store import Answer, Post, StatusStore
-from fsdp_compat._comm.store_rendezvous import StoreRendezvous, Turn
-from fsdp_compat._comm.waits import RENDEZVOUS, Activity, Report, Wait
+from fsdp_compat._comm.divergence import deadlock, inquiry, progress, store_rendezvous
+from fsdp_compat._comm.divergence.inquiry import Inquiry
+from fsdp_compat._comm.divergence.processes import Process
+from fsdp_compat._comm.divergence.status_store import Answer, Post, StatusStore
+from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous, Turn
+from fsdp_compat._comm.divergence.waits import RENDEZVOUS, Activity, Report, Wait
 from tests.support.simulation import Simulation
 
 IDLE_S = 10.0  # the limit

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
-from fsdp_compat._comm import deadlock, gloo, mapped, shared_memory
+from fsdp_compat._comm import gloo, mapped, shared_memory
 from fsdp_compat._comm.arena import CHUNK_NBYTES, Arena
+from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends import test_calls, test_entry_points, test_random_programs

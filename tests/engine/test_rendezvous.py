@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import UsageError
-from fsdp_compat._comm.store_rendezvous import StoreRendezvous
+from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat._engine import rendezvous
 from tests.support.ranks import run_ranks
 

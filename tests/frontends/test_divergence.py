@@ -27,8 +27,8 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm import deadlock
-from fsdp_compat._comm.store_rendezvous import StoreRendezvous
+from fsdp_compat._comm.divergence import deadlock
+from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
@@ -536,7 +536,8 @@ def test_programs_that_end_are_killed_or_are_stopped(tmp_path: Path) -> None:
 LOST = """
 import contextlib, os, signal, sys, time, torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm import deadlock, processes, shared_memory
+from fsdp_compat._comm import shared_memory
+from fsdp_compat._comm.divergence import deadlock, processes
 from torch import nn
 
 rank, path, fate = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from .. import _torch_private
+from ... import _torch_private
 from . import progress
 from .cycles import find_cycle
 from .inquiry import LongWait

@@ -19,11 +19,10 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
-from .transport import MessageId
-
 __all__ = [
     "ARRIVAL",
     "COLLECTIVE",
+    "MessageId",
     "RENDEZVOUS",
     "Activity",
     "Report",
@@ -36,6 +35,10 @@ __all__ = [
 ARRIVAL = -1  # connecting: another rank has not arrived yet
 COLLECTIVE = -2  # a synchronous collective of all members
 RENDEZVOUS = -3  # a rendezvous: nothing has been sent yet
+
+# (tag, how often the tag was used, bytes of the message, number of receives among the works, which
+# come before the sends)
+MessageId = tuple[int, int, int, int]
 
 # (message, index of the work, what); each wait has a new tuple, and its identity tells them apart
 Waiting = tuple[MessageId, int, str]

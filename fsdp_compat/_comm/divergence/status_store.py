@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 
-from .. import _torch_private
+from ... import _torch_private
 from .processes import Process
 from .waits import Activity, Report, Wait
 

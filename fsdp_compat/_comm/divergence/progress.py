@@ -24,15 +24,13 @@ from torch.distributed import distributed_c10d
 
 __all__ = ["Progress", "activity", "follow", "note_error", "place", "place_of"]
 
-_PACKAGES = tuple(
-    str(Path(file).parent) + os.sep
-    for file in (os.path.dirname(os.path.abspath(__file__)), torch.__file__)
-)
+_COMM = Path(__file__).absolute().parents[1]
+_PACKAGES = tuple(str(folder) + os.sep for folder in (_COMM.parent, Path(torch.__file__).parent))
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
 
 # Files whose functions wait for other ranks, and for other threads.
-_COLLECTIVES = frozenset({distributed_c10d.__file__, str(Path(__file__).with_name("native.py"))})
+_COLLECTIVES = frozenset({distributed_c10d.__file__, str(_COMM / "native.py")})
 _WAITS = _COLLECTIVES | {threading.__file__, queue.__file__, thread_pool.__file__}
 
 _followed = threading.main_thread().ident or 0

@@ -36,8 +36,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from .. import _torch_private
-from ..errors import StateError, explain
+from ... import _torch_private
+from ...errors import StateError, explain
 from . import deadlock, progress
 from .inquiry import MAX_ASKED, Inquiry
 from .status_store import StatusStore

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 
-from ..errors import UsageError, explain
+from ...errors import UsageError, explain
 
 __all__ = ["idle_limit_s", "quiet_s", "warn_after_s"]
 
