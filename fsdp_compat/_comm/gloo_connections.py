@@ -23,8 +23,9 @@ from . import shared_memory
 from .counters import CounterWork
 from .divergence import deadlock, progress
 from .divergence.status_store import status_store
+from .divergence.store_rendezvous import rendezvous_of
 from .divergence.time_limits import warn_after_s
-from .divergence.waits import ARRIVAL, COLLECTIVE, Activity, MessageId, Report, Wait, Waiting
+from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiting
 from .mesh import Axis
 from .same_host import ACK_TAG, NUM_WORDS, SameHostPeers, attach_peers, limit
 from .transport import Collectives, Handle, Work, communication_error, group_destroyed
@@ -221,52 +222,24 @@ class GlooConnections:
     # -- connecting
 
     def _connect(self, group: dist.ProcessGroup) -> None:
-        what, activity = "the other ranks to connect", self.activity
+        what, activity = "connect()", self.activity
+        rendezvous = rendezvous_of(activity.members, activity.name)
+        if rendezvous is not None:
+            rendezvous.meet(f"{what} over a process group", 0, activity.name)
+        activity.counts[COLLECTIVE] = 1
+        activity.waiting = waiting = (COLLECTIVE, 1, 0, 0), 0, what
         try:
-            activity.counts[ARRIVAL] = 1
-            self._await_arrivals(what)
             self.gloo = torch_gloo.gloo_of_its_own(
                 group, activity.rank, len(activity.members), self.timeout
             )
             self.same_host = attach_peers(self.gloo, self.peers, self._swap, _HANDSHAKE_TAGS)
         except RuntimeError as error:
-            if isinstance(error, StateError):
-                raise
-            self.fail_wait(what, error, activity.waiting, str(error))
+            self.fail_wait(what, error, waiting, str(error))
         except BaseException as error:
             self.abandon(what, error)
             raise
         finally:
             activity.waiting = None
-
-    def _await_arrivals(self, what: str) -> None:
-        """Wait until every peer connects. Raises RuntimeError if one never will."""
-        store, activity, members = status_store(), self.activity, self.activity.members
-        if store is None:
-            raise group_destroyed()
-        store.arrive(activity)
-        others = [rank for rank in members if rank != activity.global_rank]
-        end, pause_s = time.monotonic() + self.timeout.total_seconds(), 0.0005
-        while not store.have_arrived(activity, others):
-            index = next(
-                (
-                    step
-                    for step, (peer, _) in enumerate(self.peers)
-                    if not store.have_arrived(activity, [members[peer]])
-                ),
-                0,
-            )
-            if activity.waiting is None or activity.waiting[1] != index:
-                activity.waiting = (ARRIVAL, 1, 0, len(members)), index, what
-            missing = members[self.peers[index][0]]
-            if (
-                activity.diagnosis is not None
-                or time.monotonic() > end
-                or store.failure_of(activity.name)
-            ):
-                raise RuntimeError(f"rank {missing} did not connect")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
 
     def _swap(self, messages: dict[int, torch.Tensor], tag: int) -> dict[int, torch.Tensor]:
         """Send every peer a message and return the peers' messages, which have the same length."""
@@ -373,9 +346,7 @@ class GlooConnections:
                 source, target = self.peers[step]
                 peer = target if is_send else source
             peers = (members[peer],)
-            if tag == ARRIVAL:
-                text = f"rank {rank} waits for rank {peers[0]} to connect"
-            elif is_send or ACK_TAG <= tag < VALUES_TAG:
+            if is_send or ACK_TAG <= tag < VALUES_TAG:
                 text = f"rank {rank} waits for rank {peers[0]} to take {what}"
             else:
                 text = f"rank {rank} waits for {what} from rank {peers[0]}"

@@ -16,24 +16,18 @@ seconds, a missing rank may be idle before the call fails."""
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._comm.communicator import Communicator
 from .._comm.divergence import progress
-from .._comm.divergence.store_rendezvous import StoreRendezvous, rendezvous_of
+from .._comm.divergence.store_rendezvous import StoreRendezvous, is_on, rendezvous_of
 from .._comm.divergence.time_limits import idle_limit_s
 from .._comm.mesh import Axis
 from .group import Group
 
-__all__ = ["is_on", "nested", "register", "require_all_ranks"]
-
-
-def is_on() -> bool:
-    """False if FSDP_COMPAT_MEET=0 disables the check."""
-    return os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
+__all__ = ["nested", "register", "require_all_ranks"]
 
 
 # By group, and by name of the rendezvous: its number among the groups of the same ranks.
@@ -91,9 +85,8 @@ def require_all_ranks(
     pairs = list(_communicators(groups, copies))
     for communicator, _ in pairs:
         communicator.require_working()
-    if not (pairs or axes) or _depth.value or not is_on():
+    if not (pairs or axes) or _depth.value:
         return
-    progress.follow()
     # the same order on all ranks, so that they cannot wait in a circle
     pairs.sort(key=lambda pair: (-pair[0].ranks, pair[0].members))
     waits = [(communicator.members, communicator.name, group) for communicator, group in pairs]
@@ -104,7 +97,7 @@ def require_all_ranks(
             continue
         rendezvous = rendezvous_of(members)
         if rendezvous is not None:
-            rendezvous.meet(call, _number(group, rendezvous), name)
+            rendezvous.meet(f"{call}()", _number(group, rendezvous), name)
             done.append(frozenset(members) if len(waits) > 1 else frozenset())
 
 

@@ -25,7 +25,6 @@ from fsdp_compat._comm.divergence import deadlock, progress
 from fsdp_compat._comm.divergence.cycles import find_cycle
 from fsdp_compat._comm.divergence.status_store import Post, StatusStore
 from fsdp_compat._comm.divergence.waits import (
-    ARRIVAL,
     COLLECTIVE,
     RENDEZVOUS,
     Activity,
@@ -539,7 +538,6 @@ def connections(rank: int = 1) -> GlooConnections:
         (4 + ACK_TAG, 2, 0, "rank 11 waits for rank 10 to take 'a'", (10,)),
         (4 + ACK_TAG, 0, 0, "rank 11 waits for rank 12 to take 'a'", (12,)),
         (4 + VALUES_TAG, 2, 1, "rank 11 waits for 'a' from rank 12", (12,)),
-        (ARRIVAL, 3, 1, "rank 11 waits for rank 12 to connect", (12,)),
         (COLLECTIVE, 0, 0, "rank 11 waits in 'b' for ranks [10, 12]", (10, 12)),
     ],
 )

@@ -63,7 +63,7 @@ class Ranks:
             if after_s:
                 self.simulation.sleep(after_s)
             try:
-                self.rendezvous[rank].meet(name, model, CONNECTIONS)
+                self.rendezvous[rank].meet(f"{name}()", model, CONNECTIONS)
             except StateError as error:
                 return str(error)
             return ""

@@ -188,6 +188,57 @@ def test_idle_missing_rank_is_reported_and_all_ranks_go_on() -> None:
         )
 
 
+def builds_alone() -> list[str]:
+    """Rank 0 builds a model over another process group. Rank 1 trains, and then waits in a
+    barrier. At last both build."""
+    model, group, found = build(), dist.new_group(), []
+    step(model)
+    for action in (lambda: step(model), dist.barrier):
+        with limits():
+            if dist.get_rank() == 0:
+                found.append(message_of(lambda: FSDP(Block(), process_group=group)))
+            action()
+    step(FSDP(Block(), process_group=group))
+    assert_goes_on(model)
+    return found
+
+
+def test_model_built_by_one_rank_alone_is_refused_and_all_ranks_go_on() -> None:
+    (circle, idle), _ = run_ranks(2, builds_alone, environment=NOT_MAPPED)
+    connect = r"connect\(\) over a process group"
+    assert circle.startswith("The ranks did not come together in connect() over a process group.")
+    assert_told(
+        circle,
+        rf"rank 0 waits in {connect} for the ranks \[1\], at {HERE}:\d+ in <lambda>\(\)",
+        rf"rank 1 waits for the parameters of unit '0' from rank 0, at {HERE}:\d+ in step\(\)",
+    )
+    assert_told(
+        idle,
+        rf"rank 0 called {connect} at {HERE}:\d+ in <lambda>\(\)",
+        r"rank 1 has not arrived: it is at .*:\d+ in builds_alone\(\), and has made no progress",
+    )
+
+
+def builds_alone_without_the_check() -> str:
+    model = None
+    if dist.get_rank() == 0:
+        with pytest.raises(StateError) as caught:
+            model = build()
+        dist.distributed_c10d._get_default_store().set("caught", "")
+        return str(caught.value)
+    dist.distributed_c10d._get_default_store().wait(["caught"])
+    return "" if model is None else "a model"
+
+
+def test_model_built_by_one_rank_alone_without_the_check_fails_at_gloos_time_limit() -> None:
+    environment = {"FSDP_COMPAT_MEET": "0"}
+    message, _ = run_ranks(
+        2, builds_alone_without_the_check, environment=environment, group_timeout=2
+    )
+    assert message.startswith("Waiting for connect() failed: "), message
+    assert_told(message, rf"rank 0 waits in connect\(\) for ranks \[1\], at {HERE}:\d+ in ")
+
+
 # -- forward and backward: a warning, as the missing rank may still come
 
 
@@ -388,7 +439,7 @@ def counted(found: list[str]) -> Iterator[None]:
     meet = StoreRendezvous.meet
 
     def counting(self: Any, call: str, *args: Any) -> None:
-        found.append(call)
+        found.append(call.removesuffix("()"))
         meet(self, call, *args)
 
     StoreRendezvous.meet = counting

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
 
 from ... import _torch_private
 from .processes import Process
@@ -81,14 +80,6 @@ class StatusStore:
         rank, is_circle, lines, *rest = json.loads(text)
         lines = {int(rank): line for rank, line in lines.items()}
         return None if rank == except_of else Report(is_circle, lines, *rest)
-
-    # -- connecting
-
-    def arrive(self, activity: Activity) -> None:
-        self._store.set(f"fsdp_compat/arrived/{activity.name}/{activity.global_rank}", "1")
-
-    def have_arrived(self, activity: Activity, ranks: Iterable[int]) -> bool:
-        return self._store.check([f"fsdp_compat/arrived/{activity.name}/{rank}" for rank in ranks])
 
     # -- questions and answers
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import threading
 import time
 import weakref
@@ -44,10 +45,16 @@ from .status_store import StatusStore
 from .time_limits import idle_limit_s
 from .waits import RENDEZVOUS, Activity, Report, Wait, Waiting
 
-__all__ = ["StoreRendezvous", "rendezvous_of"]
+__all__ = ["StoreRendezvous", "is_on", "rendezvous_of"]
 
 ASK_S = 1.0  # at most, between two questions to a missing rank
 PAUSE_S = 0.2  # at most, between two looks at the counter
+
+
+def is_on() -> bool:
+    """False if FSDP_COMPAT_MEET=0 disables the check."""
+    return os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
+
 
 # With as many bits again for the sum over all ranks, both fit into the store's 64 bits.
 _COUNT_BITS, _CALL_BITS = 18, 24
@@ -79,16 +86,17 @@ class StoreRendezvous:
     def meet(self, call: str, number: int, name: str) -> None:
         """Wait until all members have arrived. Collective: the members.
 
-        number: of the model that the call is about, the same on all ranks. name: of the connections
-        that the call will use.
+        call: as errors show it. number: of the model that the call is about, the same on all ranks.
+        name: of the connections that the call will use.
         """
         rank = self.activity.global_rank
+        progress.follow()
         if not self._lock.acquire(blocking=False):
             raise self._error(
-                f"{call}() was called while another thread of this rank waits for other ranks.",
-                f"rank {rank} called {call}() from a second thread",
+                f"{call} was called while another thread of this rank waits for other ranks.",
+                f"rank {rank} called {call} from a second thread",
             )
-        turn = Turn(self, f"{call}()", zlib.crc32(f"{call}() {number}".encode()), name)
+        turn = Turn(self, call, zlib.crc32(f"{call} {number}".encode()), name)
         try:
             is_complete = turn.arrive()
             while not is_complete:
@@ -97,10 +105,10 @@ class StoreRendezvous:
         except StateError:
             raise
         except RuntimeError as error:
-            first = f"The ranks did not come together in {call}()."
+            first = f"The ranks did not come together in {call}."
             raise self._error(first, f"rank {rank} cannot reach the store ({error})") from error
         except BaseException as error:  # above all an interrupt, while other ranks wait here
-            lines = {rank: f"rank {rank} left {call}() with {type(error).__name__}"}
+            lines = {rank: f"rank {rank} left {call} with {type(error).__name__}"}
             with contextlib.suppress(RuntimeError):
                 turn.close(lambda: lines)
             raise
@@ -310,28 +318,31 @@ class Turn:
                     self._store.delete_key(self._key(f"why/{number}"))
 
 
-# By default process group, and by members.
+# By default process group; by members and purpose.
 _rendezvous: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], StoreRendezvous | None]
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], str], StoreRendezvous | None]
 ] = weakref.WeakKeyDictionary()
 
 
-def rendezvous_of(members: tuple[int, ...]) -> StoreRendezvous | None:
-    """Return the rendezvous of a set of global ranks, the same object every time; None if the ranks
-    are not processes that share a store."""
+def rendezvous_of(members: tuple[int, ...], purpose: str = "calls") -> StoreRendezvous | None:
+    """Return the rendezvous of a set of global ranks for a purpose, the same object every time.
+
+    None if FSDP_COMPAT_MEET=0 disables the check, or if the ranks are not processes that share a
+    store.
+    """
     world, store = dist.group.WORLD, _torch_private.default_store()
-    if world is None or store is None:
+    if world is None or store is None or not is_on():
         return None
-    found = _rendezvous.setdefault(world, {})
-    if members not in found:
-        found[members] = None
+    found, key = _rendezvous.setdefault(world, {}), (members, purpose)
+    if key not in found:
+        found[key] = None
         if dist.get_backend(world) not in _NOT_PROCESSES:
-            ranks = hashlib.sha1(repr(members).encode()).hexdigest()[:16]
+            ranks = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
             # a store may outlive a default process group, with the keys of the last one
             world_number = (store.add(f"fsdp_compat/worlds/{ranks}", 1) - 1) // len(members)
             name = f"rendezvous/{ranks}/{world_number}"
             activity = Activity(name, members.index(dist.get_rank()), members)
             timeout_s = _torch_private.group_timeout(world).total_seconds()
-            made = found[members] = StoreRendezvous(activity, store, timeout_s, weakref.ref(world))
+            made = found[key] = StoreRendezvous(activity, store, timeout_s, weakref.ref(world))
             deadlock.watch(made)
-    return found[members]
+    return found[key]

@@ -20,7 +20,6 @@ import typing
 from collections.abc import Callable
 
 __all__ = [
-    "ARRIVAL",
     "COLLECTIVE",
     "MessageId",
     "RENDEZVOUS",
@@ -32,9 +31,8 @@ __all__ = [
 ]
 
 # In place of a tag:
-ARRIVAL = -1  # connecting: another rank has not arrived yet
-COLLECTIVE = -2  # a synchronous collective of all members
-RENDEZVOUS = -3  # a rendezvous: nothing has been sent yet
+COLLECTIVE = -1  # a synchronous collective of all members
+RENDEZVOUS = -2  # a rendezvous: nothing has been sent yet
 
 # (tag, how often the tag was used, bytes of the message, number of receives among the works, which
 # come before the sends)
