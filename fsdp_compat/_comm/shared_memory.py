@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from .arena import Arena
+from .divergence.processes import Process
 from .memory_files import TOKEN_NBYTES
 from .peer_memory import Location, PeerMemory
 
@@ -45,11 +46,11 @@ __all__ = [
 
 MIN_NBYTES = 1 << 14  # of a block: it has whole pages
 
-# boot, pid namespace, pid, descriptor of the control file, token
-_IDENTITY = struct.Struct(f"16sQqq{TOKEN_NBYTES}s")
+# machine, pid, descriptor of the control file, token
+_IDENTITY = struct.Struct(f"64sqq{TOKEN_NBYTES}s")
 IDENTITY_NBYTES = _IDENTITY.size
 _NO_IDENTITY = bytes(IDENTITY_NBYTES)
-_HOST = slice(24)  # of an identity: boot and namespace
+_MACHINE = slice(64)  # of an identity
 
 _num_forks = 0
 _arena = Arena()
@@ -192,15 +193,10 @@ def forget_old_files() -> None:
 def identity() -> bytes:
     """Return what another process needs to find this one's memory: IDENTITY_NBYTES, all zero if it
     cannot be shared."""
-    if not _arena.open() or _arena.control is None:
+    own = Process.own()
+    if own is None or not _arena.open() or _arena.control is None:
         return _NO_IDENTITY
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = bytes.fromhex(file.read().strip().replace("-", ""))
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except (OSError, ValueError):
-        return _NO_IDENTITY
-    return _IDENTITY.pack(boot, namespace, os.getpid(), _arena.control.fd, _arena.token)
+    return _IDENTITY.pack(own.machine.encode(), own.pid, _arena.control.fd, _arena.token)
 
 
 def any_chunk() -> Location:
@@ -220,11 +216,11 @@ def token() -> bytes:
 def attach_peer(other: bytes) -> PeerMemory | None:
     """Return the memory of the process with an identity, or None if it cannot be read from here."""
     own = identity()
-    if _NO_IDENTITY in (other, own) or own[_HOST] != other[_HOST]:
+    if _NO_IDENTITY in (other, own) or own[_MACHINE] != other[_MACHINE]:
         return None
     found = _peers.get(other)
     if found is None:
-        _, _, pid, control, token = _IDENTITY.unpack(other)
+        _, pid, control, token = _IDENTITY.unpack(other)
         try:
             found = _peers[other] = PeerMemory(pid, control, token)
         except (OSError, ValueError):

@@ -1,5 +1,4 @@
-"""Names of processes with which other processes of the same machine find them, to tell whether a
-silent process still lives."""
+"""The processes of ranks, to tell which share a machine and whether a silent one still lives."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ _STATE, _START_TIME, _STACK = 0, 19, 25
 
 @functools.cache
 def host() -> str:
-    """Return a name of this machine, unique until it reboots."""
+    """Return a name of this machine, unique until it reboots. Tests replace it to make ranks of one
+    machine look like ranks of several."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
