@@ -433,8 +433,8 @@ def test_the_layout_is_pure_arithmetic_without_torch() -> None:
     )
 
 
-def test_only_native_py_calls_collectives_of_torch() -> None:
-    owners = {"_comm/native.py"}
+def test_only_backend_py_calls_collectives_of_torch() -> None:
+    owners = {"_comm/backend.py"}
     others = [source for source in sources() if source.path not in owners]
     found = [line for source in others for line in collectives_called(source)]
     report(found, "Use a communicator (_comm/communicator.py) instead:")

@@ -6,41 +6,44 @@
     gloo.py          gloo on CPU: sends and receives over connections of its own, with a tag per
                      group and kind, so that ranks in different orders get an error instead of each
                      other's data; divergence/deadlock.py watches its waits
-    native.py        every other backend: its own collectives; and process groups written in Python
+    backend.py       every other backend: its own collectives; and process groups written in Python
 
-The interface, ``Communicator``, is in transport.py."""
+Their base class, ``Transport``, is in transport.py."""
 
 from __future__ import annotations
 
-import typing
 import weakref
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch_private
+from . import shared_memory
+from .backend import BackendTransport, PythonGroupTransport, gather_in_group
 from .gloo import GlooTransport
+from .host_memory import is_in_pages
 from .mesh import Axis, axis_of, is_in_python
-from .native import NativeTransport, PythonGroupTransport, gather_in_group
 from .single_rank import SingleRank
-from .transport import Communicator, Handle, Kind, Traffic
+from .transport import Handle, Kind, Mapping, Traffic, Transport
 
 __all__ = [
-    "Communicator",
     "Handle",
     "Kind",
+    "Mapping",
     "Traffic",
+    "Transport",
+    "allocate_shard",
     "communicator",
     "gather_in_group",
     "max_in_group",
 ]
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = (
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def communicator(axis: Axis, device: torch.device) -> Communicator:
+def communicator(axis: Axis, device: torch.device) -> Transport:
     """Return the communicator for tensors of ``device`` along an axis: one per process group,
     shared by all units.
 
@@ -48,24 +51,27 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
     communication along the axis has failed before.
     """
     if axis.group is None:
-        return typing.cast(Communicator, SingleRank(axis))
+        return SingleRank(axis, device)
     found = _communicators.setdefault(axis.group, {})
     if device.type not in found:
-        found[device.type] = typing.cast(Communicator, _transport(axis, axis.group, device))
+        found[device.type] = _transport(axis, axis.group, device)
     found[device.type].require_working()
     return found[device.type]
 
 
-def _transport(
-    axis: Axis, group: dist.ProcessGroup, device: torch.device
-) -> GlooTransport | NativeTransport:
-    if device.type == "meta":
-        device = _torch_private.default_device_of_backend(group)
+def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    small = _torch_private.default_device_of_backend(group) if device.type == "meta" else device
     if is_in_python(group):
-        return PythonGroupTransport(axis, device)
-    if device.type == "cpu" and _torch_private.is_gloo(group, device):
-        return GlooTransport(axis)
-    return NativeTransport(axis, device)
+        return PythonGroupTransport(axis, device, small)
+    if small.type == "cpu" and _torch_private.is_gloo(group, small):
+        return GlooTransport(axis, device)
+    return BackendTransport(axis, device, small)
+
+
+def allocate_shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros [numel] on the CPU for a shard, in memory like that of ``Transport.allocate``:
+    shards are made before their ranks are connected."""
+    return shared_memory.zeros(numel, dtype, min_nbytes=0 if is_in_pages(numel, dtype) else None)
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:

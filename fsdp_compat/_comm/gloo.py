@@ -15,13 +15,13 @@ from .gloo_connections import (
     all_or_nothing,
     any_awaits_readers,
 )
-from .mapped import Mapping, map_shards, writes_are_found
+from .mapped import map_shards, writes_are_found
 from .memory_files import refusal_of
 from .mesh import Axis
 from .same_host import ACK_TAG, Described
 from .shared_memory import PeerMemory
 from .summation import sum_in_rank_order
-from .transport import Collectives, Handle, Kind, ProcessGroupTransport, Work
+from .transport import Collectives, Handle, Kind, Mapping, ProcessGroupTransport, Work
 
 __all__ = ["GlooTransport"]
 
@@ -34,7 +34,7 @@ _NO_PEERS: dict[int, PeerMemory] = {}
 class GlooTransport(ProcessGroupTransport):
     """Exchanges by sends and receives.
 
-    What is sent is kept until ``flush_sends`` or ``wait_readers``, and must not change before.
+    What is sent is kept until ``settle``, and must not change before.
 
     Peers on the same host read messages of ``_min_nbytes`` and more in place: the message lies in
     shared memory, or is copied there, and a descriptor is sent instead (same_host.py). The peer
@@ -48,11 +48,12 @@ class GlooTransport(ProcessGroupTransport):
     midway cannot disturb the user's own.
     """
 
-    reads_in_place = True
+    reads_later = True
     maps = True
+    all_reduce_steps = 1
 
-    def __init__(self, axis: Axis) -> None:
-        super().__init__(axis)
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        super().__init__(axis, device)
         self.connections = GlooConnections(axis, self.group)
         self.name = self.connections.activity.name
         self._num_acks: dict[int, int] = {}  # by tag: how many acks this rank has awaited
@@ -95,7 +96,7 @@ class GlooTransport(ProcessGroupTransport):
         # sends do not read `full`, so that it can be freed before slow peers have received
         segments[self.rank].copy_(own)
         message = tag, number, nbytes, len(receives)
-        return self._opened(Handle(receives, segments, own, message, descriptors))
+        return self._opened(self._described(receives, segments, own, message, descriptors))
 
     @all_or_nothing
     def end_gather(self, handle: Handle, what: str) -> None:
@@ -196,12 +197,11 @@ class GlooTransport(ProcessGroupTransport):
             self._end_reading(handle, what)
 
     @all_or_nothing
-    def wait_readers(self, what: str) -> None:
-        self._wait_for_all(self.connections.reads, what)
-
-    @all_or_nothing
-    def flush_sends(self, what: str) -> None:
+    def settle(self, what: str, only_reductions: bool = False) -> None:
         connections = self.connections
+        if only_reductions:
+            self._wait_for_all(connections.reads, what)
+            return
         # a peer waits until this rank has read what it gathers in place
         for tag, handle in list(connections.unfinished.items()):
             if tag % len(Kind) == Kind.GATHER:
@@ -211,21 +211,16 @@ class GlooTransport(ProcessGroupTransport):
         if shared_memory.has_old_files() and not any_awaits_readers():
             shared_memory.forget_old_files()
 
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
-        own = own.contiguous()
-        full = own.new_empty(self.ranks * own.numel())
-        handle = self.begin_gather(own, full, full.chunk(self.ranks), 0)
-        self.end_gather(handle, "a gather of state")
-        self.flush_sends("a gather of state")
-        return full
+    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        return shared_memory.allocate(numel, dtype, zero=zero)
 
-    def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        return bool(self._readers_in_place(numel * dtype.itemsize))
+    def places(self, shards: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)
 
     @all_or_nothing
     def map_shards(
         self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
-    ) -> list[Mapping] | str:
+    ) -> Sequence[Mapping] | str:
         near = self.connections.same_host
         is_able = near.maps and len(near.memories) == self.ranks - 1 and writes_are_found()
         places = [shared_memory.locate(shard) for shard in shards] if is_able else []
@@ -311,7 +306,9 @@ class GlooTransport(ProcessGroupTransport):
             outgoing, incoming, tag, "gradients", readers, acked
         )
         message = tag, number, outgoing[0].nbytes, len(receives)
-        return self._opened(Handle([*receives, *sends], incoming, keep, message, descriptors, acks))
+        return self._opened(
+            self._described([*receives, *sends], incoming, keep, message, descriptors, acks)
+        )
 
     def _start(
         self,
@@ -377,6 +374,19 @@ class GlooTransport(ProcessGroupTransport):
             number = self._num_acks.get(tag + ACK_TAG, 0)
             message = tag + ACK_TAG, number, 0, len(works)
             self.connections.wait(works, message, self.connections.names.get(tag, what))
+
+    @staticmethod
+    def _described(
+        works: list[Work],
+        parts: Sequence[torch.Tensor],
+        keep: object,
+        message: MessageId,
+        descriptors: dict[int, Callable[[], Described]],
+        acks: Sequence[Work] = (),
+    ) -> Handle:
+        handle = Handle(works, parts, keep, message)
+        handle.descriptors, handle.acks = descriptors, list(acks)
+        return handle
 
     def _opened(self, handle: Handle) -> Handle:
         self.connections.unfinished[handle.message[0]] = handle

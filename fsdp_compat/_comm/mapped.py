@@ -1,7 +1,7 @@
 """All ranks' shards side by side in the addresses of one process: an all-gather without a copy.
 
 Ranks of one host can read each other's shards in shared memory. Where every shard begins and ends
-at a page, a rank can map them one behind the other: the full buffer is that ``Mapping``, for ever,
+at a page, a rank can map them one behind the other: the full buffer is that mapping, for ever,
 and a host holds one copy of the parameters.
 
 The pages are mapped privately. Who writes to an unsharded parameter gets pages of its own, as with
@@ -20,17 +20,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import UsageError, explain
 from .memory_files import FIXED, NORESERVE, PAGE_NBYTES, advise, map_memory, unmap_in
 from .peer_memory import Location, PeerMemory
+from .transport import Mapping
 
-__all__ = [
-    "Mapping",
-    "can_map",
-    "in_whole_pages",
-    "map_shards",
-    "writes_are_found",
-]
+__all__ = ["MappedFiles", "map_shards", "writes_are_found"]
 
 # of the parts that all mappings of this process consist of; the system has a limit of 65,530
 MAX_PARTS = 1 << 14
@@ -44,27 +38,7 @@ _NO_ACCESS = 0
 _num_parts = 0
 
 
-def _min_nbytes() -> int:
-    """Return the bytes of a shard from which it is mapped: FSDP_COMPAT_MAP_FROM, by default 512
-    KiB. Below, the pages of padding and the system calls cost more than a copy.
-
-    Raises UsageError if the variable is not a number of bytes.
-    """
-    text = os.environ.get("FSDP_COMPAT_MAP_FROM", str(1 << 19))
-    if not text.isdecimal() or not int(text):
-        raise UsageError(
-            explain(
-                "FSDP_COMPAT_MAP_FROM is not a number of bytes.",
-                expected="a positive whole number",
-                got=repr(text),
-                where="the environment of this process",
-                fix="set it to the same number on all ranks, or unset it for 524288",
-            )
-        )
-    return int(text)
-
-
-class Mapping:
+class MappedFiles:
     """Addresses for ``full`` [ranks * S], which stay while a tensor views them."""
 
     def __init__(self, ranks: int, numel: int, dtype: torch.dtype) -> None:
@@ -116,21 +90,6 @@ def _unmap(pid: int, address: int, nbytes: int, parts: int) -> None:
     unmap_in(pid, address, nbytes)
 
 
-def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
-    """Return how many elements a CPU shard [numel] has with its padding: to whole pages, if it is
-    large enough to be mapped. Alike on all ranks."""
-    if numel * dtype.itemsize < _min_nbytes():
-        return numel
-    page_numel = PAGE_NBYTES // dtype.itemsize
-    return -(-numel // page_numel) * page_numel
-
-
-def can_map(numel: int, dtype: torch.dtype) -> bool:
-    """True if shards [numel] are large enough, and consist of whole pages. Alike on all ranks."""
-    nbytes = numel * dtype.itemsize
-    return nbytes >= _min_nbytes() and nbytes % PAGE_NBYTES == 0
-
-
 def writes_are_found() -> bool:
     """True if ``has_writes`` works here, from now on."""
     try:
@@ -163,7 +122,7 @@ def map_shards(
     files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
     try:
         for index, (shard, mapping) in enumerate(zip(shards, mappings, strict=True)):
-            made = mapping or Mapping(ranks, shard.numel(), shard.dtype)
+            made = mapping or MappedFiles(ranks, shard.numel(), shard.dtype)
             for each in range(ranks):
                 place = places[each][index]
                 if place.offset % PAGE_NBYTES:

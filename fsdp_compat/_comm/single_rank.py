@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .transport import Handle, TransportBase
+from .transport import Collectives, Handle, Transport
 
 __all__ = ["SingleRank"]
 
 
-class SingleRank(TransportBase):
+class SingleRank(Transport):
     """Communication with nobody: every result is this rank's own value."""
 
     def new_tag(self) -> int:
@@ -32,6 +32,9 @@ class SingleRank(TransportBase):
             device, event = handle.keep
             torch.accelerator.current_stream(device).wait_event(event)
 
+    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
@@ -48,9 +51,6 @@ class SingleRank(TransportBase):
         total = own.to(dtype, copy=True)
         return total if divisor is None else total.div_(divisor)
 
-    def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        return False
-
     def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
     ) -> Handle:
@@ -58,34 +58,26 @@ class SingleRank(TransportBase):
             total.div_(divisor)
         return Handle([])
 
-    def continue_all_reduce(
-        self, handle: Handle, total: torch.Tensor, tag: int, what: str
-    ) -> Handle:
-        return handle
-
     def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
         pass
 
-    def wait_readers(self, what: str) -> None:
-        pass
-
-    def flush_sends(self, what: str) -> None:
-        pass
-
-    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
-        return flags
-
-    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        return values
-
-    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        return values
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        pass
-
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
-        return own
+    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+        collective(_Alone())
 
     def gather_objects(self, value: object) -> list[typing.Any]:
         return [value]
+
+
+class _Alone:
+    """The collectives of one rank."""
+
+    device = torch.device("cpu")
+
+    def all_reduce(self, values: torch.Tensor, op: object) -> None:
+        pass
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        return own

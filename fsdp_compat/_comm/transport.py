@@ -1,19 +1,19 @@
-"""The interface of every transport, ``Communicator``, and what its implementations share.
+"""``Transport``, the base class of all transports, and what they share.
 
-To add a transport: implement ``Communicator`` in a file of its own (``ProcessGroupTransport`` has
-the small collectives already) and choose it in communicator.py."""
+To add a transport: derive from ``Transport``, or from ``ProcessGroupTransport`` if it works over a
+process group, in a file of its own, and choose it in communicator.py."""
 
 from __future__ import annotations
 
+import abc
 import collections
 import datetime
 import enum
 import itertools
 import pickle
-import types
 import typing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,16 @@ from ..errors import StateError, explain
 from .divergence import progress
 from .divergence.waits import MessageId
 from .host_memory import memory_of
-from .mapped import Mapping as Mapped
 from .mesh import Axis
 
 __all__ = [
     "Collectives",
-    "Communicator",
     "Handle",
     "Kind",
+    "Mapping",
     "ProcessGroupTransport",
     "Traffic",
-    "TransportBase",
+    "Transport",
     "Work",
     "communication_error",
     "group_destroyed",
@@ -74,7 +73,6 @@ class Traffic:
         )
 
 
-_NOTHING: Mapping[int, typing.Any] = types.MappingProxyType({})
 
 
 class Work(typing.Protocol):
@@ -95,220 +93,66 @@ class Handle:
         parts: Sequence[torch.Tensor] = (),
         keep: typing.Any = None,
         message: MessageId = (0, 0, 0, 0),
-        descriptors: Mapping[int, typing.Any] = _NOTHING,
-        acks: Sequence[Work] = (),
-    ) -> None:
-        """descriptors: by rank, where in that rank's memory its part lies (see same_host.py). acks:
-        works that complete when the peers have read this rank's part."""
-        self.works, self.parts, self.keep, self.message = works, parts, keep, message
-        self.descriptors, self.acks = descriptors, list(acks)
-        self.divisor: torch.Tensor | None = None  # of an all-reduce
-        self.ended = False  # the works have completed
-
-
-class Communicator(typing.Protocol):
-    """Communication along one axis. Every method is a collective of the axis, except
-    ``flush_sends``, ``wait_readers``, ``new_tag``, ``unfinished_gather`` and ``require_working``.
-
-    ``what`` names the thing that is waited for, for error messages. A wait that fails raises
-    StateError, and so does every later use: all communication of this process has failed then. Only
-    ``flush_sends`` and ``wait_readers`` return at once, because nothing is left to wait for.
-    """
-
-    rank: int
-    ranks: int
-    members: tuple[int, ...]  # global ranks
-    traffic: Traffic
-    name: str  # of the connections, the same on all ranks; "" where there are none of its own
-    reads_in_place: bool  # `shares` may be true
-    maps: bool  # `map_shards` and the meetings exist
-    # Messages find their receivers by tags, in whatever order ranks send them. Without tags all
-    # ranks must make the same collectives in the same order.
-    has_tags: bool
-
-    @property
-    def has_failed(self) -> bool:
-        """True if communication has failed: memory of messages in flight is no longer used."""
-
-    def require_working(self) -> None:
-        """Raise StateError if communication has failed before."""
-
-    def new_tag(self) -> int:
-        """Return an unused tag for a group. All ranks ask in the same order."""
-
-    def begin_gather(
-        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
-        """Send ``own`` [S], in the dtype of ``full``, to all ranks; receive into ``full``
-        [ranks * S], whose views by rank are ``segments``.
-
-        own: of any dtype and device. It must not change before ``flush_sends``.
-        """
-
-    def end_gather(self, handle: Handle, what: str) -> None:
-        """Wait. ``full`` is readable afterwards (on a stream device: by later work on the
-        stream)."""
-
-    def unfinished_gather(self, tag: int) -> Handle | None:
-        """Return the gather with this tag that has not ended, if its buffer must stay allocated."""
-
-    def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if some peer reads messages [numel] in place when they lie in shared memory
-        (shared_memory.py)."""
-
-    def begin_reduce(
-        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
-        """Send segment r of ``buffer`` [ranks * S] to rank r."""
-
-    def end_reduce(
-        self,
-        handle: Handle,
-        own: torch.Tensor,
-        dtype: torch.dtype,
-        what: str,
         divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the sum [S] over the ranks as a new tensor of ``dtype``, divided by ``divisor``.
+    ) -> None:
+        """divisor: of the sum of an all-reduce."""
+        self.works, self.parts, self.keep = works, parts, keep
+        self.message, self.divisor = message, divisor
+        self.ended = False  # the works have completed
+        self.descriptors: typing.Any = {}
+        self.acks: list[Work] = []
 
-        own: this rank's segment. The buffer may be freed afterwards, because the transport keeps
-        what it sends; but it must not be written to before ``wait_readers``.
-        """
 
-    def begin_all_reduce(
-        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Handle:
-        """Begin to sum ``total`` over the ranks in place and divide it by ``divisor``. All ranks
-        get the same bits."""
+class Mapping(typing.Protocol):
+    """The shards of all ranks, side by side in the memory of this process."""
 
-    def continue_all_reduce(
-        self, handle: Handle, total: torch.Tensor, tag: int, what: str
-    ) -> Handle:
-        """The second of three steps. Every group takes it before any group takes the third."""
+    full: torch.Tensor  # [ranks * S]
 
-    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
-        """Wait. ``total`` is readable afterwards, and writable after ``wait_readers``."""
+    def put(self, rank: int, file: int, offset: int) -> None:
+        """Map the shard of a rank, which lies in a file. Raises OSError if the system refuses."""
 
-    def wait_readers(self, what: str) -> None:
-        """Wait until the peers have read every finished reduction of this rank."""
+    def keep(self) -> None:
+        """Keep the present values, whatever is written to the shards, until ``forget_writes``."""
 
-    def flush_sends(self, what: str) -> None:
-        """Wait until the peers have received everything that this rank has sent."""
+    def forget_writes(self) -> None:
+        """Let ``full`` be the shards again."""
 
-    def map_shards(
-        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapped | None]
-    ) -> list[Mapped] | str:
-        """Map every rank's ``shards`` [S] side by side, into ``mappings`` that exist already or
-        into new ones. Return why, if some rank cannot map all of them."""
+    def has_writes(self) -> bool:
+        """True if this process has written to ``full``, by any means."""
 
-    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
-        """Tell the other ranks that this one has come to the meeting with this tag. Only if
-        something is mapped. Two meetings with one tag have one with another tag between them."""
 
-    def end_meeting(self, handle: Handle, what: str) -> list[int]:
-        """Wait until all ranks have come. Return the words of the others."""
+class ValueCollectives(abc.ABC):
+    """Small collectives that return their values at once."""
 
-    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
-        """Fail because a rank, whose word was the one with ``index``, has left what the meeting
-        ends with an exception."""
+    @abc.abstractmethod
+    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+        """Run a synchronous collective. what: it is for, for errors."""
 
     def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
         """flags: uint8 [n]. Return their maximum over the ranks."""
-
-    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Return the sum of ``values`` over the ranks, computed in place where possible."""
-
-    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor: ...
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Send contiguous tensors from the first rank of the axis; on the other ranks they are
-        overwritten."""
-
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
-        """Return [ranks * S] from every rank's ``own`` [S], and wait for it."""
-
-    def gather_objects(self, value: object) -> list[typing.Any]:
-        """Return every rank's picklable ``value``, in rank order. For plans and errors, not for
-        large tensors."""
-
-
-class TransportBase:
-    """The facts about an axis. It does not hold the axis's process group: communicators are cached
-    for as long as that group lives."""
-
-    reads_in_place = maps = False
-    has_tags = True
-
-    def __init__(self, axis: Axis) -> None:
-        self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members
-        self.traffic = Traffic()
-        self.name = ""
-
-    @property
-    def has_failed(self) -> bool:
-        return False
-
-    def unfinished_gather(self, tag: int) -> Handle | None:
-        return None
-
-    def require_working(self) -> None:
-        pass
-
-
-def group_destroyed() -> StateError:
-    """The error for communication over a process group that was destroyed."""
-    return StateError(
-        explain(
-            "The process group of this module was destroyed.",
-            expected="communication before destroy_process_group",
-            got="a process group that no longer exists",
-            where=progress.place(),
-            fix="wrap the model again after init_process_group",
-        )
-    )
-
-
-class ProcessGroupTransport(TransportBase):
-    """A transport over a process group, with the small synchronous collectives."""
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__(axis)
-        assert axis.group is not None
-        self._group = weakref.ref(axis.group)
-        self._tags = itertools.count(1)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise group_destroyed()
-        return group
-
-    def new_tag(self) -> int:
-        return len(Kind) * next(self._tags)
-
-    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        """Run a synchronous collective."""
-        raise NotImplementedError
-
-    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
         return self.max_of(flags, what)
 
     def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the sum of ``values`` over the ranks, computed in place."""
         self._run(what, lambda group: group.all_reduce(values, dist.ReduceOp.SUM))
         return values
 
     def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the maximum of ``values`` over the ranks, computed in place."""
         self._run(what, lambda group: group.all_reduce(values, dist.ReduceOp.MAX))
         return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Send contiguous tensors from the first rank of the axis; on the other ranks they are
+        overwritten."""
         raw = [
             tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()
         ]  # backends do not know every dtype
         self._run(f"a broadcast of {what}", lambda group: group.broadcast(raw))
 
     def gather_objects(self, value: object) -> list[typing.Any]:
+        """Return every rank's picklable ``value``, in rank order. For plans and errors, not for
+        large tensors."""
         packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
         found: list[typing.Any] = []
 
@@ -325,6 +169,196 @@ class ProcessGroupTransport(TransportBase):
 
         self._run("an exchange of what each rank holds", gather)
         return found
+
+
+class Transport(ValueCollectives):
+    """Communication along one axis. By default there is nothing to wait for after a message was
+    received, memory is ordinary memory, and nothing is mapped.
+
+    Every method is a collective of the axis, except ``allocate``, ``settle``, ``new_tag``,
+    ``places``, ``unfinished_gather`` and ``require_working``.
+
+    ``what`` names the thing that is waited for, for error messages. A wait that fails raises
+    StateError, and so does every later use: all communication of this process has failed then. Only
+    ``settle`` returns at once, because nothing is left to wait for.
+
+    It does not hold the axis's process group: transports are cached for as long as that group
+    lives.
+    """
+
+    # Messages find their receivers by tags, in whatever order ranks send them. Without tags all
+    # ranks must make the same collectives in the same order.
+    has_tags = True
+    # Peers may still read what this rank has sent when the call that has sent it has ended, until
+    # ``settle``. So each reduction needs memory of its own, see ``allocate``.
+    reads_later = False
+    maps = False  # ``map_shards`` and the meetings exist
+    reduce_steps = 0  # how often ``continue_reduce`` is called between begin and end
+    all_reduce_steps = 0  # the same of ``continue_all_reduce``
+    name = ""  # of its own connections, the same on all ranks; "" where there are none
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        """device: of the tensors that are sent."""
+        self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members
+        self.device, self.traffic = device, Traffic()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if communication has failed: memory of messages in flight is no longer used."""
+        return False
+
+    def require_working(self) -> None:
+        """Raise StateError if communication has failed before."""
+
+    @abc.abstractmethod
+    def new_tag(self) -> int:
+        """Return an unused tag for a group. All ranks ask in the same order."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        """Return memory [numel] for what is sent along the axis, where sending needs the fewest
+        copies. zero: its values are zero."""
+        make = torch.zeros if zero else torch.empty
+        return make(numel, dtype=dtype, device=self.device)
+
+    def settle(self, what: str, only_reductions: bool = False) -> None:
+        """Wait until everything that this rank has sent may be written to. only_reductions: what
+        finished reductions have sent."""
+
+    # -- parameters
+
+    @abc.abstractmethod
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Handle:
+        """Send ``own`` [S], in the dtype of ``full``, to all ranks; receive into ``full``
+        [ranks * S], whose views by rank are ``segments``.
+
+        own: of any dtype and device. It must not change before ``settle``.
+        """
+
+    @abc.abstractmethod
+    def end_gather(self, handle: Handle, what: str) -> None:
+        """Wait. ``full`` is readable afterwards (on a stream device: by later work on the
+        stream)."""
+
+    def unfinished_gather(self, tag: int) -> Handle | None:
+        """Return the gather with this tag that has not ended, if its buffer must stay allocated:
+        an exception may have come between its beginning and the place where the handle is kept."""
+
+    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+        """Return [ranks * S] from every rank's ``own`` [S], and wait for it."""
+        own = own.contiguous()
+        full = own.new_empty(self.ranks * own.numel())
+        handle = self.begin_gather(own, full, full.chunk(self.ranks), 0)
+        self.end_gather(handle, "a gather of state")
+        self.settle("a gather of state")
+        return full
+
+    # -- gradients
+
+    @abc.abstractmethod
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Handle:
+        """Send segment r of ``buffer`` [ranks * S] to rank r."""
+
+    def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
+        """Take one of the ``reduce_steps`` of a reduction, and return its new handle. dtype: of
+        the sum."""
+        return handle
+
+    @abc.abstractmethod
+    def end_reduce(
+        self,
+        handle: Handle,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the sum [S] over the ranks as a new tensor of ``dtype``, divided by ``divisor``.
+
+        own: this rank's segment. The buffer may be freed afterwards, because the transport keeps
+        what it sends; but it must not be written to before ``settle``.
+        """
+
+    @abc.abstractmethod
+    def begin_all_reduce(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Handle:
+        """Begin to sum ``total`` over the ranks in place and divide it by ``divisor``. All ranks
+        get the same bits."""
+
+    def continue_all_reduce(
+        self, handle: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
+        """Take one of the ``all_reduce_steps`` of an all-reduce, and return its new handle. Every
+        group has taken a step before any group takes the one after."""
+        return handle
+
+    @abc.abstractmethod
+    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+        """Wait. ``total`` is readable afterwards, and writable after ``settle``."""
+
+    # -- mapped shards; only where ``maps``
+
+    def places(self, shards: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        """Return what changes when ``shards`` have moved and must be mapped again."""
+        return ()
+
+    def map_shards(
+        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
+    ) -> Sequence[Mapping] | str:
+        """Map every rank's ``shards`` [S] side by side, into ``mappings`` that exist already or
+        into new ones. Return why, if some rank cannot map all of them."""
+        return "ranks do not read each other's memory"
+
+    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
+        """Tell the other ranks that this one has come to the meeting with this tag. Only if
+        something is mapped. Two meetings with one tag have one with another tag between them."""
+        raise NotImplementedError
+
+    def end_meeting(self, handle: Handle, what: str) -> list[int]:
+        """Wait until all ranks have come. Return the words of the others."""
+        raise NotImplementedError
+
+    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
+        """Fail because a rank, whose word was the one with ``index``, has left what the meeting
+        ends with an exception."""
+        raise NotImplementedError
+
+
+def group_destroyed() -> StateError:
+    """The error for communication over a process group that was destroyed."""
+    return StateError(
+        explain(
+            "The process group of this module was destroyed.",
+            expected="communication before destroy_process_group",
+            got="a process group that no longer exists",
+            where=progress.place(),
+            fix="wrap the model again after init_process_group",
+        )
+    )
+
+
+class ProcessGroupTransport(Transport):
+    """A transport over a process group."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        super().__init__(axis, device)
+        assert axis.group is not None
+        self._group = weakref.ref(axis.group)
+        self._tags = itertools.count(1)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise group_destroyed()
+        return group
+
+    def new_tag(self) -> int:
+        return len(Kind) * next(self._tags)
 
 
 def communication_error(

@@ -78,7 +78,7 @@ class ShardedGrads:
                 param.grad = grad
             else:
                 plan.offload.wait_readers()
-                plan.replica.wait_readers(what)  # peers may still read gradients of this backward
+                plan.replica.settle(what, True)  # peers may still read gradients of this backward
                 param.grad.add_(grad)
 
     def step_in_backward(self) -> None:
@@ -150,7 +150,7 @@ class DTensorGrads(ShardedGrads):
             else:
                 if not is_settled:
                     plan.offload.wait_readers()
-                    plan.replica.wait_readers(what)
+                    plan.replica.settle(what, True)
                     is_settled = True
                 # Of the plain tensors: the addition of DTensors costs ten times as much.
                 _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))

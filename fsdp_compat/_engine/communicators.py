@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .._comm.communicator import Communicator
+from .._comm.communicator import Transport
 from .device import OffloadPolicy
 from .group import Group
 
@@ -18,7 +18,7 @@ class Communicators:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._communicators: list[Communicator] = []
+        self._communicators: list[Transport] = []
         self.have_tags = True  # if not, ranks must make their collectives in one order
         self._offloads: list[OffloadPolicy] = []
 
@@ -57,7 +57,7 @@ class Communicators:
         what: that was sent, for errors. in_graph: a backward follows, and waits for copies of
         offloaded shards: here the host would wait until the device has computed."""
         for communicator in self._communicators:
-            communicator.flush_sends(what)
+            communicator.settle(what)
         if not in_graph:
             self.wait_copies()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _torch_private
-from .._comm.communicator import Communicator
+from .._comm.communicator import Transport
 from .group import Group
 
 __all__ = ["clip_by_norm", "dtype_of_norm", "gradients_of", "norm_of", "packed"]
@@ -56,9 +56,7 @@ def norm_of(
     # Of the parameters: all ranks know these, but not each other's gradients.
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    by_axes: dict[tuple[int, ...], tuple[list[Communicator], list[torch.Tensor]]] = {
-        (): ([], whole)
-    }
+    by_axes: dict[tuple[int, ...], tuple[list[Transport], list[torch.Tensor]]] = {(): ([], whole)}
     for group, grads in sharded:
         axes = [axis for axis in (group.shard, *group.tensor_parallel) if axis.ranks > 1]
         by_axes.setdefault(tuple(id(axis) for axis in axes), (axes, []))[1].extend(grads)
@@ -90,7 +88,7 @@ def dtype_of_norm(
     return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
 
-def _norm_over_ranks(axis: Communicator, local: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _norm_over_ranks(axis: Transport, local: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the norm over all ranks of an axis. Collective."""
     what = "the norm of the gradients"
     if not math.isinf(norm_type):

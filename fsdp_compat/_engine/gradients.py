@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.communicator import Communicator
+from .._comm.communicator import Transport
 from .accumulation import DTensorGrads, ShardedGrads
 from .bulk_dict import exhaust
 from .conduct import Conduct
@@ -122,7 +122,7 @@ class Gradients:
         return self._plan.grad_dtype or self._store.dtype
 
     @property
-    def axis(self) -> Communicator:
+    def axis(self) -> Transport:
         """Of the ranks that gradients are reduced over, without replicas."""
         return self._plan.shard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .._comm.communicator import Communicator, Handle, communicator
+from .._comm.communicator import Handle, Transport, communicator
 from .._comm.mesh import Mesh
 from ..errors import AssertedStateError, explain
 from .conduct import Conduct
@@ -49,8 +49,8 @@ class Group:
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]  # of the dtype computed in now
-        self.shard: Communicator = communicator(mesh.shard, device)
-        self.replica: Communicator = communicator(mesh.replica, device)
+        self.shard: Transport = communicator(mesh.shard, device)
+        self.replica: Transport = communicator(mesh.replica, device)
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self._tag = self.shard.new_tag()
         self._all_gather: Handle | None = None  # in flight
@@ -99,7 +99,7 @@ class Group:
         return self.gradients.reduce_dtype
 
     @property
-    def tensor_parallel(self) -> list[Communicator]:
+    def tensor_parallel(self) -> list[Transport]:
         """Of further mesh axes that the parameters are split over."""
         return [
             communicator(axis, self.device)

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .._comm import shared_memory
-from .._comm.communicator import Communicator, Handle
-from .._comm.mapped import can_map
+from .._comm.communicator import Handle, Transport
+from .._comm.host_memory import is_in_pages
 from ..errors import StateError, explain
 from .group import Group
 
@@ -35,12 +34,16 @@ class Pass(enum.IntEnum):
 class _Axis:
     """The mapped groups along one axis."""
 
-    communicator: Communicator
+    communicator: Transport
     groups: list[Group]
     tag: int
-    places: tuple[object, ...] = ()  # of this rank's shards, when they were mapped
+    mapped_at: tuple[object, ...] = ()  # places of this rank's shards, when they were mapped
     version: int = 0  # increases when they have moved
     others: Sequence[int] = ()  # the versions of all ranks, this one first
+
+    def places(self) -> tuple[object, ...]:
+        """Return what changes when this rank's shards have moved."""
+        return self.communicator.places([group.store.shard for group in self.groups])
 
 
 class MappedShards:
@@ -76,9 +79,9 @@ class MappedShards:
         what = f"the beginning of a {which.name.lower()} of {self._label}"
         handles = []
         for axis in self._axes:
-            places = _places(axis.groups)
-            if places != axis.places:
-                axis.places, axis.version = places, axis.version + 1
+            places = axis.places()
+            if places != axis.mapped_at:
+                axis.mapped_at, axis.version = places, axis.version + 1
             handles.append(axis.communicator.begin_meeting(axis.tag + which, axis.version))
         told = [
             [axis.version, *axis.communicator.end_meeting(handle, what)]
@@ -132,7 +135,7 @@ class MappedShards:
     def _map(self, axis: _Axis) -> str:
         """Collective. Map the shards where they are now. Return why, if some rank cannot map all of
         them: then the groups stay as they are, on all ranks."""
-        places = _places(axis.groups)  # first: a fork in another thread may move shards meanwhile
+        places = axis.places()  # first: a fork in another thread may move shards meanwhile
         mappings = axis.communicator.map_shards(
             [group.store.shard.detach() for group in axis.groups],
             [group.memories[0].mapping for group in axis.groups],
@@ -145,7 +148,7 @@ class MappedShards:
                 continue
             for memory in group.memories:
                 memory.use_copies_of(group.store, mapping, self._reading)
-        axis.places = places
+        axis.mapped_at = places
         return ""
 
     def _refuse(self, refusal: str) -> typing.NoReturn:
@@ -169,7 +172,7 @@ def _can_map(group: Group) -> bool:
         group.shard.maps
         and not group.offload.is_offloaded
         and not memory.aliased
-        and can_map(store.numel, store.dtype)
+        and is_in_pages(store.numel, store.dtype)
         and store.extension is None
         # parameters of one byte are copied as bytes, and not cast
         and (
@@ -188,9 +191,3 @@ def _views(group: Group) -> bool:
         and not group.memories[0].has_copies
         and group.gather_dtype == group.store.dtype
     )
-
-
-def _places(groups: Sequence[Group]) -> tuple[object, ...]:
-    """Return what changes when shards have moved."""
-    shards = [group.store.shard for group in groups]
-    return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)

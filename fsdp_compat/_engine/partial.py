@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.communicator import Communicator, Handle, communicator
+from .._comm.communicator import Handle, Transport, communicator
 from .._comm.mesh import axis_of
 from .segments import Segments
 from .storage import GroupMemory, Storage
@@ -31,7 +31,7 @@ class PartialShard:
         """Collective over the last dimension of ``mesh``, a 2-D DeviceMesh, once per process
         group."""
         axis = axis_of(mesh.get_group(1))
-        self.communicator: Communicator = communicator(axis, device)
+        self.communicator: Transport = communicator(axis, device)
         self._tag = self.communicator.new_tag()
         rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks)
         self._full = torch.empty(axis.ranks * rows.numel, dtype=rows.dtype, device=device)

@@ -15,7 +15,6 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 import torch
 
 from .. import _torch_private
-from .._comm import shared_memory
 from .reduce_plan import CommHook, ReducePlan
 from .segments import Segments
 from .storage import Storage
@@ -95,9 +94,8 @@ class ReduceBuffer:
     """A flat buffer [ranks * S] in the dtype of the reduction. It holds memory only from the first
     received gradient to the end of the reduction.
 
-    Where ranks read each other's memory the buffer is a block of shared memory, a different one
-    each time: peers may still read the previous one. With one rank, which has all the gradients, it
-    is other memory each time, too: it becomes the gradients.
+    It is other memory each time where peers read later what is sent, and with one rank, which has
+    all the gradients: there it becomes the gradients.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class ReduceBuffer:
         form: ReduceForm | None = None,
     ) -> None:
         """predivisor: of gradients when they are put in. plan: of the reductions to come; None: the
-        buffer is never shared memory."""
+        buffer has memory of its own."""
         self.received, self._predivisor = set[int](), predivisor
         self.form: ReduceForm = form or store.reduce_form()
         self._ranks, self._plan = ranks, plan
@@ -123,7 +121,7 @@ class ReduceBuffer:
         self._storage = Storage(buffer)
         self.views = self._own = self._views_of(buffer)
         self._storage.free()
-        # In place of the buffer's own memory: shared memory, or what becomes the gradients.
+        # In place of the buffer's own memory: what peers read later, or what becomes gradients.
         self._block: torch.Tensor | None = None
         self._all_indices = self.form.indices
         self._takes_all = self.form.takes_all and predivisor == 1
@@ -151,15 +149,13 @@ class ReduceBuffer:
         if plan is None:
             self._storage.allocate()
             return
-        if plan.reads_in_place and plan.shares(buffer.numel(), buffer.dtype):
-            # The blocks of earlier gradients can be reused once no peer reads them.
-            plan.shard.wait_readers("gradients that this rank has sent")
-            self._block = shared_memory.allocate(buffer.numel(), buffer.dtype)
-        elif plan.shard.ranks == 1:
-            self._block = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-        else:
+        axis = plan.shard if plan.shard.ranks > 1 else plan.replica
+        if plan.shard.ranks > 1 and not axis.reads_later:
             self._storage.allocate()
             return
+        # The memory of earlier gradients can be reused once no peer reads them.
+        plan.shard.settle("gradients that this rank has sent", only_reductions=True)
+        self._block = axis.allocate(buffer.numel(), buffer.dtype)
         self.views = self._views_of(self._block)
 
     def _free(self) -> None:
@@ -281,6 +277,9 @@ class ReduceBuffer:
             if divisor is not None:
                 total = total.to(self._sum_dtype).div_(divisor)
         else:
+            for _ in range(plan.shard.reduce_steps):
+                pending = plan.shard.continue_reduce(pending, self._sum_dtype, plan.shard_tag, what)
+                yield None
             total = plan.shard.end_reduce(
                 pending, views.segments[plan.shard.rank], self._sum_dtype, what, divisor
             )
@@ -299,8 +298,9 @@ class ReduceBuffer:
         now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
         pending = plan.replica.begin_all_reduce(total, plan.replica_tag, now)
         yield None
-        pending = plan.replica.continue_all_reduce(pending, total, plan.replica_tag, what)
-        yield None
+        for _ in range(plan.replica.all_reduce_steps):
+            pending = plan.replica.continue_all_reduce(pending, total, plan.replica_tag, what)
+            yield None
         plan.replica.end_all_reduce(pending, total, what)
         return total, divisor if now is None else None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._comm.communicator import Communicator
+from .._comm.communicator import Transport
 from .device import ON_DEVICE, OffloadPolicy
 
 __all__ = ["CommHook", "ReducePlan", "predivisor"]
@@ -41,8 +41,8 @@ class ReducePlan:
     """How a group's gradients are reduced: over the shard axis, then over the replica axis, under
     one tag each; then offloaded, if they are."""
 
-    shard: Communicator
-    replica: Communicator
+    shard: Transport
+    replica: Transport
     shard_tag: int
     replica_tag: int
     offload: OffloadPolicy = ON_DEVICE
@@ -56,7 +56,6 @@ class ReducePlan:
     # In fp32 if that is exact: most sums have this dtype, and converting it costs as much again.
     divisor: torch.Tensor | None = dataclasses.field(init=False)
     is_exact: bool = dataclasses.field(init=False)  # the division rounds nothing
-    reads_in_place: bool = dataclasses.field(init=False)  # ranks may read each other's buffers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
@@ -68,11 +67,3 @@ class ReducePlan:
             tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
         object.__setattr__(self, "is_exact", math.frexp(divisor)[0] == 0.5)
-        object.__setattr__(
-            self, "reads_in_place", self.shard.reads_in_place or self.replica.reads_in_place
-        )
-
-    def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if other ranks read a gradient buffer [numel] in place."""
-        axis = self.shard if self.shard.ranks > 1 else self.replica
-        return axis.shares(-(-numel // axis.ranks), dtype)

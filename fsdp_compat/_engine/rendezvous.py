@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._comm.communicator import Communicator
+from .._comm.communicator import Transport
 from .._comm.divergence import progress
 from .._comm.divergence.store_rendezvous import StoreRendezvous, is_on, rendezvous_of
 from .._comm.divergence.time_limits import idle_limit_s
@@ -41,7 +41,7 @@ class _Depth(threading.local):
 _depth = _Depth()  # how many checked calls this thread is in
 
 
-def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Communicator, Group]]:
+def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Transport, Group]]:
     """Yield the communicators of ``groups``, each once, with the first group that uses it."""
     seen: set[int] = set()
     for group in groups:

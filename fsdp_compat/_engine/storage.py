@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from .. import _torch_private
-from .._comm import shared_memory
+from .._comm.communicator import Mapping, allocate_shard
 from .._comm.host_memory import HUGE_NBYTES, prefer_huge_pages
-from .._comm.mapped import Mapping, can_map
 from .device import has_streams
 from .segments import Segments
 from .store import ParamStore
@@ -30,7 +29,7 @@ def new_shard(
     On the CPU it lies in shared memory, from where other ranks of the host read it without sending.
     """
     if device.type == "cpu" and ranks > 1 and not pin:
-        return shared_memory.zeros(numel, dtype, min_nbytes=0 if can_map(numel, dtype) else None)
+        return allocate_shard(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
 
 

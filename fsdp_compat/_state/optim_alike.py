@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._comm.communicator import Communicator
+from .._comm.communicator import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from ..errors import RuntimeUsageError, explain
@@ -167,7 +167,7 @@ def agree_together(
     it is raised here, and as UsageError on all other ranks. Raises UsageError if ranks hold
     different parameters.
     """
-    communicators: dict[int, tuple[Communicator, list[Group]]] = {}
+    communicators: dict[int, tuple[Transport, list[Group]]] = {}
     for group in groups:
         for communicator in (group.shard, *group.tensor_parallel):
             if communicator.ranks > 1:

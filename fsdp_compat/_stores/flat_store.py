@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.mapped import in_whole_pages
+from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam, ParamSlots
 from .._engine.state_store import StateStore

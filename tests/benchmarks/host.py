@@ -60,7 +60,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm.native import NativeTransport
+from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._engine import gradients, hooks, module_view, reduce, runtime
 
 LIMITS = 0.15, 0.12  # to FSDP1 and to FSDP2
@@ -191,7 +191,7 @@ def print_table(timings: Timings, num_units: int) -> int:
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "collectives": [
-        (NativeTransport, name)
+        (BackendTransport, name)
         for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
     ],
     "swaps": [

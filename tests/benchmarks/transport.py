@@ -31,7 +31,7 @@ import torch.distributed as dist
 from contenders import MIN_ROUNDS, OURS, Timings, measure, require_rounds
 
 from fsdp_compat._comm import shared_memory
-from fsdp_compat._comm.communicator import Communicator, communicator
+from fsdp_compat._comm.communicator import Transport, communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 
 GLOO, EXCHANGE = "gloo", "exchange"
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     comm = communicator(mesh_from_group(None).shard, CPU)
-    near = "read each other's memory" if comm.shares(1 << 30, torch.float32) else "send everything"
+    near = "read each other's memory" if comm.reads_later else "send everything"
     say(
         f"{comm.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} "
         "rounds"
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
                     )
 
 
-def gather_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
+def gather_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
     own = shared_memory.zeros(numel, dtype)
     own.copy_(numbers(numel, comm.rank))
     full, other = (
@@ -129,7 +129,7 @@ def gather_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
 
     def ours() -> torch.Tensor:
         comm.end_gather(comm.begin_gather(own, full, segments, tag), "parameters")
-        comm.flush_sends("parameters")
+        comm.settle("parameters")
         return full
 
     def gloo() -> torch.Tensor:
@@ -139,7 +139,7 @@ def gather_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
     return Case(ours, gloo)
 
 
-def reduce_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
+def reduce_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
     buffer = shared_memory.allocate(comm.ranks * numel, dtype)
     buffer.copy_(numbers(comm.ranks * numel, comm.rank))
     segments, tag, other = (
@@ -152,7 +152,7 @@ def reduce_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
         total = comm.end_reduce(
             comm.begin_reduce(buffer, segments, tag), segments[comm.rank], dtype, "gradients"
         )
-        comm.flush_sends("gradients")
+        comm.settle("gradients")
         return total
 
     def gloo() -> torch.Tensor:
@@ -162,7 +162,7 @@ def reduce_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
     return Case(ours, gloo)
 
 
-def total_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
+def total_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
     """In place: every call begins with the result of the last one, and values may come to overflow.
     Both sides have the same."""
     other = numbers(comm.ranks * numel, comm.rank).to(dtype)
@@ -171,7 +171,7 @@ def total_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
     def ours() -> torch.Tensor:
         pending = comm.continue_all_reduce(comm.begin_all_reduce(mine, tag), mine, tag, "gradients")
         comm.end_all_reduce(pending, mine, "gradients")
-        comm.flush_sends("gradients")
+        comm.settle("gradients")
         return mine
 
     def gloo() -> torch.Tensor:

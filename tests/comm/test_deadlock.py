@@ -640,7 +640,7 @@ def gathers(comm: Any, tag: int, numel: int = 3) -> Tensor:
     own, full = torch.full((numel,), float(comm.rank)), torch.empty(2 * numel)
     handle = comm.begin_gather(own, full, full.chunk(2), tag)
     comm.end_gather(handle, f"tag {tag}")
-    comm.flush_sends("what was sent")
+    comm.settle("what was sent")
     return full
 
 
@@ -737,7 +737,7 @@ def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
             full = segments[0]._base
             assert full is not None
             comm.end_gather(comm.begin_gather(segments[comm.rank], full, segments, 4), "a model")
-            comm.flush_sends("a model")
+            comm.settle("a model")
 
     def communicate_until_it_fails() -> None:
         while not found:  # the first message may be too fast

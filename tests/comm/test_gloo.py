@@ -53,7 +53,7 @@ def sharing_from(nbytes: int) -> Iterator[None]:
 def _messages_that_are_read() -> list[bool]:
     comm, nbytes = connect(), shared_memory.MIN_NBYTES
     return [
-        comm.shares(times * nbytes // 4 - less, torch.float32)
+        bool(comm._readers_in_place(times * nbytes - 4 * less))
         for times in (1, 32, 128)
         for less in (1, 0)
     ]
@@ -88,7 +88,7 @@ def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.
 def gathered(comm: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
     full = own.new_empty(comm.ranks * own.numel())
     comm.end_gather(comm.begin_gather(own, full, full.chunk(comm.ranks), tag), f"tag {tag}")
-    comm.flush_sends("what was sent")
+    comm.settle("what was sent")
     return full
 
 
@@ -98,7 +98,7 @@ def reduced(comm: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.
     total = comm.end_reduce(
         comm.begin_reduce(buffer, segments, tag), segments[comm.rank], wide, "gradients", **options
     )
-    comm.flush_sends("what was sent")
+    comm.settle("what was sent")
     return total
 
 
@@ -109,7 +109,7 @@ def totalled(
         comm.begin_all_reduce(total, tag, divisor), total, tag, "gradients"
     )
     comm.end_all_reduce(handle, total, "gradients")
-    comm.wait_readers("gradients")
+    comm.settle("gradients", True)
     return total
 
 
@@ -328,7 +328,7 @@ def tells_lies(lie: str) -> tuple[str, str]:
         return message_of(
             lambda: (
                 comm.end_gather(handle, "the parameters of 'a'"),
-                comm.flush_sends("what was sent"),
+                comm.settle("what was sent"),
             )
         )
 
@@ -420,7 +420,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
         total = comm.end_reduce(handle, segments[1], torch.float32, "gradients")
         right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
         del buffer, handle, segments
-    comm.wait_readers("gradients")
+    comm.settle("gradients", True)
     return early, shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address, right
 
 
@@ -444,7 +444,7 @@ def sends_again_before_the_peer_has_read() -> list[float]:
                 store.wait(["sent again"], timedelta(seconds=0.3))
         comm.end_gather(handle, "parameters")
         found.append(full.max().item())
-    comm.flush_sends("what was sent")
+    comm.settle("what was sent")
     return found
 
 
@@ -458,7 +458,7 @@ def drains_what_is_under_way() -> bool:
     """A prefetch that no rank has waited for yet."""
     comm, own, full = connect(), numbers(NUMEL, dist.get_rank()), torch.empty(2 * NUMEL)
     handle = comm.begin_gather(own, full, full.chunk(2), 4)
-    comm.flush_sends("what was sent")
+    comm.settle("what was sent")
     own.fill_(9.0)
     dist.barrier()
     comm.end_gather(handle, "parameters")
@@ -482,7 +482,7 @@ def does_not_read() -> str:
         first = comm.begin_gather(own, full, full.chunk(2), 4)
         if comm.rank == 0:
             comm.end_gather(first, "the parameters of 'a'")
-            comm.flush_sends("what was sent")
+            comm.settle("what was sent")
         second = comm.begin_gather(own, other, other.chunk(2), 8)
         comm.end_gather(second, "the parameters of 'b'")
 
@@ -508,7 +508,7 @@ def reads_what_was_given_up() -> str:
         own.fill_(9.0)
     dist.barrier()
     if comm.rank == 0:
-        return message_of(lambda: comm.flush_sends("what was sent"))
+        return message_of(lambda: comm.settle("what was sent"))
     return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
 
 

@@ -10,7 +10,8 @@ import torch
 
 from fsdp_compat._comm import mapped, shared_memory
 from fsdp_compat._comm.communicator import communicator
-from fsdp_compat._comm.mapped import Mapping, can_map, map_shards
+from fsdp_compat._comm.host_memory import is_in_pages
+from fsdp_compat._comm.mapped import MappedFiles, map_shards
 from fsdp_compat._comm.memory_files import PAGE_NBYTES
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat.errors import UsageError
@@ -25,9 +26,9 @@ def shard(value: float) -> torch.Tensor:
         return shared_memory.allocate(NUMEL, torch.float32).fill_(value)
 
 
-def mapping_of(shards: list[torch.Tensor], old: Mapping | None = None) -> Mapping:
+def mapping_of(shards: list[torch.Tensor], old: MappedFiles | None = None) -> MappedFiles:
     """As if all ranks were this process."""
-    made = old or Mapping(len(shards), NUMEL, torch.float32)
+    made = old or MappedFiles(len(shards), NUMEL, torch.float32)
     for rank, each in enumerate(shards):
         place = shared_memory.locate(each)
         assert place is not None
@@ -105,11 +106,11 @@ def test_what_cannot_be_mapped_is_refused() -> None:
 
 def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FSDP_COMPAT_MAP_FROM", raising=False)
-    assert can_map(1 << 17, torch.float32) and can_map(1 << 18, torch.bfloat16)
-    assert not can_map((1 << 17) - 1024, torch.float32)
-    assert not can_map((1 << 17) + 4, torch.float32)
+    assert is_in_pages(1 << 17, torch.float32) and is_in_pages(1 << 18, torch.bfloat16)
+    assert not is_in_pages((1 << 17) - 1024, torch.float32)
+    assert not is_in_pages((1 << 17) + 4, torch.float32)
     monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", "1")
-    assert can_map(1024, torch.float32) and not can_map(512, torch.float32)
+    assert is_in_pages(1024, torch.float32) and not is_in_pages(512, torch.float32)
 
 
 def refuses_to_connect() -> str:
@@ -127,4 +128,4 @@ def test_wrong_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch
     for wrong in ("", "0", "-1", "1 MB"):
         monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", wrong)
         with pytest.raises(UsageError, match="not a number of bytes"):
-            can_map(1, torch.float32)
+            is_in_pages(1, torch.float32)

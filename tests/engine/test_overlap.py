@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, _torch_private
-from fsdp_compat._comm.native import NativeTransport
+from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._engine import device, runtime
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat._engine.group import Group
@@ -122,13 +122,14 @@ class Recorded:
                 lambda group, total, buffer: self.transfer("reduce", "reduced", buffer),
             ),
             mock.patch.object(
-                NativeTransport,
+                BackendTransport,
                 "begin_all_reduce",
                 lambda _, total, tag, divisor: self.all_reduce(tag),
             ),
-            mock.patch.object(NativeTransport, "continue_all_reduce", self.goes_on),
+            mock.patch.object(BackendTransport, "all_reduce_steps", 1),
+            mock.patch.object(BackendTransport, "continue_all_reduce", self.goes_on),
             mock.patch.object(
-                NativeTransport, "end_all_reduce", lambda _, work, total, what: work.wait()
+                BackendTransport, "end_all_reduce", lambda _, work, total, what: work.wait()
             ),
         ):
             yield

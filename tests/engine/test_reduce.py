@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compat._comm.communicator import Communicator, Handle, Traffic, communicator
+from fsdp_compat._comm.communicator import Handle, Traffic, Transport, communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._engine.reduce import DirectGradBuffer, ReduceBuffer, Reduction
 from fsdp_compat._engine.reduce_plan import ReducePlan
@@ -33,7 +33,7 @@ class Recorded:
     """An axis whose other ranks send the same as this one: a sum is ``ranks`` times this rank's
     values."""
 
-    reads_in_place = False
+    reads_later, reduce_steps, all_reduce_steps = False, 0, 1
 
     def __init__(self, ranks: int) -> None:
         self.rank, self.ranks, self.members, self.traffic = 0, ranks, tuple(range(ranks)), Traffic()
@@ -112,7 +112,7 @@ def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1)
     module = Holder(SHAPES)
     store = make_store(kind, members_of(module), rank=0, ranks=RANKS, home=(module, "_flat_param"))
     shard, replica = Recorded(RANKS), Recorded(replicas)
-    plan = ReducePlan(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8)
+    plan = ReducePlan(typing.cast(Transport, shard), typing.cast(Transport, replica), 4, 8)
     buffer = ReduceBuffer(store, RANKS, dtype, CPU)
     return Setup(store, buffer, shard, replica, plan)
 

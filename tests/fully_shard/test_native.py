@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm.native import NativeTransport
+from fsdp_compat._comm.backend import BackendTransport
 from tests.support.fully_sharded import api, require_sync, shard_all, whole
 from tests.support.models import Block
 from tests.support.ranks import run_ranks
@@ -66,7 +66,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     shard = model._get_fsdp_state().runtime.groups[0].shard
-    assert isinstance(shard, NativeTransport) == is_native
+    assert isinstance(shard, BackendTransport) == is_native
     return found + [whole(parameter).clone() for parameter in model.parameters()]
 
 

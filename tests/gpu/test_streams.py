@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.mesh import Axis
-from fsdp_compat._comm.native import NativeTransport
 from fsdp_compat._engine import group as engine_group
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack
@@ -95,7 +95,7 @@ def require_backend(device: str) -> None:
 def transfers_natively(device: str) -> None:
     place = device_named(device)
     with group_of(1, place):
-        comm = NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)), place)
+        comm = BackendTransport(Axis(dist.group.WORLD, 0, 1, (0,)), place)
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
         comm.end_gather(comm.begin_gather(own, full, [full], comm.new_tag()), "parameters")
         assert torch.equal(full, own)
@@ -121,8 +121,8 @@ def test_the_backend_transfers_the_given_tensors(device: str) -> None:
 def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -> None:
     place = device_named(device)
 
-    def itself(axis: Axis, device: torch.device) -> NativeTransport:
-        return NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)), place)
+    def itself(axis: Axis, device: torch.device) -> BackendTransport:
+        return BackendTransport(Axis(dist.group.WORLD, 0, 1, (0,)), place)
 
     with group_of(1, place), mock.patch.object(engine_group, "communicator", itself):
         options = {
@@ -139,7 +139,7 @@ def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -
         )
         for _ in range(4):
             twin.step()
-        assert {type(group.shard) for group in twin.model._runtime.groups} == {NativeTransport}
+        assert {type(group.shard) for group in twin.model._runtime.groups} == {BackendTransport}
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

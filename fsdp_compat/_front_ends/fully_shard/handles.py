@@ -32,7 +32,7 @@ class UnitHandle(UnshardHandle):
             unit.watch_holders(in_graph=False)
         if unit.runtime is None or not unit.runtime.runs:
             for group in unit.groups:
-                group.shard.flush_sends("parameters that this rank has sent")
+                group.shard.settle("parameters that this rank has sent")
 
 
 class GradientReductionHandle:

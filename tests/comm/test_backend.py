@@ -1,4 +1,4 @@
-"""Training over NativeTransport matches unsharded training; the backend is gloo here."""
+"""Training over BackendTransport matches unsharded training; the backend is gloo here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
-from fsdp_compat._comm import native
+from fsdp_compat._comm import backend
+from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.communicator import Kind, communicator
 from fsdp_compat._comm.mesh import axis_of
-from fsdp_compat._comm.native import NativeTransport
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -34,7 +34,7 @@ def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
         for each in (group.shard, group.replica)
         if each.ranks > 1
     }
-    assert {type(each) for each in communicators} == {NativeTransport}
+    assert {type(each) for each in communicators} == {BackendTransport}
     for _ in range(3):
         pair.step(one_backward)
     pair.step(one_backward, as_a_user=True)
@@ -80,7 +80,7 @@ class _Devices:
 
 def _devices_of_small_collectives() -> None:
     second = torch.device("cuda", 1)
-    with mock.patch.object(native, "_PublicCollectives", _Devices):
+    with mock.patch.object(backend, "_PublicCollectives", _Devices):
         communicator(axis_of(dist.group.WORLD), second).sum_of(torch.zeros(1), "a test")
     assert _Devices.found == [second]
 

@@ -1,4 +1,4 @@
-"""The transports that use a backend's own collectives: NativeTransport for backends in C++,
+"""The transports that use a backend's own collectives: BackendTransport for backends in C++,
 PythonGroupTransport for process groups that are written in Python."""
 
 from __future__ import annotations
@@ -10,47 +10,31 @@ import torch.distributed as dist
 
 from .. import _torch_private
 from .mesh import Axis, is_in_python
-from .transport import Collectives, Kind, ProcessGroupTransport, communication_error
+from .transport import Collectives, Handle, Kind, ProcessGroupTransport, communication_error
 
-__all__ = ["NativeTransport", "PythonGroupTransport", "gather_in_group"]
+__all__ = ["BackendTransport", "PythonGroupTransport", "gather_in_group"]
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Started:
-    """A collective in flight."""
-
-    __slots__ = ("divisor", "keep", "total", "work")
-
-    def __init__(
-        self,
-        work: dist.Work,
-        keep: torch.Tensor,
-        total: torch.Tensor | None = None,
-        divisor: torch.Tensor | None = None,
-    ) -> None:
-        """keep: must stay allocated until the work has ended. total: the output."""
-        self.work, self.keep, self.total, self.divisor = work, keep, total, divisor
-
-
-class NativeTransport(ProcessGroupTransport):
+class BackendTransport(ProcessGroupTransport):
     """The backend's own asynchronous collectives. On a stream device a wait orders streams; the CPU
     does not wait."""
 
     has_tags = False
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        """device: of the tensors of the small collectives, with its index: without one, all ranks
-        of a host would use the first device."""
-        super().__init__(axis)
-        self._device = device
+    def __init__(self, axis: Axis, device: torch.device, small: torch.device | None = None) -> None:
+        """device: with its index: without one, all ranks of a host would use the first device.
+        small: that of the small collectives, if it is another one."""
+        super().__init__(axis, device)
+        self._small = small or device
 
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         try:
             with _torch_private.uncounted():
-                collective(_PublicCollectives(self.group, self._device))
+                collective(_PublicCollectives(self.group, self._small))
         except RuntimeError as error:
             raise communication_error(
                 f"{what[0].upper()}{what[1:]} failed.",
@@ -61,22 +45,22 @@ class NativeTransport(ProcessGroupTransport):
 
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> _Started:
+    ) -> Handle:
         if own.dtype is not full.dtype or own.device != full.device:
             # cast and moved into its place, and sent from there
             own = segments[self.rank].copy_(own, non_blocking=True)
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        return _Started(self._start_gather(full, own), own)
+        return Handle([], keep=(self._start_gather(full, own), own))
 
-    def end_gather(self, handle: _Started, what: str) -> None:
-        handle.work.wait()
+    def end_gather(self, handle: Handle, what: str) -> None:
+        handle.keep[0].wait()
 
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> _Started:
+    ) -> Handle:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        return _Started(self._start_reduce(total, buffer), buffer, total)
+        return Handle([], (total,), (self._start_reduce(total, buffer), buffer))
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return _torch_private.start_all_gather(self.group, full, own)
@@ -86,55 +70,35 @@ class NativeTransport(ProcessGroupTransport):
 
     def end_reduce(
         self,
-        handle: _Started,
+        handle: Handle,
         own: torch.Tensor,
         dtype: torch.dtype,
         what: str,
         divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        handle.work.wait()
-        total = handle.total
-        assert total is not None
+        handle.keep[0].wait()
+        (total,) = handle.parts
         total = total if total.dtype is dtype else total.to(dtype)
         return total if divisor is None else total.div_(divisor)
 
-    def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        return False
-
     def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> _Started:
+    ) -> Handle:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
         with _torch_private.uncounted():  # it was counted when the reduction began
             work = _work(dist.all_reduce(total, group=self.group, async_op=True))
-        return _Started(work, total, None, divisor)
+        return Handle([], keep=(work, total), divisor=divisor)
 
-    def continue_all_reduce(
-        self, handle: _Started, total: torch.Tensor, tag: int, what: str
-    ) -> _Started:
-        return handle
-
-    def end_all_reduce(self, handle: _Started, total: torch.Tensor, what: str) -> None:
-        handle.work.wait()
+    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+        handle.keep[0].wait()
         if handle.divisor is not None:
             total.div_(handle.divisor)
 
-    def wait_readers(self, what: str) -> None:
-        pass  # a collective that has ended has read its source
 
-    def flush_sends(self, what: str) -> None:
-        pass  # a collective that has ended has read its source
-
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
-        full = own.new_empty(self.ranks * own.numel())
-        _all_gather(full, own.contiguous(), group=self.group)
-        return full
-
-
-class PythonGroupTransport(NativeTransport):
+class PythonGroupTransport(BackendTransport):
     """torch's public collectives, which call the methods of a process group written in Python. The
-    calls of NativeTransport look for a backend in C++, which such a group lacks."""
+    calls of BackendTransport look for a backend in C++, which such a group lacks."""
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return _start_gather_in_python(self.group, full, own)
@@ -149,9 +113,6 @@ class PythonGroupTransport(NativeTransport):
                 total, list(buffer.chunk(self.ranks)), group=self.group, async_op=True
             )
         )
-
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
-        return gather_in_group(self.group, own.contiguous())
 
 
 class _PublicCollectives:
