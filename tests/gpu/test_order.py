@@ -25,9 +25,9 @@ from fsdp_compat import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    _torch_private,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm import native
 from fsdp_compat._engine.dtypes import move_to
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_streams import MIXED, streams
@@ -39,7 +39,7 @@ from tests.support.models import Block, Stack
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close
 from tests.support.ranks import run_ranks
-from tests.support.twin import Step, Twin, device_named, group_of
+from tests.support.twin import Step, Twin, Work, device_named, group_of
 
 RANKS = 8
 
@@ -344,13 +344,14 @@ def test_hooks_on_offloaded_gradients_read_them_at_once(emulated_device: str) ->
 
 
 def writes_after_a_look_at_whole_parameters(device: str, use_orig_params: bool) -> list[str]:
-    def gather(full: torch.Tensor, own: torch.Tensor, group: object) -> None:
+    def gather(group: object, full: torch.Tensor, own: torch.Tensor) -> Work:
         full.view(RANKS, -1).copy_(own)  # as if all ranks had this one's part
+        return Work(lambda: None, None)
 
     front_end = "original parameters" if use_orig_params else "flat"
     with (
         twin_of(device, front_end, offload=True) as twin,
-        mock.patch.object(native, "_all_gather", gather),
+        mock.patch.object(_torch_private, "start_all_gather", gather),
     ):
         parameters = list(twin.model.parameters())
         with emulated.watching() as recording, torch.no_grad():
