@@ -260,7 +260,7 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with unsharded parameters. Collective."""
         unit = self._fsdp_model_unit.unit
-        return unit.runtime.run(unit, unit.module, args, kwargs)  # type: ignore[union-attr]
+        return unit.runtime.run(unit, unit.module, args, kwargs)
 
     def __repr__(self) -> str:
         """Like nn.Module's, with the shapes of the unsharded parameters."""
@@ -338,7 +338,7 @@ class FullyShardedDataParallel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
         runtime, view = self._runtime, self._unit.view
-        if runtime.broken:  # an exception in backward has left units unsharded
+        if runtime.backward.has_raised:  # an exception in backward has left units unsharded
             runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if view.summoned else name, parameter

@@ -31,11 +31,11 @@ from . import hooks
 from .checks import Checks, refuse_summoned_backward
 from .communicators import Communicators
 from .device import HERE, ComputeStreams, reduce_stream
+from .gathering import Gathering
 from .gradients import Gradients, InFlightReductions
 from .group import Group
 from .mapped_shards import Pass
 from .unit import Call, Residency, Unit
-from .unsharding import Unsharding
 
 __all__ = ["BackwardRunner", "ThreadedBackwardRunner"]
 
@@ -64,7 +64,7 @@ class BackwardRunner:
         self,
         units: Sequence[Unit],
         communicators: Communicators,
-        unsharding: Unsharding,
+        gathering: Gathering,
         checks: Checks,
         streams: ComputeStreams | None,
         max_inflight_reductions: int,
@@ -73,14 +73,14 @@ class BackwardRunner:
         """streams: None where there is only one. prefetches_late: a unit's all-gather starts before
         the previous unit's gradients are sent."""
         self._units, self._communicators, self._checks = units, communicators, checks
-        self._unsharding, self._streams = unsharding, streams
+        self._gathering, self._streams = gathering, streams
         self._prefetches_late = prefetches_late and not self._allow_unused_units
         self._side = reduce_stream(units[0].options.device)
         self.reductions = InFlightReductions(
             None if self._allow_unused_units else max_inflight_reductions, self._side.exists
         )
         self.sync = True  # False inside no_sync
-        self.finalizes_by_hand = False  # see Runtime
+        self.finalizes_by_hand = False  # ``begin_finalize`` reduces, not the end of backward
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
         self._in_graphs: dict[Unit, list[weakref.ref[Call]]] = {}  # calls of which graphs exist
@@ -89,7 +89,7 @@ class BackwardRunner:
 
     @property
     def _allow_unused_units(self) -> bool:
-        return self._unsharding.rounds.allow_unused_units
+        return self._gathering.rounds.allow_unused_units
 
     @property
     def is_running(self) -> bool:
@@ -121,7 +121,7 @@ class BackwardRunner:
             except StateError as error:
                 progress.note_error(error)  # the other ranks may wait in this backward
                 raise
-            self._unsharding.begin_backward()
+            self._gathering.begin_backward()
             reduces_unused = any(unit.conduct.reduces_unused for unit in self._units)
             current.has_rest = self._allow_unused_units or reduces_unused
             current.defers = current.has_rest and not self._communicators.have_tags
@@ -171,7 +171,7 @@ class BackwardRunner:
             entered.append(unit)
         unit.calls.append(call)
         if unit.conduct.unshard_in_backward:
-            self._unsharding.unshard_for_use(unit, call.dtype, backward=True)
+            self._gathering.unshard_for_use(unit, call.dtype, backward=True)
 
     def note_call(self, unit: Unit, call: Call, outputs: Sequence[torch.Tensor]) -> None:
         """A forward call has ended, where ranks must reduce units in one order."""
@@ -252,7 +252,7 @@ class BackwardRunner:
         self._join()
         self._side.join()
         with torch.no_grad():
-            self._unsharding.end_backward()
+            self._gathering.end_backward()
             is_small_left = not self._communicators.have_tags and self._checks.has_gradients()
             have_come = _have_come if is_small_left else _received
             for unit in reversed(self._units):  # the root last: its buffer is the largest
@@ -270,7 +270,7 @@ class BackwardRunner:
                     unit.wait_for_unshard()
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep()
-            self._unsharding.mapped.leave(Pass.BACKWARD)
+            self._gathering.mapped.leave(Pass.BACKWARD)
             if backward.has_rest:
                 self._reduce_rest(backward)
             self._side.join()
@@ -280,7 +280,7 @@ class BackwardRunner:
                     self._has_notes = True
             self.reductions.finish()
             self._communicators.flush("gradients and parameters that this rank has sent")
-            self._unsharding.mapped.end(Pass.BACKWARD)
+            self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
         if _torch_private.has_optimizers_in_backward():
             self._step_optimizers(backward)
@@ -352,16 +352,16 @@ class BackwardRunner:
         """After a backward that raised: wait for what is in flight, drop partial gradients."""
         self._join()
         self.reductions.forget()
-        self._unsharding.forget_backward()
+        self._gathering.forget_backward()
         for unit in self._units:
             unit.forget_calls()
             with self._side.work():
                 for group in unit.groups:
-                    group.discard()
+                    group.gradients.discard()
             unit.reshard()
         self._side.join()
         self._communicators.flush("messages that this rank sent before an exception")
-        self._unsharding.mapped.end(Pass.BACKWARD, has_raised=True)
+        self._gathering.mapped.end(Pass.BACKWARD, has_raised=True)
         self._current, self.is_open = _no_backward, False
 
 

@@ -238,7 +238,7 @@ def _refuse_moved(group: Group) -> typing.NoReturn:
 
 
 def _refuse_stray(group: Group, index: int) -> typing.NoReturn:
-    group.discard()
+    group.gradients.discard()
     raise StateError(
         explain(
             "A gradient bypassed FSDP's hooks and was never reduced across ranks.",

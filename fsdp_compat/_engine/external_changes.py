@@ -24,54 +24,22 @@ from __future__ import annotations
 
 import itertools
 import operator
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
+from .freshness import count_fused_writes
 from .group import Group
 
-__all__ = ["ExternalChanges", "patch", "undo"]
+__all__ = ["ExternalChanges"]
 
 _grad, _requires_grad, _dtype, _version = map(
     operator.attrgetter, ("grad", "requires_grad", "dtype", "_version")
 )
 _NONES = itertools.repeat(None)
-_live: weakref.WeakSet[ExternalChanges] = weakref.WeakSet()
-_handle: RemovableHandle | None = None
-
-
-def patch() -> None:
-    """Count the writes of fused optimizers from now on: they move no version counter."""
-    global _handle
-    if _handle is None:
-        _handle = register_optimizer_step_post_hook(_count_fused)
-
-
-def undo() -> None:
-    """Stop counting."""
-    global _handle
-    if _handle is not None:
-        _handle.remove()
-        _handle = None
-
-
-def _count_fused(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    params = [
-        param
-        for group in optimizer.param_groups
-        if group.get("fused")
-        for param in group["params"]
-        if param.grad is not None
-    ]
-    if params:
-        managed = set(itertools.chain.from_iterable(changes.ids for changes in _live))
-        increment_version([param for param in params if id(param) in managed])
 
 
 class ExternalChanges:
@@ -105,8 +73,7 @@ class ExternalChanges:
         ]
         self._written_params = [param for _, param, _ in self._written]
         self._versions = self._count_writes()
-        self.ids = frozenset(map(id, self._written_params))
-        _live.add(self)
+        count_fused_writes(self, self._written_params)
 
     def _count_writes(self) -> list[int]:
         return list(map(_version, self._written_params))

@@ -3,16 +3,20 @@
 No version counter tells: an in-place operation on a DTensor moves only the counter of the DTensor,
 a write to its local tensor only the counter of that, and the foreach and fused optimizers move
 neither. So steps of optimizers are counted as well. Only those of optimizers that concern the unit:
-a rank may step an optimizer of its own between two forwards, and must not gather alone then."""
+a rank may step an optimizer of its own between two forwards, and must not gather alone then.
+
+Fused optimizers move no version counter of any parameter; ``count_fused_writes`` lets them."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -20,7 +24,7 @@ from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
 from .store import ParamStore
 
-__all__ = ["Freshness", "patch", "undo"]
+__all__ = ["Freshness", "count_fused_writes", "patch", "undo"]
 
 _version = operator.attrgetter("_version")
 
@@ -31,6 +35,8 @@ class _Steps:
     def __init__(self) -> None:
         self.of_copies = 0  # see `add`
         self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
+        # by owner: ids of the parameters whose fused writes are counted
+        self.fused: weakref.WeakKeyDictionary[object, frozenset[int]] = weakref.WeakKeyDictionary()
         self.handle: RemovableHandle | None = None
 
     def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -47,6 +53,17 @@ class _Steps:
             known |= own
         if any(_torch_private.is_dtensor(held[other]) for other in held.keys() - known):
             self.of_copies += 1
+        fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+        if fused:
+            counted = set(itertools.chain.from_iterable(self.fused.values()))
+            params = itertools.chain.from_iterable(fused)
+            increment_version([p for p in params if p.grad is not None and id(p) in counted])
+
+
+def count_fused_writes(owner: object, params: Sequence[torch.Tensor]) -> None:
+    """Let the steps of fused optimizers move the version counters of these parameters, as long as
+    ``owner`` lives."""
+    _steps.fused[owner] = frozenset(map(id, params))
 
 
 _steps = _Steps()

@@ -13,7 +13,7 @@ from .device import gather_stream, offload_policy, reduce_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import ConductedGradients, Gradients, is_large
 from .partial import PartialShard
-from .reduce_plan import CommHook, ReducePlan, predivisor
+from .reduce_plan import ReducePlan, predivisor
 from .requires_grad import RequiresGrad
 from .storage import GroupMemory
 from .store import ParamStore
@@ -235,23 +235,6 @@ class Group:
                 )
 
     # -- gradients
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if gradients were received and not reduced."""
-        return bool(self.gradients.received)
-
-    @property
-    def hook(self) -> CommHook | None:
-        return self.gradients.hook
-
-    def set_hook(self, hook: CommHook) -> None:
-        """See Gradients.set_hook."""
-        self.gradients.set_hook(hook)
-
-    def discard(self) -> None:
-        """After a backward that raised: wait for reductions in flight, drop partial gradients."""
-        self.gradients.discard()
 
     @property
     def resident_nbytes(self) -> int:

@@ -22,11 +22,10 @@ from .checks import Checks, refuse_in_pass, refuse_late_hook, refuse_summoned, r
 from .communicators import Communicators
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
+from .gathering import Gathering, Prefetch
 from .group import Group
 from .reduce_plan import CommHook
-from .schedule import Prefetch
 from .unit import Call, Residency, Unit
-from .unsharding import Unsharding
 
 __all__ = ["Runtime", "RuntimeOptions", "live_runtimes", "runtime_of"]
 
@@ -64,7 +63,7 @@ class Runtime:
         self._streams = streams if streams.several else None
         self._communicators = Communicators(device)
         self._checks = Checks(root, self.units, self._communicators)
-        self._unsharding = Unsharding(
+        self._gathering = Gathering(
             self.units,
             self._communicators,
             self._streams,
@@ -76,7 +75,7 @@ class Runtime:
         self.backward = runner(
             self.units,
             self._communicators,
-            self._unsharding,
+            self._gathering,
             self._checks,
             self._streams,
             options.max_inflight_reductions,
@@ -102,7 +101,7 @@ class Runtime:
         self._units_with_parts = [unit for unit in self.units if unit.view.has_parts]
         self._communicators.take(self.groups)
         self._checks.take(self.groups)
-        self._unsharding.mapped.take(self.groups, self.root.label)
+        self._gathering.mapped.take(self.groups, self.root.label)
 
     # -- forward
 
@@ -158,15 +157,15 @@ class Runtime:
     ) -> Any:
         """Run another entry point than forward in the same way. Collective.
 
-        ranks_in_rounds: ranks may call the units below different numbers of times (see rounds.py).
+        ranks_in_rounds: ranks may call the units below different numbers of times (see Rounds).
         """
         if not ranks_in_rounds or self._stack or _torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
-        rounds = self._unsharding.rounds
+        rounds = self._gathering.rounds
         try:
             return self.run(unit, rounds.around(unit, function), args, kwargs)
         finally:
-            self._unsharding.end_rounds()
+            self._gathering.end_rounds()
 
     def begin_call(self, unit: Unit) -> Call:
         """Return a forward call that begins now."""
@@ -185,7 +184,7 @@ class Runtime:
             self._stack.append(call)
             if call.module is not None and not recomputing and not unit.conduct.to_run:
                 unit.conduct.to_run.update(unit.modules)
-            self._unsharding.unshard_for_use(unit, call.dtype, recomputing)
+            self._gathering.unshard_for_use(unit, call.dtype, recomputing)
             unit.running += 1
             call.counted = True
             if unit.buffers is not None:
@@ -223,7 +222,7 @@ class Runtime:
         self.has_run = True
         for unit in self._units_with_parts:
             unit.view.hide_parts()
-        self._unsharding.begin_forward()
+        self._gathering.begin_forward()
 
     def post_forward(
         self, call: Call, unit: Unit, output: object, has_raised: bool = False
@@ -257,7 +256,7 @@ class Runtime:
         if call.module is not None:
             unit.conduct.to_run.discard(call.module)
         if not unit.conduct.to_run:
-            self._unsharding.after_forward(unit, in_graph)
+            self._gathering.after_forward(unit, in_graph)
         if not self._stack:
             self._end_forward(has_raised, in_graph)
 
@@ -265,32 +264,13 @@ class Runtime:
         for unit in self._units_of_several:
             if unit.conduct.to_run:  # its other modules were not called
                 unit.conduct.to_run.clear()
-                self._unsharding.after_forward(unit, True)
-        self._unsharding.end_forward()
+                self._gathering.after_forward(unit, True)
+        self._gathering.end_forward()
         for unit in self._units_with_parts:
             unit.view.reveal_parts()
-        self._unsharding.end_gathers(has_raised, in_graph)
+        self._gathering.end_gathers(has_raised, in_graph)
 
     # -- backward
-
-    @property
-    def in_backward(self) -> bool:
-        return self.backward.is_running
-
-    @property
-    def broken(self) -> bool:
-        """True from a backward that raised to the next forward or backward, or ``rest``."""
-        return self.backward.has_raised
-
-    @property
-    def steps(self) -> bool:
-        """True while optimizers step in backward."""
-        return self.backward.steps
-
-    @property
-    def sync(self) -> bool:
-        """False inside no_sync."""
-        return self.backward.sync
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -299,15 +279,6 @@ class Runtime:
             yield
         finally:
             self.backward.sync = before
-
-    @property
-    def finalizes_by_hand(self) -> bool:
-        """True if the end of backward reduces nothing: ``begin_finalize`` does."""
-        return self.backward.finalizes_by_hand
-
-    @finalizes_by_hand.setter
-    def finalizes_by_hand(self, by_hand: bool) -> None:
-        self.backward.finalizes_by_hand = by_hand
 
     def begin_finalize(self) -> None:
         """Collective. Start to reduce what backwards have received."""
@@ -331,10 +302,10 @@ class Runtime:
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Sum and average gradients by the user's hook."""
-        if any(group.has_gradients for group in self.groups):
+        if any(group.gradients.received for group in self.groups):
             refuse_late_hook(self.root.label)
         for group in self.groups:
-            group.set_hook(hook)
+            group.gradients.set_hook(hook)
 
     # -- between steps
 
@@ -363,9 +334,9 @@ class Runtime:
     def rest(self, units: Iterable[Unit] | None = None) -> None:
         """Reshard units, by default all, whatever an exception or a forward without backward has
         left."""
-        if self.broken:
+        if self.backward.has_raised:
             self.backward.discard()
-        if self._stack and not self.in_backward:
+        if self._stack and not self.backward.is_running:
             self._stack.clear()
             for unit in self.units:
                 unit.running = 0

@@ -7,7 +7,7 @@ import enum
 import typing
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ __all__ = [
     "Uninitialised",
     "Unit",
     "UnitOptions",
-    "UnitRuntime",
 ]
 
 
@@ -77,53 +76,6 @@ class Uninitialised(typing.NamedTuple):
 
     name: str  # in the unit's module
     read: Callable[[], torch.Tensor | None]  # returns what this rank holds of it
-
-
-class BackwardHooks(typing.Protocol):
-    """What hooks on tensors call."""
-
-    def pre_backward(self, call: Call, unit: Unit) -> None:
-        """The gradient of one of the call's outputs is complete."""
-
-    def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
-        """The gradient of a large parameter was accumulated."""
-
-
-class UnitRuntime(typing.Protocol):
-    """What hooks and front ends call of the runtime that manages a unit."""
-
-    @property
-    def backward(self) -> BackwardHooks: ...
-
-    @property
-    def runs(self) -> bool:
-        """True inside forward or backward."""
-
-    @property
-    def root(self) -> Unit: ...
-
-    def begin_call(self, unit: Unit) -> Call:
-        """Return a forward call that begins now."""
-
-    def pre_forward(
-        self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """A forward call begins. Returns its inputs, moved and cast."""
-
-    def post_forward(self, call: Call, unit: Unit, output: object) -> None:
-        """A forward call has ended."""
-
-    def run(
-        self,
-        unit: Unit,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a forward call."""
-
-    def rest(self, units: Iterable[Unit] | None = None) -> None:
-        """Reshard units, by default all."""
 
 
 class Call:
@@ -211,7 +163,7 @@ class Unit:
             conduct.unit = self
             conduct.freshness = Freshness([group.store for group in groups])
         self.owner: Callable[[], nn.Module | None] = _no_owner  # weak: the wrapper, if any
-        self.runtime: UnitRuntime | None = None  # the runtime sets this and the next
+        self.runtime: Any = None  # a Runtime, which sets this and the next
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
         self.calls: list[Call] = []  # between pre-backward and post-backward

@@ -158,7 +158,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if shown_stores():
         _refuse(optimizer, shown_stores(), "inside summon_full_params")
     for runtime in live_runtimes():
-        if runtime.runs and not runtime.steps:
+        if runtime.runs and not runtime.backward.steps:
             _refuse(
                 optimizer,
                 {group.store for group in runtime.groups},

@@ -12,7 +12,7 @@ import types
 
 from torch import nn
 
-from .._engine import external_changes, freshness
+from .._engine import freshness
 from .._front_ends import data_parallel
 from .._state import optimizers, raw_optimizer_state
 from .._state.model_units import model_units_in
@@ -26,7 +26,6 @@ PATCHES: tuple[types.ModuleType, ...] = (
     hugging_face_storage,
     local_parts,
     assignments,
-    external_changes,
     optimizers,
     raw_optimizer_state,
     data_parallel,

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compat._comm.mesh import Mesh, mesh_from_device_mesh, mesh_from_group, replicated
+from fsdp_compat._engine.gathering import Prefetch
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat._engine.runtime import Runtime
-from fsdp_compat._engine.schedule import Prefetch
 from tests.support.engine_build import (
     STORES,
     assert_at_rest,

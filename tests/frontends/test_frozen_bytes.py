@@ -455,7 +455,7 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
     square(pair.model, x).backward()
     grads = sum(p.grad.nbytes for p in pair.model.parameters() if p.grad is not None)
     frozen = [
-        group.has_gradients or group.gradients._buffer is not None
+        group.gradients.received or group.gradients._buffer is not None
         for group in groups
         if not group.store.sharded_params[0].parameter.requires_grad
     ]

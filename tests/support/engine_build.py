@@ -15,10 +15,10 @@ from torch import nn
 
 from fsdp_compat._comm.mesh import Axis, Mesh
 from fsdp_compat._engine.dtypes import Precision
+from fsdp_compat._engine.gathering import Prefetch
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
-from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.state_store import flat_param_name, store_of
 from fsdp_compat._engine.store import ParamStore
 from fsdp_compat._engine.unit import Call, Residency, Unit, UnitOptions
@@ -200,7 +200,7 @@ def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
 def assert_at_rest(runtime: Runtime) -> None:
     """Assert that only shards, gradients and optimizer state hold memory, as between steps."""
     assert not runtime.in_forward()
-    assert not runtime.in_backward
+    assert not runtime.backward.is_running
     assert dist.is_initialized()
     for unit in runtime.units:
         assert unit.residency is Residency.SHARDED, unit.label

@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._engine import hooks, rendezvous
+from fsdp_compat._engine.gathering import Prefetch
 from fsdp_compat._engine.ownership import assign_owners, named_within
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
-from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._state import model_state_dict, optimizers
 from fsdp_compat._state.model_units import ModelUnit, attribute_order_of, register
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._engine import dtypes, rendezvous
+from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
-from ..._engine.schedule import Prefetch
 from ..._engine.unit import Residency
 from ..._state.full_params import Options, full_parameters
 from ..._stores.flat_store import FlatStore

@@ -33,7 +33,7 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     runtime.require_parts("clip_grad_norm_")
     groups = runtime.groups
     rendezvous.require_all_ranks("clip_grad_norm_", groups)
-    if runtime.broken:  # an exception in backward has left gradients on unsharded parameters
+    if runtime.backward.has_raised:  # gradients may be left on unsharded parameters
         runtime.rest()
     others = _gradients_of_others(wrapper, groups)
     grads = [(group, grad_norm.gradients_of(group)) for group in groups]
@@ -61,7 +61,7 @@ def _expects_gradients(groups: Iterable[Group]) -> bool:
 
 
 def _has_unreduced(groups: Iterable[Group]) -> bool:
-    return any(group.has_gradients for group in groups)
+    return any(group.gradients.received for group in groups)
 
 
 def _refuse_in_place(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
     _refuse_hook(hook, {group.shard.ranks > 1 for group in runtime.groups})
     require_root(own.unit, "register_comm_hook()", AssertedStateError)
     runtime.require_idle("register_comm_hook")
-    if any(group.hook is not None for group in runtime.groups):
+    if any(group.gradients.hook is not None for group in runtime.groups):
         raise AssertedStateError(
             explain(
                 "A communication hook is registered already.",

@@ -49,7 +49,7 @@ def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) 
     for runtime, each in {each.runtime: each for each in reversed(changed)}.items():
         runtime.require_idle("a conversion to another dtype", ValueStateError)
         runtime.require_parts("a conversion to another dtype")
-        if runtime.has_run or not runtime.sync:
+        if runtime.has_run or not runtime.backward.sync:
             raise _too_late(each, {str(dtype) for dtype in wanted.values()})
         runtime.rest()
     rendezvous.require_all_ranks(
@@ -78,9 +78,9 @@ def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
     groups = []
     for group, store in zip(own.unit.groups, own.stores, strict=True):
         if group in old:
-            hook, group = group.hook, own.group_around(store)
+            hook, group = group.gradients.hook, own.group_around(store)
             if hook is not None:
-                group.set_hook(hook)
+                group.gradients.set_hook(hook)
             rendezvous.register([group])
         groups.append(group)
     own.unit.exchange_groups(groups)
@@ -94,7 +94,7 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
         return
     runtime.require_idle("flat_param_to", ValueStateError)
     runtime.require_parts("flat_param_to")
-    if group.has_gradients:
+    if group.gradients.received:
         raise ValueStateError(
             explain(
                 "Accumulated gradients that are not reduced yet cannot be moved.",

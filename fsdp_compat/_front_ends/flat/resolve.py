@@ -25,8 +25,8 @@ from ..._comm.mesh import (
     replicated,
     the_group,
 )
+from ..._engine.gathering import Prefetch
 from ..._engine.runtime import RuntimeOptions
-from ..._engine.schedule import Prefetch
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
 from ...errors import UsageError, explain, takes, truth, wrong_type
 from .settings import Arguments, Settings

@@ -242,7 +242,7 @@ class FSDPModule:
         require_root(state, where)
         if state.runtime is not None:
             state.runtime.require_idle(f"{where}()")
-            state.runtime.finalizes_by_hand = flag
+            state.runtime.backward.finalizes_by_hand = flag
         state.finalizes_by_hand = flag
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:

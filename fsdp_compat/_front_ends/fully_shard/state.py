@@ -20,10 +20,10 @@ from ..._engine import agreement, hooks, rendezvous
 from ..._engine.checks import refuse_in_pass
 from ..._engine.conduct import Conduct
 from ..._engine.dtypes import Precision
+from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
 from ..._engine.partial import PartialShard
 from ..._engine.runtime import Runtime, RuntimeOptions
-from ..._engine.schedule import Prefetch
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
@@ -252,7 +252,7 @@ class ShardedModules:
                 max_inflight_reductions=self.max_inflight_reductions,
             )
             runtime = Runtime(units[0], units, list(states.values()), options)
-            runtime.finalizes_by_hand = self.finalizes_by_hand
+            runtime.backward.finalizes_by_hand = self.finalizes_by_hand
             for state in states:
                 state.runtime = runtime
             return runtime

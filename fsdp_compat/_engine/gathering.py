@@ -1,21 +1,168 @@
-"""When units are unsharded: on use, ahead of use (prefetching), and for other ranks."""
+"""When units are unsharded: on use, ahead of use (prefetching), and for other ranks.
+
+Ranks that use different units all-gather all units in one fixed order, so that a rank that skips a
+unit still serves it to the others. A rank gathers each unit before it needs a later one, at the
+latest when the pass ends. A method that calls units a different number of times on each rank runs
+in *rounds*: a round gathers every unit once, and a rank that is done takes part in the rounds of
+the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .communicators import Communicators
 from .device import ComputeStreams
 from .dtypes import ComputeDtype
 from .mapped_shards import MappedShards, Pass
-from .rounds import Rounds, end_gathers
-from .schedule import Order, Prefetch
 from .unit import NOT_UNSHARDED, Residency, Unit
 
-__all__ = ["Unsharding"]
+__all__ = ["Gathering", "Prefetch"]
 
 
-class Unsharding:
+class Prefetch(enum.Enum):
+    """When, in backward, the all-gather of the next unit starts."""
+
+    NONE = enum.auto()  # when the unit is needed
+    POST = enum.auto()  # when it is needed, but before the previous unit's gradients are sent
+    PRE = enum.auto()  # while the current unit computes: two units are unsharded
+
+
+class Order:
+    """The units in the order in which the last pass used them.
+
+    A wrong guess costs an all-gather, never correctness, as long as all ranks guess alike.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Unit] = []
+        self._now: list[Unit] = []
+        self.to_issue: list[Unit] = []  # where the order is fixed
+
+    def restart(self, to_issue: Sequence[Unit] = ()) -> None:
+        self._last, self._now, self.to_issue = self._now or self._last, [], list(to_issue)
+
+    def advance(self, unit: Unit) -> Unit | None:
+        """Note the use of ``unit``; return the unit to prefetch, or None."""
+        now, last = self._now, self._last
+        number = len(now)
+        now.append(unit)
+        return last[number + 1] if number + 1 < len(last) and last[number] is unit else None
+
+    def first_after_root(self) -> Unit | None:
+        """The first unit of the pass that is not the root."""
+        for unit in self._now or self._last:
+            if not unit.is_root:
+                return unit
+        return None
+
+
+def end_gathers(
+    units: Sequence[Unit], communicators: Communicators, in_graph: bool = False
+) -> None:
+    """At the end of a pass: reshard units that were gathered for other ranks or on a wrong guess,
+    and flush. Sends never outlive the pass: after it the user may write the shards; in_graph: after
+    its backward."""
+    for unit in units:
+        if unit.residency is Residency.UNSHARDING:
+            unit.reshard()
+    communicators.flush("parameters that this rank has sent", in_graph)
+
+
+class Rounds:
+    """The fixed order of gathers, where ranks may use different units."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        communicators: Communicators,
+        forward_order: Order,
+        allow_unused_units: bool,
+    ) -> None:
+        """allow_unused_units: in every pass, not only in methods that run in rounds."""
+        self._units, self._communicators = units, communicators
+        self._forward_order = forward_order
+        self.allow_unused_units = allow_unused_units
+        self.is_fixed_order = allow_unused_units  # also True while a method runs in rounds
+        self._caller: Unit | None = None  # whose method runs in rounds
+        self._inside: list[Unit] = []  # the units that this method may use
+
+    @property
+    def is_in_method(self) -> bool:
+        """True while a method runs in rounds."""
+        return self._caller is not None
+
+    @property
+    def units_to_gather(self) -> Sequence[Unit]:
+        """The units that all ranks gather in a forward, in order."""
+        return self._inside or self._units
+
+    def around(self, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Run in rounds until ``end``. Return a function that calls ``method`` and then takes part
+        in rounds until all ranks are done."""
+
+        def until_all_ranks_are_done(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.gather_rest(self._forward_order)
+                while self._next_round(is_running=False):
+                    self.gather_rest(self._forward_order)
+                self._stop()
+
+        inside = set(unit.module.modules())
+        self._caller = unit
+        self._inside = [other for other in self._units if other.module in inside]
+        self.is_fixed_order = True
+        return until_all_ranks_are_done
+
+    def _stop(self) -> None:
+        self._inside, self.is_fixed_order = [], self.allow_unused_units
+
+    def end(self) -> None:
+        """The method has returned or raised on all ranks."""
+        self._caller = None
+        self._stop()
+
+    def gather_before(self, unit: Unit, order: Order) -> None:
+        """Collective. Gather the units that come before ``unit``, and the unit itself."""
+        if (
+            self._inside
+            and unit.residency is Residency.SHARDED
+            and unit not in order.to_issue  # used a second time
+        ):
+            self.gather_rest(order)
+            self._next_round(is_running=True)
+        while unit in order.to_issue:
+            self._gather(order.to_issue.pop(0), keep=unit)
+
+    def gather_rest(self, order: Order) -> None:
+        """Collective. Gather the units that this pass or round has not gathered yet."""
+        while self.is_fixed_order and order.to_issue:
+            self._gather(order.to_issue.pop(0))
+
+    def _gather(self, unit: Unit, keep: Unit | None = None) -> None:
+        """keep: the unit that this rank is about to use."""
+        if self._inside and unit.residency is Residency.UNSHARDED:
+            unit.unshard_for_others()
+        unit.unshard(unit.wanted_dtype())
+        if self._inside and unit is not keep and unit.residency is Residency.UNSHARDING:
+            unit.reshard()  # one unit at a time; using it after all begins another round
+
+    def _next_round(self, is_running: bool) -> bool:
+        """Collective. Every unit was gathered once. If the method still runs on some rank, begin
+        another round and return True."""
+        end_gathers(self._units, self._communicators)
+        [again] = self._communicators.any_rank(
+            [is_running], "the end of a method that ranks run in rounds"
+        )
+        if again:
+            self._forward_order.restart([unit for unit in self._inside if unit is not self._caller])
+        return again
+
+
+class Gathering:
     """Unshards the units of one runtime."""
 
     def __init__(
