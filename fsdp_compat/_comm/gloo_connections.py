@@ -25,7 +25,7 @@ from .divergence import deadlock, progress
 from .divergence.status_store import status_store
 from .divergence.store_rendezvous import rendezvous_of
 from .divergence.time_limits import warn_after_s
-from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiting
+from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
 from .mesh import Axis
 from .same_host import ACK_TAG, NUM_WORDS, SameHostPeers, attach_peers, limit
 from .transport import Collectives, Handle, Work, communication_error, group_destroyed
@@ -71,7 +71,7 @@ def all_or_nothing(method: Method) -> Method:
     return typing.cast(Method, checked)
 
 
-class GlooConnections:
+class GlooConnections(Waiter):
     """The connections between the ranks of an axis, and the messages in flight on them.
 
     The messages are kept here because an exception in other code may leave them behind: gloo never

@@ -30,6 +30,7 @@ from fsdp_compat._comm.divergence.waits import (
     Activity,
     Report,
     Wait,
+    Waiter,
     Waiting,
 )
 from fsdp_compat._comm.gloo_connections import ACK_TAG, VALUES_TAG, GlooConnections
@@ -96,7 +97,7 @@ def cycle(*posts: Post, failed: dict[int, Report] | None = None) -> Report | Non
     for each in posts:
         store.post(each.wait.rank, each)
     for rank, report in (failed or {}).items():
-        store.report_failure(Activity("all", rank, tuple(range(9))), report)
+        store.report_failure("all", rank, report)
     return find_cycle(store, posts[0])
 
 
@@ -159,7 +160,7 @@ def test_status_store_forgets_a_withdrawn_post() -> None:
 # -- following the waits of one process, on a clock that the test moves
 
 
-class FakeWaiter:
+class FakeWaiter(Waiter):
     """Connections that record the calls of deadlock detection."""
 
     is_alive = True
@@ -289,7 +290,7 @@ def test_search_reports_the_failure_of_all_connections(two: tuple[Process, Proce
     closed.is_connected = False
     own.waiters = [own.waiter, other, closed]
     own.waiter.begin()
-    peer.store.report_failure(peer.waiter.activity, Report(False, {1: "rank 1 was interrupted"}))
+    peer.store.report_failure("all", 1, Report(False, {1: "rank 1 was interrupted"}))
     own.look()
     own.look(deadlock.PATIENCE)
     assert own.waiter.calls == ["end_wait"]

@@ -161,7 +161,7 @@ def test_only_the_first_waiting_rank_asks_often(make: Callable[..., Ranks]) -> N
     ranks = make(3)
     late, busy = ranks.call(2, after_s=30.0), ranks.answers(2, lambda: 0.0, 30.0)
     assert ranks.simulation.run(ranks.call(0), ranks.call(1), late, busy)[:3] == [""] * 3
-    first, second = (ranks.stores[rank].calls.count("check") for rank in range(2))
+    first, second = (ranks.stores[rank].calls.count("add") for rank in range(2))
     assert first > 3 * second > 0
 
 
@@ -189,9 +189,9 @@ def test_rank_that_arrives_while_the_rendezvous_is_closed_is_told_its_own_call(
     rendezvous."""
     ranks, close, pauses_s = make(3), Turn.close, (0.1, 0.2, 1.0)
 
-    def close_late(turn: Turn, lines: Callable[[], dict[int, str]]) -> None:
+    def close_late(turn: Turn, known: dict[int, str]) -> None:
         ranks.simulation.sleep(pauses_s[turn._activity.rank])
-        close(turn, lines)
+        close(turn, known)
 
     monkeypatch.setattr(Turn, "close", close_late)
     messages = ranks.simulation.run(
@@ -252,7 +252,7 @@ def test_rank_whose_program_has_ended_is_not_waited_for(make: Callable[..., Rank
 
 def test_rank_whose_communication_has_failed_is_not_waited_for(make: Callable[..., Ranks]) -> None:
     ranks = make(2)
-    ranks.status.report_failure(Activity(CONNECTIONS, 1, (0, 1)), Report(False, {1: "it is lost"}))
+    ranks.status.report_failure(CONNECTIONS, 1, Report(False, {1: "it is lost"}))
     (message,) = ranks.simulation.run(ranks.call(0))
     assert "rank 1 has not arrived: its communication has failed (it is lost)" in message
 
@@ -293,7 +293,7 @@ def test_lost_store_raises_a_state_error(make: Callable[..., Ranks]) -> None:
             raise RuntimeError("connection refused")
 
     ranks = make(2)
-    ranks.rendezvous[0]._store = Lost()
+    ranks.rendezvous[0].store = StatusStore(Lost())
     (message,) = ranks.simulation.run(ranks.call(0))
     assert "rank 0 cannot reach the store (connection refused)" in message
 

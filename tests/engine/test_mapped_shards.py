@@ -27,7 +27,6 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
 from fsdp_compat._comm import gloo, mapped, shared_memory
 from fsdp_compat._comm.arena import CHUNK_NBYTES, Arena
-from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends import test_calls, test_entry_points, test_random_programs
@@ -506,8 +505,6 @@ def trains_at_a_limit(limit: int, forks: bool) -> str:
     so that its memory has to be opened anew."""
     pair = make_pair(Wide, (Block,))
     pair.step(batch=wide_batch)
-    with deadlock._watcher.lock:  # the thread's own connection, which it makes soon
-        deadlock._watcher._respond(deadlock._watcher.waiters())
     with no_more(limit):
         if forks and dist.get_rank() == 0:
             fork_and_end()

@@ -4,10 +4,10 @@ what.
 A background thread looks at what this process waits for (waits.py). When a wait has lasted
 ``PATIENCE`` seconds, it publishes the wait in the status store, with how often this rank has begun
 each message, and searches the posts of other ranks for a circle (cycles.py). A wait in a circle is
-ended, with all communication of the process: see ``give_up``. So is a wait for a rank that has
-gone, because gloo does not tell every message, and a child of a killed process may hold its
-connections open. A rendezvous in a circle is refused alone, because
-nothing has been sent in it.
+ended, and all communication of the process fails with it: see ``give_up``. So does a wait for a
+rank that has gone, because gloo does not tell every message, and a child of a killed process may
+hold its connections open. A rendezvous in a circle is refused alone, because nothing has been sent
+in it.
 
 The same thread tells other ranks what this process is doing (progress.py) when they ask, so that a
 rank that is late can be told from a rank that will never come. A long wait that may still end is
@@ -26,7 +26,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -46,6 +46,15 @@ LOOK_S = 1.0  # at most, between two looks of the thread
 FORGOTTEN_S = 10.0  # without a question: no rank waits for an answer any more
 
 
+def _current(waiters: Sequence[Waiter]) -> tuple[Waiter, Waiting] | tuple[None, None]:
+    """Return the waiter that waits now, and what it waits for."""
+    for waiter in waiters:
+        waiting = waiter.activity.waiting
+        if waiting is not None:
+            return waiter, waiting
+    return None, None
+
+
 class Responder:
     """Answers other ranks that ask what this process is doing, in one default process group."""
 
@@ -57,7 +66,7 @@ class Responder:
         self._progress = progress.Progress()
         # what this process does, and since when every question has found the same
         self._text, self._since = "", 0.0
-        store.answer(rank, None)
+        store.introduce(rank, Process.own())
 
     def look(self, waiters: Sequence[Waiter]) -> None:
         """Answer the latest question, if there is a new one."""
@@ -71,8 +80,7 @@ class Responder:
         if number == self._num_answered:
             return
         self._num_answered, self._answered_at = number, now
-        waiter = next((waiter for waiter in waiters if waiter.activity.waiting is not None), None)
-        waiting = None if waiter is None else waiter.activity.waiting
+        waiter, waiting = _current(waiters)
         if waiter is not None and waiting is not None:
             text = waiter.describe(waiting).text.removeprefix(f"rank {self._rank} ")
             self._progress, idle_s = progress.Progress(), 0.0
@@ -102,8 +110,7 @@ class Search:
         alive = {thread.ident for thread in threading.enumerate()}
         if len({waiter.activity.thread for waiter in waiters} & alive) > 1:
             waiters = []  # while one thread waits, another may begin what other ranks wait for
-        waiter = next((waiter for waiter in waiters if waiter.activity.waiting is not None), None)
-        waiting = None if waiter is None else waiter.activity.waiting
+        waiter, waiting = _current(waiters)
         if waiting is not self._seen:
             self._seen, self._since, self._long = waiting, time.monotonic(), LongWait()
             self.withdraw(store)
@@ -139,9 +146,7 @@ class Search:
             activity.diagnosis = report
             if not own.wait.can_be_refused:
                 # first: a peer that loses its connection looks here for the reason
-                for other in waiters:
-                    if other.is_connected:
-                        store.report_failure(other.activity, report)
+                _report_failure(waiters, report, store)
             waiter.end_wait()
 
     def _lost_peer(self, waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:
@@ -164,17 +169,16 @@ class _Watcher:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._responder: Responder | None = None  # in self._world
-        self._world: weakref.ref[dist.ProcessGroup] | None = None
-        # the default process groups in whose stores this process is known
-        self._introduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._world: Callable[[], object] = lambda: None  # weak
 
     def watch(self, waiter: Waiter) -> None:
         with self.lock:
             self._waiters.add(waiter)
-            world, store = dist.group.WORLD, status_store()
-            if world is not None and store is not None and world not in self._introduced:
-                self._introduced.add(world)
-                store.introduce(dist.get_rank(), Process.own())
+            self._leave_old_world()
+            world, store = dist.group.WORLD, _torch_private.default_store()
+            if self._responder is None and world is not None and store is not None:
+                own = StatusStore(_torch_private.second_connection(store))
+                self._responder, self._world = Responder(dist.get_rank(), own), weakref.ref(world)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, daemon=True, name="fsdp_compat deadlock detection"
@@ -190,8 +194,7 @@ class _Watcher:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2.0)
-        with contextlib.suppress(Exception):
-            self._respond(self.waiters())  # that may be its first time
+        self._leave_old_world()
         if self._responder is not None:
             error = getattr(sys, "last_value", None)  # that the interpreter has printed
             name = f" with {type(error).__name__}: {textwrap.shorten(str(error), 200)}"
@@ -203,32 +206,19 @@ class _Watcher:
                 waiters = self.waiters()
                 for waiter in set(self._waiters).difference(waiters):
                     waiter.close()  # a model may still hold it
+                self._leave_old_world()
+                if self._responder is not None:
+                    with contextlib.suppress(Exception):  # the store is gone
+                        self._responder.look(waiters)
+                        self.search.look(waiters, self._responder.store)
                 if not waiters:
                     self._thread = None
-                with contextlib.suppress(Exception):  # the store or the process group is gone
-                    self._respond(waiters)
-                if not waiters:
                     return
-                with contextlib.suppress(Exception):
-                    store = self._store()
-                    if store is not None:
-                        self.search.look(waiters, store)
 
-    def _respond(self, waiters: Sequence[Waiter]) -> None:
-        world, store = dist.group.WORLD, _torch_private.default_store()
-        if self._world is not None and self._world() is not world:
-            responder, self._responder, self._world = self._responder, None, None
-            assert responder is not None
+    def _leave_old_world(self) -> None:
+        if self._responder is not None and self._world() is not dist.group.WORLD:
+            responder, self._responder = self._responder, None
             responder.leave("has destroyed its process groups")
-        if self._responder is None and waiters and world is not None and store is not None:
-            own = StatusStore(_torch_private.second_connection(store))
-            self._responder, self._world = Responder(dist.get_rank(), own), weakref.ref(world)
-        if self._responder is not None:
-            self._responder.look(waiters)
-
-    def _store(self) -> StatusStore | None:
-        """Return the thread's own connection."""
-        return status_store() if self._responder is None else self._responder.store
 
 
 _watcher = _Watcher()
@@ -269,6 +259,12 @@ def failure_of_member(waiter: Waiter) -> Report | None:
     return None
 
 
+def _report_failure(waiters: Sequence[Waiter], report: Report, store: StatusStore) -> None:
+    for waiter in waiters:
+        if waiter.is_connected:
+            store.report_failure(waiter.activity.name, waiter.activity.global_rank, report)
+
+
 def give_up(failed: Waiter, report: Report) -> None:
     """All communication of this process has failed: a rank that has left a wait is out of step with
     every other rank.
@@ -277,12 +273,10 @@ def give_up(failed: Waiter, report: Report) -> None:
     reason in the store.
     """
     with _watcher.lock:
-        store, waiters = status_store(), {failed, *_watcher.waiters()}
+        store, waiters = status_store(), [*{failed, *_watcher.waiters()}]
         if store is not None:
             with contextlib.suppress(RuntimeError):
-                for waiter in waiters:
-                    if waiter.is_connected:
-                        store.report_failure(waiter.activity, report)
+                _report_failure(waiters, report, store)
                 _watcher.search.withdraw(store)
         for waiter in waiters:
             if waiter.is_connected:

@@ -1,14 +1,15 @@
 """What ranks tell each other through the store of the default process group, beside the messages
-that they exchange."""
+that they exchange. All keys are here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 
 from ... import _torch_private
 from .processes import Process
-from .waits import Activity, Report, Wait
+from .waits import Report, Wait
 
 __all__ = ["Answer", "Post", "StatusStore", "status_store"]
 
@@ -43,13 +44,14 @@ class StatusStore:
         self._store = store
         self._processes: dict[int, Process] = {}  # by rank, those that were looked up
 
-    def _get(self, key: str) -> str:
-        key = f"fsdp_compat/{key}"
-        # `get` waits for a key that does not exist
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _get(self, key: str) -> typing.Any:
+        """Return the value of a key, or None. One request: a ``get`` waits for a key that does not
+        exist, so it takes two."""
+        text = self._store.compare_set(f"fsdp_compat/{key}", "", "")
+        return json.loads(text) if text else None
 
     def _set(self, key: str, value: object) -> None:
-        self._store.set(f"fsdp_compat/{key}", "" if value is None else json.dumps(value))
+        self._store.set(f"fsdp_compat/{key}", json.dumps(value))
 
     # -- waits and failures
 
@@ -58,28 +60,60 @@ class StatusStore:
         self._set(f"post/{rank}", post and dataclasses.astuple(post))
 
     def post_of(self, rank: int) -> Post | None:
-        text = self._get(f"post/{rank}")
-        if not text:
+        value = self._get(f"post/{rank}")
+        if value is None:
             return None
-        (rank, peers, *rest), begun = json.loads(text)
+        (rank, peers, *rest), begun = value
         counts = {name: {int(tag): n for tag, n in of.items()} for name, of in begun.items()}
         return Post(Wait(rank, tuple(peers), *rest), counts)
 
-    def report_failure(self, activity: Activity, report: Report) -> None:
-        """Tell all members that the connections of this rank have failed. The first report counts,
+    def report_failure(self, name: str, rank: int, report: Report) -> None:
+        """Tell all members that what has this name has failed on a rank. The first report counts,
         as the others may be its consequences."""
-        value = json.dumps([activity.global_rank, *dataclasses.astuple(report)])
-        self._store.compare_set(f"fsdp_compat/failed/{activity.name}", "", value)
+        value = json.dumps([rank, *dataclasses.astuple(report)])
+        self._store.compare_set(f"fsdp_compat/failed/{name}", "", value)
 
     def failure_of(self, name: str, *, except_of: int | None = None) -> Report | None:
-        """Return what the first member whose connections of this name failed has reported, unless
-        that is the rank ``except_of``."""
-        text = self._get(f"failed/{name}")
-        if not text:
+        """Return what the first rank on which ``name`` has failed has reported, unless that is the
+        rank ``except_of``."""
+        value = self._get(f"failed/{name}")
+        if value is None:
             return None
-        rank, is_circle, lines, *rest = json.loads(text)
+        rank, is_circle, lines, *rest = value
         lines = {int(rank): line for rank, line in lines.items()}
         return None if rank == except_of else Report(is_circle, lines, *rest)
+
+    # -- rendezvous, see store_rendezvous.py
+
+    def count(self, name: str) -> int:
+        """Return how often a name was counted."""
+        return self._store.add(f"fsdp_compat/count/{name}", 1) - 1
+
+    def arrive(self, name: str, number: int, rank: int, call: str, value: int) -> int:
+        """Publish the call of a rank, and add to the counter of a rendezvous; return the sum."""
+        self._set(f"call/{name}/{rank}", [number, call])
+        return self._store.add(f"fsdp_compat/sum/{name}/{number}", value)
+
+    def call_of(self, name: str, number: int, rank: int) -> str:
+        """Return the call of a rank, or "" if it has not arrived."""
+        posted, call = self._get(f"call/{name}/{rank}") or (0, "")
+        return call if posted == number else ""
+
+    def sum_of(self, name: str, number: int) -> int:
+        found: int = self._get(f"sum/{name}/{number}")  # a file does not grow, as it does by an add
+        return found
+
+    def replace_sum(self, name: str, number: int, before: int, value: int) -> int:
+        """Set the counter, if it is still what it was before (0: not there); return what it is
+        now."""
+        key = f"fsdp_compat/sum/{name}/{number}"
+        return int(self._store.compare_set(key, str(before or ""), str(value)))
+
+    def forget(self, name: str, number: int, *, was_refused: bool) -> None:
+        """Delete the counter of a rendezvous, and the reason if it was refused."""
+        self._store.delete_key(f"fsdp_compat/sum/{name}/{number}")
+        if was_refused:
+            self._store.delete_key(f"fsdp_compat/failed/{name}/{number}")
 
     # -- questions and answers
 
@@ -98,20 +132,21 @@ class StatusStore:
         self._set(f"answer/{rank}", answer and dataclasses.astuple(answer))
 
     def answer_of(self, rank: int) -> Answer | None:
-        text = self._get(f"answer/{rank}")
-        return Answer(*json.loads(text)) if text else None
+        value = self._get(f"answer/{rank}")
+        return value and Answer(*value)
 
     def introduce(self, rank: int, process: Process | None) -> None:
-        """Publish which process of which host a rank is."""
+        """Publish which process of which host a rank is. It has answered nothing yet."""
         self._set(f"process/{rank}", process and dataclasses.astuple(process))
+        self.answer(rank, None)
 
     def is_gone(self, rank: int) -> bool:
         """True if the process of a rank is known to have ended. Only ranks on its host can tell."""
         if rank not in self._processes:
-            text = self._get(f"process/{rank}")
-            if not text:
+            value = self._get(f"process/{rank}")
+            if value is None:
                 return False
-            self._processes[rank] = Process(*json.loads(text))
+            self._processes[rank] = Process(*value)
         return self._processes[rank].is_known_to_have_ended()
 
     def fate_of(self, rank: int) -> str:

@@ -27,13 +27,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -43,7 +41,7 @@ from . import deadlock, progress
 from .inquiry import MAX_ASKED, Inquiry
 from .status_store import StatusStore
 from .time_limits import idle_limit_s
-from .waits import RENDEZVOUS, Activity, Report, Wait, Waiting
+from .waits import RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
 
 __all__ = ["StoreRendezvous", "is_on", "rendezvous_of"]
 
@@ -64,10 +62,8 @@ _CLOSED = -(1 << 61)  # stays negative, whatever is added later
 _NOT_PROCESSES = ("fake", "threaded")
 
 
-class StoreRendezvous:
+class StoreRendezvous(Waiter):
     """The rendezvous of one set of ranks, in one default process group."""
-
-    is_connected = False  # it has nothing that could fail
 
     def __init__(
         self,
@@ -77,10 +73,11 @@ class StoreRendezvous:
         world: weakref.ref[dist.ProcessGroup] | None = None,
     ) -> None:
         """Every member makes one. world: the default process group; None: it is always alive."""
-        self.activity, self._store, self._timeout_s, self._world = activity, store, timeout_s, world
+        self.activity, self.store, self.timeout_s = activity, StatusStore(store), timeout_s
+        self._world = world
         self.num_groups = 0  # the caller's count of the things that it numbers, see _engine
-        self._next = 1  # number of the next rendezvous, unless that is closed by then
-        self._last_complete = 0
+        self.next = 1  # number of the next rendezvous, unless that is closed by then
+        self.last_complete = 0
         self._lock = threading.Lock()
 
     def meet(self, call: str, number: int, name: str) -> None:
@@ -90,13 +87,13 @@ class StoreRendezvous:
         name: of the connections that the call will use.
         """
         rank = self.activity.global_rank
+        turn = Turn(self, call, zlib.crc32(f"{call} {number}".encode()), name)
         progress.follow()
         if not self._lock.acquire(blocking=False):
-            raise self._error(
+            raise self.error(
                 f"{call} was called while another thread of this rank waits for other ranks.",
                 f"rank {rank} called {call} from a second thread",
             )
-        turn = Turn(self, call, zlib.crc32(f"{call} {number}".encode()), name)
         try:
             is_complete = turn.arrive()
             while not is_complete:
@@ -106,17 +103,16 @@ class StoreRendezvous:
             raise
         except RuntimeError as error:
             first = f"The ranks did not come together in {call}."
-            raise self._error(first, f"rank {rank} cannot reach the store ({error})") from error
+            raise self.error(first, f"rank {rank} cannot reach the store ({error})") from error
         except BaseException as error:  # above all an interrupt, while other ranks wait here
-            lines = {rank: f"rank {rank} left {call} with {type(error).__name__}"}
             with contextlib.suppress(RuntimeError):
-                turn.close(lambda: lines)
+                turn.close({rank: f"rank {rank} left {call} with {type(error).__name__}"})
             raise
         finally:
             self.activity.waiting = self.activity.diagnosis = None
             self._lock.release()
 
-    def _error(self, first: str, got: str) -> StateError:
+    def error(self, first: str, got: str) -> StateError:
         members = list(self.activity.members)
         return StateError(
             explain(
@@ -146,54 +142,41 @@ class StoreRendezvous:
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
-    def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> None:
-        """Nothing to lose: there are no connections."""
-
-    def end_wait(self) -> None:
-        """Nothing to do: a rendezvous polls its diagnosis."""
-
-    def fail(self, report: Report) -> None:
-        """Nothing to do: there are no connections."""
-
-    def close(self) -> None:
-        """Nothing to do: there are no connections."""
-
 
 class Turn:
     """One rendezvous, as one of its ranks sees it: ``arrive``, then ``look`` until either is
     True."""
 
     def __init__(self, rendezvous: StoreRendezvous, call: str, checksum: int, name: str) -> None:
-        self._rendezvous, self._store = rendezvous, rendezvous._store
-        self._activity = rendezvous.activity
-        self._call, self._name = call, name
+        self._rendezvous, self._store = rendezvous, rendezvous.store
+        self._activity, self._name = rendezvous.activity, rendezvous.activity.name
+        self._call = call
         # what each member adds to the counter
         self._value = 1 + ((checksum & ((1 << _CALL_BITS) - 1)) << _COUNT_BITS)
-        self._number = rendezvous._next
+        self._number = rendezvous.next
         self._total = 0  # of the counter
-        self._inquiry: Inquiry | None = None  # while waiting
+        self._inquiry = Inquiry(self._store, name)
         self._told: dict[int, str] = {}  # by missing rank: what it does, as of the last question
-        self._started = self._asked_at = 0.0  # monotonic seconds
-        self._ask_s = 0.0
+        self._started = self._asked_at = time.monotonic()
+        self._ask_s = min(ASK_S, idle_limit_s() / 5)
 
     def arrive(self) -> bool:
         """Add this rank to the next rendezvous that is not closed. Returns and raises as ``look``
         does."""
-        rendezvous, rank = self._rendezvous, self._activity.global_rank
-        self._activity.thread, self._activity.diagnosis = threading.get_ident(), None
-        while True:
-            self._number = rendezvous._next
-            text = f"{self._number} called {self._call} at {progress.place()}"
-            self._store.set(self._key(f"post/{rank}"), text)
-            self._total = self._store.add(self._key(str(self._number)), self._value)
-            rendezvous._next += 1
-            if self._total > 0:
-                break
-        self._activity.counts[RENDEZVOUS] = self._number
+        rendezvous, activity, name = self._rendezvous, self._activity, self._name
+        activity.thread, activity.diagnosis = threading.get_ident(), None
+        rank, call = activity.global_rank, f"called {self._call} at {progress.place()}"
+        while self._total <= 0:
+            self._number = rendezvous.next
+            self._total = self._store.arrive(name, self._number, rank, call, self._value)
+            rendezvous.next += 1
+        activity.counts[RENDEZVOUS] = self._number
         if self._is_complete(self._total):
-            self._delete_earlier()
+            self._forget_earlier()
         else:
-            self._begin_wait()
+            if self._num_arrived() > 1:  # another rank asks already; but it may die
+                self._ask_s *= 5 * max(1, len(activity.members) / 64)
+            activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
         return self._judge()
 
     def pause_s(self) -> float:
@@ -205,117 +188,90 @@ class Turn:
 
         Raises StateError if they never will.
         """
-        # reads, as the counter is never "": a get takes two requests, and a file grows by an add
-        self._total = int(self._store.compare_set(self._key(str(self._number)), "", ""))
+        self._total = self._store.sum_of(self._name, self._number)
         return self._judge()
 
     def _judge(self) -> bool:
         if self._is_complete(self._total):
-            self._rendezvous._last_complete = self._number
+            self._rendezvous.last_complete = self._number
             return True
         if self._total < 0:
             raise self._refusal()
-        diagnosis = self._activity.diagnosis
-        if diagnosis is not None:
-            self.close(lambda: diagnosis.lines)
-            return False  # refused at the next look, in the words of the rank that closed it
-        missing = self._why_pointless()
-        if missing is not None:
-            self.close(lambda: self._lines(missing))
-        return False
+        if self._activity.diagnosis is not None:
+            self.close(self._activity.diagnosis.lines)
+        elif self._is_pointless():
+            self.close({})
+        return False  # refused at the next look, in the words of the rank that closed it
 
-    def close(self, lines: Callable[[], dict[int, str]]) -> None:
-        """Close the rendezvous, unless it is complete or closed. lines: returns the reason by rank,
-        and is called when no other rank can arrive any more."""
-        key, before = self._key(str(self._number)), ""
-        own = str(_CLOSED - self._activity.rank)  # tells this rank's from another one's
-        while True:
-            now = self._store.compare_set(key, before, own).decode()
-            if now == own:
-                self._store.set(self._key(f"why/{self._number}"), json.dumps(lines()))
+    def close(self, known: dict[int, str]) -> None:
+        """Close the rendezvous, unless it is complete or closed. known: why, for some ranks."""
+        rank, missing = self._activity.global_rank, self._missing()
+        own = _CLOSED - self._activity.rank  # tells this rank's from another one's
+        before = self._total
+        while before != own:
+            if before < 0 or self._is_complete(before):
                 return
-            if int(now) < 0 or self._is_complete(int(now)):
-                return
-            before = now
+            before = self._store.replace_sum(self._name, self._number, before, own)
+        # no other rank can arrive any more
+        lines = {}
+        for each in self._activity.members:
+            told = f": {self._told[each]}" if each in self._told else ""
+            absent = f"has not arrived{told}" if each in missing else "arrived"
+            lines[each] = f"rank {each} {self._call_of(each) or absent}"
+        self._store.report_failure(self._key(), rank, Report(False, lines | known))
 
     def _is_complete(self, total: int) -> bool:
         return total == len(self._activity.members) * self._value
 
-    def _begin_wait(self) -> None:
-        self._started = self._asked_at = time.monotonic()
-        self._inquiry = Inquiry(StatusStore(self._store), self._name)
-        self._ask_s = min(ASK_S, idle_limit_s() / 5)
-        if self._num_arrived() > 1:  # another rank asks already; but it may die
-            self._ask_s *= 5 * max(1, len(self._activity.members) / 64)
-        self._activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
-
     def _num_arrived(self) -> int:
         return self._total & ((1 << _COUNT_BITS) - 1)
 
-    def _why_pointless(self) -> dict[int, str] | None:
-        """Return, by missing rank, why waiting for it is pointless; None if waiting is not."""
-        now, limit_s = time.monotonic(), self._rendezvous._timeout_s
+    def _is_pointless(self) -> bool:
+        """True if a missing rank will never come. Asks the missing ranks from time to time."""
+        now, limit_s = time.monotonic(), self._rendezvous.timeout_s
         if self._total != self._num_arrived() * self._value:  # the calls differ
-            return dict.fromkeys(self._missing(), "")
+            return True
         if now - self._started > limit_s:
-            first = f": the time limit of {limit_s:g} s is over"
-            told = {rank: f"{first}; {text}" for rank, text in self._told.items()}
-            return {rank: told.get(rank, first) for rank in self._missing()}
-        if now - self._asked_at > self._ask_s:
-            self._asked_at = now
-            assert self._inquiry is not None
-            missing = self._missing()
-            answers = {rank: self._inquiry.of(rank) for rank in missing[:MAX_ASKED]}
-            self._told = {rank: text for rank, (text, _) in answers.items()}
-            if any(is_pointless for _, is_pointless in answers.values()):
-                texts = {rank: f": {text}" for rank, text in self._told.items()}
-                return dict.fromkeys(missing, "") | texts
-        return None
-
-    def _lines(self, missing: dict[int, str]) -> dict[int, str]:
-        """Return what each rank did. missing: why waiting was pointless, by rank; some of them may
-        have arrived since."""
-        lines = {}
-        for rank in self._activity.members:
-            absent = f"has not arrived{missing[rank]}" if rank in missing else "arrived"
-            lines[rank] = f"rank {rank} {self._call_of(rank) or absent}"
-        return lines
+            over = f"the time limit of {limit_s:g} s is over"
+            for rank in self._missing():
+                told = self._told.get(rank)
+                self._told[rank] = f"{over}; {told}" if told else over
+            return True
+        if now - self._asked_at <= self._ask_s:
+            return False
+        self._asked_at = now
+        answers = {rank: self._inquiry.of(rank) for rank in self._missing()[:MAX_ASKED]}
+        self._told = {rank: text for rank, (text, _) in answers.items()}
+        return any(is_pointless for _, is_pointless in answers.values())
 
     def _refusal(self) -> StateError:
         """Return the error of a closed rendezvous, in the words of the rank that closed it."""
-        text, end = "", time.monotonic() + 2.0
-        while not text and time.monotonic() < end:
-            text = self._store.compare_set(self._key(f"why/{self._number}"), "", "").decode()
-            if not text:
-                time.sleep(0.001)
-        lines = {int(rank): line for rank, line in json.loads(text or "{}").items()}
+        report, end = None, time.monotonic() + 2.0
+        while report is None and time.monotonic() < end:
+            time.sleep(0.001)
+            report = self._store.failure_of(self._key())
         rank = self._activity.global_rank
-        lines.setdefault(rank, f"rank {rank} called {self._call} at {progress.place()}")
+        own = {rank: f"rank {rank} called {self._call} at {progress.place()}"}
+        lines = own | (report.lines if report else {})
         first = f"The ranks did not come together in {self._call}."
-        return self._rendezvous._error(first, str(Report(False, lines)))
+        return self._rendezvous.error(first, str(Report(False, lines)))
 
-    # -- in the store
-
-    def _key(self, what: str) -> str:
-        return f"fsdp_compat/{self._activity.name}/{what}"
+    def _key(self) -> str:
+        """Return the name under which a refusal is reported."""
+        return f"{self._name}/{self._number}"
 
     def _call_of(self, rank: int) -> str:
-        """Return which call a member made and where, or "" if it has not arrived."""
-        post = self._store.compare_set(self._key(f"post/{rank}"), "", "").decode()
-        number, _, text = post.partition(" ")
-        return text if number == str(self._number) else ""
+        return self._store.call_of(self._name, self._number, rank)
 
     def _missing(self) -> list[int]:
         return [rank for rank in self._activity.members if not self._call_of(rank)]
 
-    def _delete_earlier(self) -> None:
-        """Delete the earlier counters: every rank has arrived here, so that none reads them."""
-        last = self._rendezvous._last_complete
+    def _forget_earlier(self) -> None:
+        """Every rank has arrived here, so that none reads the earlier counters."""
+        last = self._rendezvous.last_complete
         with contextlib.suppress(RuntimeError):
             for number in range(max(last, 1), self._number):
-                self._store.delete_key(self._key(str(number)))
-                if number > last:
-                    self._store.delete_key(self._key(f"why/{number}"))
+                self._store.forget(self._name, number, was_refused=number > last)
 
 
 # By default process group; by members and purpose.
@@ -337,10 +293,9 @@ def rendezvous_of(members: tuple[int, ...], purpose: str = "calls") -> StoreRend
     if key not in found:
         found[key] = None
         if dist.get_backend(world) not in _NOT_PROCESSES:
-            ranks = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+            name = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
             # a store may outlive a default process group, with the keys of the last one
-            world_number = (store.add(f"fsdp_compat/worlds/{ranks}", 1) - 1) // len(members)
-            name = f"rendezvous/{ranks}/{world_number}"
+            name += f"/{StatusStore(store).count(name) // len(members)}"
             activity = Activity(name, members.index(dist.get_rank()), members)
             timeout_s = _torch_private.group_timeout(world).total_seconds()
             made = found[key] = StoreRendezvous(activity, store, timeout_s, weakref.ref(world))

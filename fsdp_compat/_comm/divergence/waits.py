@@ -16,7 +16,6 @@ A waiter knows nothing of the search, and the search knows nothing of gloo."""
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable
 
 __all__ = [
@@ -89,24 +88,29 @@ class Wait:
         return self.tag == RENDEZVOUS
 
 
-class Waiter(typing.Protocol):
-    """An object whose waits are watched. Its methods are called from the watching thread."""
+class Waiter:
+    """An object whose waits are watched. Its methods are called from the watching thread. A
+    subclass without connections has nothing to lose, and polls its diagnosis."""
 
     activity: Activity
 
     @property
     def is_alive(self) -> bool:
         """True while its process group exists."""
+        raise NotImplementedError
 
     @property
     def is_connected(self) -> bool:
         """True while it has connections that can fail."""
+        return False
 
-    def describe(self, waiting: Waiting) -> Wait: ...
+    def describe(self, waiting: Waiting) -> Wait:
+        raise NotImplementedError
 
     def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:
         """Return the global rank of a peer that this long wait needs and that has closed its
         connection or ``is_gone``. The wait itself may not have noticed."""
+        return None
 
     def end_wait(self) -> None:
         """End the wait of the communicating thread with an error. Called until it has ended."""
