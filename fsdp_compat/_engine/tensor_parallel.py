@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
+from .._layout.spec import row_major_strides
 
 __all__ = ["TensorParallel"]
 
@@ -24,7 +25,17 @@ class TensorParallel:
     mesh: Any  # a DeviceMesh
     placements: tuple[Any, ...]
     shape: tuple[int, ...]  # of the whole parameter
-    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(parameter: torch.Tensor) -> TensorParallel | None:
+        """Return how a parameter lies on its mesh; None for a plain one."""
+        if _torch_private.is_plain(parameter):
+            return None
+        return TensorParallel(
+            parameter.device_mesh,  # type: ignore[attr-defined]
+            tuple(parameter.placements),  # type: ignore[attr-defined]
+            tuple(parameter.shape),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self  # a mesh is shared, not copied
@@ -39,7 +50,7 @@ class TensorParallel:
             self.placements,
             run_check=False,
             shape=torch.Size(self.shape),
-            stride=self.stride,
+            stride=row_major_strides(self.shape),
         )
 
     def parameter(self, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:

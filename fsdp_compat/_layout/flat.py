@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .spec import FlatLayout, ParamSpec
+from .spec import FlatLayout, ParamSpec, aligned
 
 __all__ = ["flat_layout"]
 
@@ -26,9 +26,5 @@ def flat_layout(
     params, end = [], 0
     for name, shape in zip(names, shapes, strict=True):
         params.append(ParamSpec(name, tuple(shape), end))
-        end += _aligned(math.prod(shape), align)
-    return FlatLayout(tuple(params), ranks, _aligned(-(-max(end, 1) // ranks), align))
-
-
-def _aligned(numel: int, align: int) -> int:
-    return -(-numel // align) * align
+        end += aligned(math.prod(shape), align)
+    return FlatLayout(tuple(params), ranks, aligned(-(-max(end, 1) // ranks), align))

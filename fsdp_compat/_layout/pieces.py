@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from .box import cut_into_boxes
-from .spec import Interval
+from .spec import Interval, row_major_strides
 
 __all__ = ["Piece", "Rows", "common_rows", "require_grid"]
 
@@ -109,7 +109,7 @@ def common_rows(own: Piece, part: Interval, other: Piece) -> Iterator[Rows]:
     if (own.offsets, own.shape) == (other.offsets, other.shape):
         yield Rows(part.numel, 1, part.start, part.numel, 0, part.numel)
         return
-    strides, other_strides = _strides(own.shape), _strides(other.shape)
+    strides, other_strides = row_major_strides(own.shape), row_major_strides(other.shape)
     for box in cut_into_boxes(own.shape, part):
         start, other_start, sizes = -part.start, 0, []
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -147,10 +147,6 @@ def _rows(
         for number, (_, outer_stride, outer_other) in zip(position, reversed(outer), strict=True):
             to, at = to + number * outer_stride, at + number * outer_other
         yield Rows(numel, count, at, stride, to, to_stride)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def require_grid(pieces: Collection[Piece]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from .spec import FlatLayout, Interval, ParamSpec, Section
+from .spec import FlatLayout, Interval, ParamSpec, Section, aligned, between
 
 __all__ = ["ALIGN_NBYTES", "CopiedLayout", "Cut", "RowLayout"]
 
@@ -123,12 +123,12 @@ class RowLayout:
         several; none is empty, so that a parameter without elements has a place, too."""
         starts, end = [], 0
         for cut in cuts:
-            starts.append(_aligned(end, cut.numel, itemsize))
+            starts.append(_start(end, cut.numel, itemsize))
             end = starts[-1] + max(cut.numel, 1)
         return cls(
             tuple(cuts),
             tuple(starts),
-            max(_aligned(end, end, itemsize) if len(cuts) > 1 else end, 1),
+            max(_start(end, end, itemsize) if len(cuts) > 1 else end, 1),
             ranks,
         )
 
@@ -160,7 +160,7 @@ class RowLayout:
 
     def gaps(self) -> list[Interval]:
         """Return what belongs to no slot of a segment, in order."""
-        return _between(map(self.slot, self.order), self.numel)
+        return between(map(self.slot, self.order), self.numel)
 
     def section(self, index: int, name: str) -> Section:
         """Return the section of a parameter in the shard: how a flat tensor of this parameter, in
@@ -183,19 +183,7 @@ class CopiedLayout(FlatLayout):
         return self.part(index, rank)
 
 
-def _aligned(position: int, numel: int, itemsize: int) -> int:
+def _start(position: int, numel: int, itemsize: int) -> int:
     """Return where ``numel`` elements start that may start at ``position``."""
-    if numel * itemsize < LARGE_NBYTES:
-        return position
-    unit = max(ALIGN_NBYTES // itemsize, 1)
-    return -(-position // unit) * unit
-
-
-def _between(intervals: Iterable[Interval], end: int) -> list[Interval]:
-    """intervals: apart and in order. Return what lies between them, from 0 to ``end``."""
-    found, last = [], 0
-    for interval in (*intervals, Interval(end, end)):
-        if last < interval.start:
-            found.append(Interval(last, interval.start))
-        last = max(last, interval.stop)
-    return found
+    is_large = numel * itemsize >= LARGE_NBYTES
+    return aligned(position, max(ALIGN_NBYTES // itemsize, 1)) if is_large else position

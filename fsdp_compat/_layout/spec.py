@@ -1,12 +1,21 @@
 """The types of the layout: an interval, a parameter in a flat tensor, and the flat layout of a
-parameter group."""
+parameter group; and arithmetic that all layouts use."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 
-__all__ = ["FlatLayout", "Interval", "ParamSpec", "Section"]
+__all__ = [
+    "FlatLayout",
+    "Interval",
+    "ParamSpec",
+    "Section",
+    "aligned",
+    "between",
+    "row_major_strides",
+]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -41,6 +50,28 @@ class Interval:
         """Return the intersection; if it is empty, an empty interval inside ``other``."""
         start = min(max(self.start, other.start), other.stop)
         return Interval(start, min(max(self.stop, start), other.stop))
+
+
+def between(intervals: Iterable[Interval], end: int) -> list[Interval]:
+    """intervals: in order, apart from each other. Return what lies between them, from 0 to
+    ``end``."""
+    found, last = [], 0
+    for interval in (*intervals, Interval(end, end)):
+        if last < interval.start:
+            found.append(Interval(last, interval.start))
+        last = max(last, interval.stop)
+    return found
+
+
+def aligned(position: int, unit: int) -> int:
+    """Return the first multiple of ``unit`` from ``position`` on."""
+    return -(-position // unit) * unit
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor; of one without elements as torch has them."""
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +150,7 @@ class FlatLayout:
 
     def gaps(self) -> list[Interval]:
         """Return the intervals of padding, in order."""
-        gaps, end = [], 0
-        for start, stop in [
-            *((p.place.start, p.place.stop) for p in self.params),
-            (self.full_numel, self.full_numel),
-        ]:
-            if end < start:
-                gaps.append(Interval(end, start))
-            end = max(end, stop)
-        return gaps
+        return between((param.place for param in self.params), self.full_numel)
 
     def _meets(self, index: int, rank: int) -> bool:
         place, own = self.params[index].place, self.interval(rank)

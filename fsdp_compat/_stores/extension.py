@@ -16,7 +16,7 @@ from .. import _torch_private
 from .._engine.ownership import OrigParam
 from .._engine.storage import new_shard
 from .._layout.rows import Cut, RowLayout
-from .._layout.spec import Section
+from .._layout.spec import Section, aligned, row_major_strides
 from ..errors import (
     AssertedUsageError,
     NotImplementedUsageError,
@@ -25,7 +25,7 @@ from ..errors import (
     UsageError,
     explain,
 )
-from .placement import RowPlacement, contiguous_stride
+from .placement import RowPlacement
 from .row_params import present_in
 from .row_store import RowStore
 from .row_views import as_bytes
@@ -108,7 +108,7 @@ class _Hooks:
         else:
             shape = torch.Size(cut.shape)
             module = self._members[index][0]
-            tensors, metadata = hook(mesh, shape, contiguous_stride(shape), module, policy)
+            tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
         if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
             raise AssertedUsageError(
                 explain(
@@ -425,7 +425,7 @@ def _laid_out(sent: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[_Input]
         [found[number, index] for index in range(len(tensors))]
         for number, tensors in enumerate(sent)
     ]
-    return inputs, max(-(-end // ALIGN_NBYTES) * ALIGN_NBYTES, ALIGN_NBYTES)
+    return inputs, aligned(max(end, 1), ALIGN_NBYTES)
 
 
 def _described(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

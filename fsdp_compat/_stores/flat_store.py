@@ -14,10 +14,12 @@ from torch import nn
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
+from .._engine.addresses import Addresses
 from .._engine.ownership import OrigParam, ParamSlots
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
 from .._engine.store import Kind, ModuleSlot, as_unsharded_param
+from .._engine.tensor_parallel import TensorParallel
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout, Section
 from ..errors import StateError, explain
@@ -27,7 +29,6 @@ from .registration import (
     OriginalRegistration,
     Registration,
 )
-from .tensor_parallel import tensor_parallel
 
 __all__ = ["FlatStore"]
 
@@ -71,7 +72,7 @@ class FlatStore(StateStore):
             numel = in_whole_pages(self.layout.shard_numel, self.dtype)
             self.layout = dataclasses.replace(self.layout, shard_numel=numel)
         self.rank, self.numel = rank, self.layout.shard_numel
-        self.parallel = [tensor_parallel(p) for p in originals]
+        self.parallel = [TensorParallel.of(p) for p in originals]
         # [S], padding zero
         self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)
         self.take_from_whole(locals_)
@@ -111,24 +112,14 @@ class FlatStore(StateStore):
         """originals: parameters that become views of the shard; None: a FlatParameter replaces
         them. flat: that FlatParameter, if it already exists."""
         self._trainable = list(trainable)
-        slots = [member.slots for member in self.orig_params]
-        self.registration: Registration
-        if originals is not None:
-            self.registration = OriginalRegistration(
-                self.shard, self.layout, self.rank, originals, slots
-            )
-        else:
-            flat_slots = [slot for of_param in slots for slot in of_param]
-            self.registration = FlatRegistration(
-                self.shard,
-                self.layout,
-                self.rank,
-                flat_slots,
-                self._home,
-                self._trainable[0],
-                flat,
-            )
-        self.sharded_params = self.registration.sharded_params
+        of_group = self.shard, self.layout, self.rank, [place.slots for place in self.orig_params]
+        self._registration: Registration = (
+            FlatRegistration(*of_group, self._home, self._trainable[0], flat)
+            if originals is None
+            else OriginalRegistration(*of_group, originals)
+        )
+        self.sharded_params = self._registration.sharded_params
+        self._addresses = Addresses(param for param, _ in self.sharded_params)
 
     def _keep_gradients(
         self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
@@ -205,20 +196,20 @@ class FlatStore(StateStore):
         return (value,) if parallel is None else (parallel.local(value),)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        return self.registration.grads(total)
+        return self._registration.grads(total)
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         if unsharded_params is None:
-            return self.registration.shown_sharded()
+            return self._registration.shown_sharded
         shown = [
             ModuleSlot(module, name, unsharded_param)
             for member, unsharded_param in zip(self.orig_params, unsharded_params, strict=True)
             for module, name in member.slots
         ]
-        return shown + self.registration.hidden_while_unsharded()
+        return shown + self._registration.hidden_while_unsharded
 
     def is_intact(self) -> bool:
-        return self.registration.is_intact()
+        return not self._addresses.changed()
 
     def check(self, where: str) -> None:
         if self.shard.device != self._device:
@@ -232,7 +223,8 @@ class FlatStore(StateStore):
                     f"handle.flat_param_to({str(self._device)!r})",
                 )
             )
-        self.registration.check(self.shard, where)
+        if not self.is_intact():
+            self._registration.repair(self.shard, where)
 
     # -- for state dicts
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from .._engine.store import Kind, as_unsharded_param
 from .._layout.rows import Cut, RowLayout
+from .._layout.spec import row_major_strides
 from .._torch_private import dtensor as torch_dtensor
-from .placement import contiguous_stride
 from .row_views import RowViews, as_bytes, cut_up, own_rows
 
 __all__ = ["PartialRows"]
@@ -99,5 +99,5 @@ def _spec(mesh: Any, cut: Cut, dtype: torch.dtype) -> Any:
 
     own = Replicate() if cut.dim is None else Shard(0)
     return torch_dtensor.spec_for(
-        mesh, (Replicate(), own), cut.shape, contiguous_stride(cut.shape), dtype
+        mesh, (Replicate(), own), cut.shape, row_major_strides(cut.shape), dtype
     )

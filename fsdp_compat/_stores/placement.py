@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_private
 from .._comm.mesh import Axis, Mesh, axis_of
 from .._engine.tensor_parallel import TensorParallel
+from .._layout.spec import row_major_strides
 from .._torch_private import dtensor as torch_dtensor
 
-__all__ = ["DataMesh", "RowPlacement", "SpmdMesh", "contiguous_stride", "place"]
+__all__ = ["DataMesh", "RowPlacement", "SpmdMesh", "place"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +131,10 @@ def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacemen
     cut = dim if parameter.dim() else None
     if data_mesh.spmd is not None:
         return _place_spmd(parameter, data_mesh, data_mesh.spmd, cut)
-    parallel = None
+    parallel = TensorParallel.of(parameter)
     joint, others = data_mesh.mesh, tuple[Any, ...]()
-    if not _torch_private.is_plain(parameter):
-        spec = torch_dtensor.spec_of(parameter)
-        shape = tuple(parameter.shape)
-        parallel = TensorParallel(
-            spec.mesh, tuple(spec.placements), shape, contiguous_stride(shape)
-        )
-        joint, others = data_mesh.joined_with(spec.mesh), tuple(spec.placements)
+    if parallel is not None:
+        joint, others = data_mesh.joined_with(parallel.mesh), parallel.placements
     placements: list[Any] = [Replicate()] * data_mesh.mesh.ndim
     if data_mesh.shard_dim is not None and cut is not None:
         factor = 1
@@ -156,10 +152,8 @@ def _place_spmd(
     from torch.distributed.tensor import Replicate, Shard
 
     spec = torch_dtensor.spec_of(parameter)
-    shape, placements = tuple(parameter.shape), list(spec.placements)
-    parallel = _SpmdParallel(
-        spec.mesh, tuple(placements), shape, contiguous_stride(shape), spmd.data_dims
-    )
+    placements = list(spec.placements)
+    parallel = _SpmdParallel(spec.mesh, tuple(placements), tuple(parameter.shape), spmd.data_dims)
     for dim in spmd.shard_dims:
         if cut is None:
             break
@@ -195,7 +189,7 @@ def _num_shards(
 def _spec(mesh: DeviceMesh, placements: Sequence[Any], parameter: torch.Tensor) -> Any:
     shape = tuple(parameter.shape)
     return torch_dtensor.spec_for(
-        mesh, placements, shape, contiguous_stride(shape), parameter.dtype
+        mesh, placements, shape, row_major_strides(shape), parameter.dtype
     )
 
 
@@ -203,8 +197,3 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names
     assert names is not None, "data-parallel dimensions are given by name"
     return names
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor."""
-    return tuple(torch.empty(tuple(shape), device="meta").stride())

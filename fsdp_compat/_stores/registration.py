@@ -3,7 +3,6 @@ views."""
 
 from __future__ import annotations
 
-import operator
 import typing
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from .._engine.state_store import FLAT_PARAM
 from .._engine.store import ModuleSlot, ShardedParam
-from .._layout.spec import FlatLayout
+from .._layout.spec import FlatLayout, between
 from ..errors import StateError, explain
 
 __all__ = [
@@ -91,42 +90,36 @@ class Registration(typing.Protocol):
     """How a shard [S] is shown: as one FlatParameter, or as one 1-D parameter per
     original."""
 
-    @property
-    def sharded_params(self) -> Sequence[ShardedParam]: ...
-
-    def shown_sharded(self) -> list[ModuleSlot]:
-        """Return the slots as modules show them while the unit is sharded."""
-
-    def hidden_while_unsharded(self) -> list[ModuleSlot]:
-        """Return the slots that are hidden while modules show the unsharded parameters."""
+    sharded_params: list[ShardedParam]
+    shown_sharded: list[ModuleSlot]  # as modules show them while the unit is sharded
+    # Slots that are hidden while modules show the unsharded parameters.
+    hidden_while_unsharded: list[ModuleSlot]
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. Return one view per sharded parameter."""
 
-    def is_intact(self) -> bool:
-        """True if no sharded parameter has been given other memory."""
-
-    def check(self, shard: torch.Tensor, where: str) -> None:
-        """Repair sharded parameters that no longer view the shard, or raise StateError."""
+    def repair(self, shard: torch.Tensor, where: str) -> None:
+        """Let sharded parameters that were given other memory view the shard again, with the values
+        they have now. Raises StateError for one that does not fit."""
 
 
 class FlatRegistration:
     """use_orig_params=False: the optimizer sees one FlatParameter; the originals are absent while
-    sharded."""
+    sharded. (A Registration.)"""
 
     def __init__(
         self,
         shard: torch.Tensor,
         layout: FlatLayout,
         rank: int,
-        slots: Sequence[tuple[nn.Module, str]],
+        slots: Sequence[Sequence[tuple[nn.Module, str]]],
         home: tuple[nn.Module, str],
         trainable: bool,
         parameter: nn.Parameter | None = None,
     ) -> None:
-        """slots: of all parameters, in order. home: (module, attribute) where the FlatParameter is
-        registered. parameter: an existing FlatParameter that views the shard; pickle restores it as
-        an nn.Parameter."""
+        """slots: per original. home: (module, attribute) where the FlatParameter is registered.
+        parameter: an existing FlatParameter that views the shard; pickle restores it as an
+        nn.Parameter."""
         if parameter is None:
             # .data: its version counter counts the user's writes, not those of the engine
             parameter = FlatParameter(shard.data, requires_grad=trainable)
@@ -134,29 +127,20 @@ class FlatRegistration:
         self.parameter = typing.cast(FlatParameter, parameter)
         self.parameter.describe(layout, rank)
         self.sharded_params = [ShardedParam(self.parameter, range(len(layout.params)))]
-        self._slots, self._home, self._places = list(slots), home, _places_of([self.parameter])
-
-    def shown_sharded(self) -> list[ModuleSlot]:
-        return [ModuleSlot(module, name, None) for module, name in self._slots] + [
-            ModuleSlot(*self._home, self.parameter)
-        ]
-
-    def hidden_while_unsharded(self) -> list[ModuleSlot]:
-        return [ModuleSlot(*self._home, None)]
+        absent = [ModuleSlot(*slot, None) for of_param in slots for slot in of_param]
+        self.shown_sharded = [*absent, ModuleSlot(*home, self.parameter)]
+        self.hidden_while_unsharded = [ModuleSlot(*home, None)]
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [total]
 
-    def is_intact(self) -> bool:
-        return _places_of([self.parameter]) == self._places
-
-    def check(self, shard: torch.Tensor, where: str) -> None:
-        if not self.is_intact():
-            _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
+    def repair(self, shard: torch.Tensor, where: str) -> None:
+        _adopt(self.parameter, self.parameter.data, shard, f"{where}, {FLAT_PARAM}")
 
 
 class OriginalRegistration:
-    """use_orig_params=True: the user's own Parameter objects stay, as views of the shard.
+    """use_orig_params=True: the user's own Parameter objects stay, as views of the shard. (A
+    Registration.)
 
     With several ranks a view is 1-D, this rank's part of the parameter, empty where it has none;
     with one rank it has the parameter's shape.
@@ -167,34 +151,29 @@ class OriginalRegistration:
         shard: torch.Tensor,
         layout: FlatLayout,
         rank: int,
-        originals: Sequence[nn.Parameter],
         slots: Sequence[Sequence[tuple[nn.Module, str]]],
+        originals: Sequence[nn.Parameter],
     ) -> None:
         """slots: per original."""
-        self._sizes, self._numbers = _cuts(
-            [layout.part_in_shard(index, rank).slice for index in range(len(layout.params))]
-        )
-        self._sizes.append(shard.numel() - sum(self._sizes))
+        self._layout, self._rank = layout, rank
+        parts = [layout.part_in_shard(index, rank) for index in range(len(layout.params))]
+        pieces = [*parts, *between(sorted(filter(None, parts)), layout.shard_numel)]
+        order = sorted(range(len(pieces)), key=pieces.__getitem__)
+        self._sizes = [pieces[index].numel for index in order]
+        self._numbers = sorted(range(len(order)), key=order.__getitem__)[: len(parts)]
         self._shapes = [param.shape for param in layout.params] if layout.ranks == 1 else None
-        self._names, self._layout, self._rank = layout.names, layout, rank
         self.sharded_params = [
             ShardedParam(parameter, (index,)) for index, parameter in enumerate(originals)
         ]
-        self._shown = [
-            ModuleSlot(module, name, parameter)
-            for parameter, param_slots in zip(originals, slots, strict=True)
-            for module, name in param_slots
+        self.shown_sharded = [
+            ModuleSlot(*slot, parameter)
+            for parameter, of_param in zip(originals, slots, strict=True)
+            for slot in of_param
         ]
+        self.hidden_while_unsharded: list[ModuleSlot] = []
         for parameter, view in zip(originals, self.grads(shard), strict=True):
             parameter.grad = None  # its shape no longer fits; the store keeps its values
             parameter.data = view
-        self._parameters, self._places = list(originals), _places_of(originals)
-
-    def shown_sharded(self) -> list[ModuleSlot]:
-        return self._shown
-
-    def hidden_while_unsharded(self) -> list[ModuleSlot]:
-        return []
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         pieces = total.split_with_sizes(self._sizes)  # in one call
@@ -203,61 +182,17 @@ class OriginalRegistration:
             parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return parts
 
-    def is_intact(self) -> bool:
-        return _places_of(self._parameters) == self._places
-
-    def check(self, shard: torch.Tensor, where: str) -> None:
-        if self.is_intact():
-            return
-        for index, (parameter, view) in enumerate(
-            zip(self._parameters, self.grads(shard), strict=True)
-        ):
-            if _places_of([parameter]) != _places_of([view]):
-                # The user set the whole parameter: keep this rank's part.
-                if parameter.shape == self._layout.params[index].shape != view.shape:
-                    parameter.data = parameter.data.reshape(-1)[
-                        self._layout.part(index, self._rank).slice
-                    ]
-                _adopt(parameter, view, f"{where}, parameter {self._names[index]!r}")
+    def repair(self, shard: torch.Tensor, where: str) -> None:
+        for (parameter, (index,)), view in zip(self.sharded_params, self.grads(shard), strict=True):
+            data, param = parameter.data, self._layout.params[index]
+            if data.shape == param.shape != view.shape:  # the user set the whole parameter
+                data = data.reshape(-1)[self._layout.part(index, self._rank).slice]
+            _adopt(parameter, data, view, f"{where}, parameter {param.name!r}")
 
 
-def _cuts(parts: Sequence[slice]) -> tuple[list[int], list[int]]:
-    """parts: disjoint and in order, except for empty ones, which may be anywhere. Return the sizes
-    of all pieces (parts and gaps) up to the end of the last part, and the number of the piece that
-    each part is."""
-    sizes: list[int] = []
-    numbers, end = [], 0
-    for part in parts:
-        if part.start < part.stop:
-            assert part.start >= end, "parts overlap, or are in another order"
-            if part.start > end:
-                sizes.append(part.start - end)
-            end = part.stop
-        numbers.append(len(sizes))
-        sizes.append(part.stop - part.start)
-    return sizes, numbers
-
-
-_Places = tuple[list[int], list[int], list[torch.dtype]]
-_dtype = operator.attrgetter("dtype")
-
-
-def _places_of(tensors: Sequence[torch.Tensor]) -> _Places:
-    """Return addresses, numbers of elements and dtypes, which change if a parameter is given other
-    memory."""
-    return (
-        list(map(torch.Tensor.data_ptr, tensors)),
-        list(map(torch.Tensor.numel, tensors)),
-        list(map(_dtype, tensors)),
-    )
-
-
-def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:
-    """Copy values that the user gave ``parameter`` (by ``.data =``, ``.to()``) into the shard, and
-    make the parameter a view of the shard again."""
-    data = parameter.data
-    if data.data_ptr() == view.data_ptr() and data.dtype == view.dtype and data.shape == view.shape:
-        return
+def _adopt(parameter: nn.Parameter, data: torch.Tensor, view: torch.Tensor, where: str) -> None:
+    """Copy what the user gave ``parameter`` (by ``.data =``, ``.to()``), or this rank's part
+    ``data`` of it, into the shard, and make the parameter a view of the shard again."""
     if data.dtype != view.dtype or data.device != view.device or data.numel() != view.numel():
         raise StateError(
             explain(
@@ -270,5 +205,6 @@ def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:
             )
         )
     with torch.no_grad():
-        view.copy_(data.reshape(view.shape))
+        if data.data_ptr() != view.data_ptr():
+            view.copy_(data.reshape(view.shape))
         parameter.data = view

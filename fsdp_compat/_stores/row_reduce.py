@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from .. import _torch_private
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import ALIGN_NBYTES, Cut, RowLayout
+from .._layout.spec import aligned, row_major_strides
 from .._torch_private import dtensor as torch_dtensor
 from .row_views import RowViews, cut_up
 
@@ -44,7 +44,7 @@ class RowReduceForm:
         # The marks lie like one more parameter. Its rows have whole units of alignment, so that
         # segments stay aligned.
         unit = max(ALIGN_NBYTES // dtype.itemsize, 1)
-        marks = Cut((-(-len(self._cuts) // unit) * unit * ranks,), 0, ranks)
+        marks = Cut((aligned(len(self._cuts), unit) * ranks,), 0, ranks)
         layout = RowLayout.packed([*self._cuts, marks], ranks, dtype.itemsize)
         self._layout, self.numel = layout, layout.numel
         self._mark_slot = layout.slot(len(self._cuts))
@@ -55,7 +55,7 @@ class RowReduceForm:
         self._num_params = len(cuts)
         shapes = [cut.part_shape(rank) for cut in self._cuts]
         # of this rank's parts in its segment
-        self._places = shapes, list(map(_contiguous_strides, shapes)), list(layout.starts[:-1])
+        self._places = shapes, list(map(row_major_strides, shapes)), list(layout.starts[:-1])
         self.takes_all = any(cut.numel for cut in self._cuts) and all(
             (cut.is_contiguous or cut.dim is None) and parallel is None
             for cut, parallel in zip(self._cuts, self._parallel, strict=True)
@@ -120,7 +120,3 @@ def _with_rows_first(grad: torch.Tensor, cut: Cut) -> torch.Tensor:
     if cut.dim is None:
         return grad.expand(cut.ranks, *cut.shape)
     return grad.view(grad.shape[cut.dim :]) if cut.dim and cut.ranks > 1 else grad
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ from torch import nn
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
+from .._engine.addresses import Addresses
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
 from .._engine.store import Kind, ModuleSlot, ShardedParam, as_unsharded_param
 from .._layout.rows import Cut, RowLayout
-from .._layout.spec import Section
+from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, UsageError, explain
 from .partial_rows import PartialRows
@@ -48,10 +49,6 @@ __all__ = ["RowStore"]
 
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
 _requires_grad = operator.attrgetter("requires_grad")
-_PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
-    torch.Tensor.data_ptr,
-    *map(operator.attrgetter, ("shape", "dtype", "device")),
-)
 
 
 _Store = typing.TypeVar("_Store", bound="RowStore")
@@ -143,7 +140,7 @@ class RowStore(StateStore):
         ]
         self._sharded = [param.sharded for param in self._params]
         self._forms: dict[tuple[int, ...], RowReduceForm] = {}
-        self._noted = self._places()
+        self._addresses = Addresses(self._sharded)
 
     # -- the seam
 
@@ -187,7 +184,7 @@ class RowStore(StateStore):
             starts.append(end)
             cut = param.cut
             end += cut.full_numel if cut.dim is None else cut.numel * cut.ranks
-            end = -(-end // unit) * unit
+            end = aligned(end, unit)
         memory = torch.empty(max(end, 1), dtype=full.dtype, device=full.device)
         return [
             memory[start : start + param.cut.full_numel]
@@ -301,13 +298,8 @@ class RowStore(StateStore):
             return list(self._sharded)
         return torch_dtensor.local_parts(self._sharded)
 
-    def _places(self) -> tuple[list[object], ...]:
-        """Return what changes if a sharded parameter is given other memory."""
-        found = self.local_params()
-        return tuple(list(map(fact, found)) for fact in _PLACE)
-
     def is_intact(self) -> bool:
-        return self._places() == self._noted
+        return not self._addresses.changed()
 
     def check(self, where: str) -> None:
         if not self.is_intact() and self.adopt():

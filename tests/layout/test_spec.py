@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec
+from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec, aligned, row_major_strides
 
 
 def intervals(limit: int = 30) -> st.SearchStrategy[Interval]:
@@ -100,3 +101,13 @@ def test_parameters_beyond_the_flat_tensor_raise() -> None:
     FlatLayout((ParamSpec("w", (8,), 0),), 2, 4)
     with pytest.raises(ValueError, match="end at 9, the flat tensor at 8"):
         FlatLayout((ParamSpec("w", (9,), 0),), 2, 4)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 1, 5), (2, 0, 3), (0,)])
+def test_row_major_strides_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    assert row_major_strides(shape) == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize(("position", "found"), [(0, 0), (1, 4), (4, 4), (5, 8)])
+def test_the_next_multiple_is_aligned(position: int, found: int) -> None:
+    assert aligned(position, 4) == found

@@ -454,6 +454,19 @@ def test_new_data_of_a_parameter_is_copied_into_the_shard(kind: str) -> None:
     assert shard[: sharded.numel()].tolist() == [5.0] * sharded.numel()
 
 
+def test_a_whole_parameter_as_data_is_cut_into_the_parts_of_the_ranks() -> None:
+    case = build("original", SHAPES["divisible"], 4)
+    found = []
+    for store in case.stores:
+        sharded = store.sharded_params[0].parameter
+        sharded.data = torch.arange(12.0).view(4, 3)
+        store.check("unit 'u'")
+        assert sharded.shape == store.grads(store.shard)[0].shape
+        found += sharded.tolist()
+        assert store.is_intact()
+    assert found == list(range(12))
+
+
 def test_new_data_of_one_parameter_leaves_the_others_unchanged() -> None:
     case = build("original", SHAPES["divisible"], 2)
     store = case.stores[1]
