@@ -225,7 +225,7 @@ class GlooConnections(Waiter):
         what, activity = "connect()", self.activity
         rendezvous = rendezvous_of(activity.members, activity.name)
         if rendezvous is not None:
-            rendezvous.meet(f"{what} over a process group", 0, activity.name)
+            rendezvous.meet(f"{what} over a process group", group, activity.name)
         activity.counts[COLLECTIVE] = 1
         activity.waiting = waiting = (COLLECTIVE, 1, 0, 0), 0, what
         try:

@@ -17,21 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._comm.communicator import Transport
 from .._comm.divergence import progress
-from .._comm.divergence.store_rendezvous import StoreRendezvous, is_on, rendezvous_of
+from .._comm.divergence.store_rendezvous import is_on, rendezvous_of
 from .._comm.divergence.time_limits import idle_limit_s
 from .._comm.mesh import Axis
 from .group import Group
 
 __all__ = ["nested", "register", "require_all_ranks"]
-
-
-# By group, and by name of the rendezvous: its number among the groups of the same ranks.
-_numbers: weakref.WeakKeyDictionary[Group, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 class _Depth(threading.local):
@@ -52,14 +47,6 @@ def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Tran
                 yield communicator, group
 
 
-def _number(group: Group, rendezvous: StoreRendezvous) -> int:
-    numbers, name = _numbers.setdefault(group, {}), rendezvous.activity.name
-    if name not in numbers:
-        rendezvous.num_groups += 1
-        numbers[name] = rendezvous.num_groups
-    return numbers[name]
-
-
 def register(groups: Iterable[Group]) -> None:
     """Number groups, and let this process answer ranks that will wait for it. All ranks of the
     groups, in the same order."""
@@ -70,7 +57,7 @@ def register(groups: Iterable[Group]) -> None:
             for communicator, _ in _communicators([group], copies=True):
                 rendezvous = rendezvous_of(communicator.members)
                 if rendezvous is not None:
-                    _number(group, rendezvous)
+                    rendezvous.number_of(group)
 
 
 def require_all_ranks(
@@ -97,7 +84,7 @@ def require_all_ranks(
             continue
         rendezvous = rendezvous_of(members)
         if rendezvous is not None:
-            rendezvous.meet(f"{call}()", _number(group, rendezvous), name)
+            rendezvous.meet(f"{call}()", group, name)
             done.append(frozenset(members) if len(waits) > 1 else frozenset())
 
 

@@ -3,6 +3,7 @@ ranks can go on afterwards."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -42,6 +43,10 @@ class Recorded:
         return call
 
 
+class Model:
+    """What calls are about."""
+
+
 class Ranks:
     """The members of one rendezvous."""
 
@@ -53,6 +58,9 @@ class Ranks:
             StoreRendezvous(Activity(name, rank, members), self.stores[rank], TIMEOUT_S)
             for rank in members
         ]
+        self.models = Model(), Model()
+        for each, model in itertools.product(self.rendezvous, self.models):
+            each.number_of(model)
 
     def call(
         self, rank: int, name: str = "call", *, after_s: float = 0.0, model: int = 1
@@ -63,7 +71,7 @@ class Ranks:
             if after_s:
                 self.simulation.sleep(after_s)
             try:
-                self.rendezvous[rank].meet(f"{name}()", model, CONNECTIONS)
+                self.rendezvous[rank].meet(f"{name}()", self.models[model - 1], CONNECTIONS)
             except StateError as error:
                 return str(error)
             return ""

@@ -42,8 +42,7 @@ def follow() -> None:
     _followed = threading.get_ident()
 
 
-if hasattr(os, "register_at_fork"):  # a thread that forks is the only one of its child
-    os.register_at_fork(after_in_child=follow)
+os.register_at_fork(after_in_child=follow)  # a thread that forks is the only one of its child
 
 
 def _is_users(file: str) -> bool:

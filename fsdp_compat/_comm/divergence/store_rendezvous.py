@@ -75,19 +75,29 @@ class StoreRendezvous(Waiter):
         """Every member makes one. world: the default process group; None: it is always alive."""
         self.activity, self.store, self.timeout_s = activity, StatusStore(store), timeout_s
         self._world = world
-        self.num_groups = 0  # the caller's count of the things that it numbers, see _engine
+        self._subjects: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._num_subjects = 0
         self.next = 1  # number of the next rendezvous, unless that is closed by then
         self.last_complete = 0
         self._lock = threading.Lock()
 
-    def meet(self, call: str, number: int, name: str) -> None:
+    def number_of(self, subject: object) -> int:
+        """Return the number of what calls are about, in the order in which it was first asked for,
+        which is the same on all ranks."""
+        if subject not in self._subjects:
+            self._num_subjects += 1
+            self._subjects[subject] = self._num_subjects
+        return self._subjects[subject]
+
+    def meet(self, call: str, subject: object, name: str) -> None:
         """Wait until all members have arrived. Collective: the members.
 
-        call: as errors show it. number: of the model that the call is about, the same on all ranks.
-        name: of the connections that the call will use.
+        call: as errors show it. subject: what it is about. name: of the connections that the call
+        will use.
         """
         rank = self.activity.global_rank
-        turn = Turn(self, call, zlib.crc32(f"{call} {number}".encode()), name)
+        what = f"{call} {self.number_of(subject)}"
+        turn = Turn(self, call, zlib.crc32(what.encode()), name)
         progress.follow()
         if not self._lock.acquire(blocking=False):
             raise self.error(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 
 from ...errors import UsageError, explain
@@ -11,12 +10,13 @@ from ...errors import UsageError, explain
 __all__ = ["idle_limit_s", "quiet_s", "warn_after_s"]
 
 
-@functools.cache
-def _parsed(name: str, text: str, default: str, zero: str = "") -> float:
+def _seconds(name: str, default: str, zero: str = "") -> float:
     """zero: what 0 means, if it is allowed."""
+    text = os.environ.get(name, default)
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf") or (zero and float(text) == 0):
-            return float(text)
+        seconds = float(text)
+        if 0 < seconds < float("inf") or (zero and seconds == 0):
+            return seconds
     raise UsageError(
         explain(
             f"{name} is not a time.",
@@ -28,31 +28,20 @@ def _parsed(name: str, text: str, default: str, zero: str = "") -> float:
     )
 
 
-def _seconds(name: str, default: str, zero: str = "") -> float:
-    return _parsed(name, os.environ.get(name, default), default, zero)
-
-
 def idle_limit_s() -> float:
-    """Return how long, in seconds, a missing rank may be idle before the call fails:
-    FSDP_COMPAT_MEET_TIMEOUT, by default 10.
-
-    Raises UsageError if the variable is not a time.
-    """
+    """Return how long a missing rank may be idle before the call fails. Raises UsageError if the
+    variable is not a time, as ``warn_after_s`` does."""
     return _seconds("FSDP_COMPAT_MEET_TIMEOUT", "10")
 
 
 def warn_after_s() -> float:
-    """Return after how many seconds a waiting rank first warns: FSDP_COMPAT_WARN_AFTER, by default
-    30. 0: it never does.
-
-    Raises UsageError if the variable is not a time.
-    """
+    """Return after how long a waiting rank first warns. 0: it never does."""
     return _seconds("FSDP_COMPAT_WARN_AFTER", "30", "no warnings")
 
 
 def quiet_s() -> float:
-    """Return the seconds between two looks at the store while no rank asks and nothing waits. A
-    question is answered before the rank that asked would warn, or give this one up."""
+    """Return how long the store is not looked at while no rank asks and nothing waits. A question
+    is answered before the rank that asked would warn, or give this one up."""
     with contextlib.suppress(UsageError):  # raised by the call that needs the limits
         return min(10.0, idle_limit_s(), (warn_after_s() or 30.0) / 3)
     return 10.0
