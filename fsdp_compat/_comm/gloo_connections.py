@@ -97,7 +97,7 @@ class GlooConnections(Waiter):
         self.sends: list[Sent] = []  # of gathers, and the acks awaited for them
         self.reads: list[Sent] = []  # the acks of reductions, awaited and given
         self.names: dict[int, str] = {}  # by tag: what was waited for last
-        self._group = weakref.ref(group)
+        self.group = weakref.ref(group)
         self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
         self._awaited: list[Work] = []  # by the communicating thread, now
         self._is_closed, self._failure = False, ""  # failure: "" if the group was destroyed
@@ -323,11 +323,6 @@ class GlooConnections(Waiter):
     # -- for deadlock detection (divergence/waits.py)
 
     @property
-    def is_alive(self) -> bool:
-        group = self._group()
-        return group is not None and _torch_private.is_registered(group)
-
-    @property
     def is_connected(self) -> bool:
         return not self._is_closed
 
@@ -336,7 +331,7 @@ class GlooConnections(Waiter):
         what, members = self._name(waiting[0], what), self.activity.members
         rank, is_send = self.activity.global_rank, index >= num_receives
         if tag == COLLECTIVE:
-            peers = tuple(r for r in members if r != rank)
+            peers = self.activity.others
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
             step = index - num_receives if is_send else index

@@ -492,7 +492,7 @@ def test_quiet_process_measures_nothing_and_reads_the_store_once_in_ten_seconds(
         clock.now += 1.0
         own.look([waiter])
         search.look([waiter], store)
-    assert len(counted.calls) <= 10 and set(counted.calls) == {"check"}
+    assert len(counted.calls) <= 10 and set(counted.calls) == {"compare_set"}
     assert counted.num_measured == 0
     store.ask(1)
     clock.now += 10.0

@@ -83,8 +83,9 @@ class Ranks:
 
         def act() -> None:
             number, end = 0, self.simulation.now + for_s
+            self.status.introduce(rank, None)
             while self.simulation.now < end:
-                asked = self.status.num_asked(rank, number)
+                asked = self.status.num_asked(rank)
                 if asked != number:
                     number = asked
                     self.status.answer(rank, Answer(number, "is at train.py:5", idle_s()))

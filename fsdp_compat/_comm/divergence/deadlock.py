@@ -76,7 +76,7 @@ class Responder:
             if now - self._looked_at < quiet_s():
                 return
         self._looked_at = now
-        number = self.store.num_asked(self._rank, self._num_answered)
+        number = self.store.num_asked(self._rank)
         if number == self._num_answered:
             return
         self._num_answered, self._answered_at = number, now

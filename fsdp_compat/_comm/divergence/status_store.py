@@ -42,7 +42,6 @@ class StatusStore:
 
     def __init__(self, store: _torch_private.Store) -> None:
         self._store = store
-        self._processes: dict[int, Process] = {}  # by rank, those that were looked up
 
     def _get(self, key: str) -> typing.Any:
         """Return the value of a key, or None. One request: a ``get`` waits for a key that does not
@@ -122,11 +121,10 @@ class StatusStore:
         wait."""
         return self._store.add(f"fsdp_compat/asked/{rank}", 1)
 
-    def num_asked(self, rank: int, before: int) -> int:
-        """Return how often a rank was asked. before: the result of the last call; an unchanged
-        number costs one request."""
-        key = f"fsdp_compat/asked/{rank}"
-        return int(self._store.get(key)) if before or self._store.check([key]) else 0
+    def num_asked(self, rank: int) -> int:
+        """Return how often a rank was asked, which has introduced itself."""
+        found: int = self._get(f"asked/{rank}")
+        return found
 
     def answer(self, rank: int, answer: Answer | None) -> None:
         self._set(f"answer/{rank}", answer and dataclasses.astuple(answer))
@@ -137,17 +135,14 @@ class StatusStore:
 
     def introduce(self, rank: int, process: Process | None) -> None:
         """Publish which process of which host a rank is. It has answered nothing yet."""
+        self._store.compare_set(f"fsdp_compat/asked/{rank}", "", "0")
         self._set(f"process/{rank}", process and dataclasses.astuple(process))
         self.answer(rank, None)
 
     def is_gone(self, rank: int) -> bool:
         """True if the process of a rank is known to have ended. Only ranks on its host can tell."""
-        if rank not in self._processes:
-            value = self._get(f"process/{rank}")
-            if value is None:
-                return False
-            self._processes[rank] = Process(*value)
-        return self._processes[rank].is_known_to_have_ended()
+        value = self._get(f"process/{rank}")
+        return value is not None and Process(*value).is_known_to_have_ended()
 
     def fate_of(self, rank: int) -> str:
         """Return why a rank is not there any more, as far as that is known."""

@@ -32,6 +32,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -70,11 +71,11 @@ class StoreRendezvous(Waiter):
         activity: Activity,
         store: _torch_private.Store,
         timeout_s: float,
-        world: weakref.ref[dist.ProcessGroup] | None = None,
+        group: Callable[[], dist.ProcessGroup | None] = lambda: None,
     ) -> None:
-        """Every member makes one. world: the default process group; None: it is always alive."""
+        """Every member makes one. group: a weak reference to the default process group."""
         self.activity, self.store, self.timeout_s = activity, StatusStore(store), timeout_s
-        self._world = world
+        self.group = group
         self._subjects: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._num_subjects = 0
         self.next = 1  # number of the next rendezvous, unless that is closed by then
@@ -139,16 +140,9 @@ class StoreRendezvous(Waiter):
 
     # -- for deadlock detection (waits.py)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._world is None or (
-            dist.group.WORLD is not None and self._world() is dist.group.WORLD
-        )
-
     def describe(self, waiting: Waiting) -> Wait:
         (tag, number, _, _), _, what = waiting
-        rank = self.activity.global_rank
-        peers = tuple(r for r in self.activity.members if r != rank)
+        rank, peers = self.activity.global_rank, self.activity.others
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 

@@ -18,6 +18,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch.distributed as dist
+
+from ... import _torch_private
+
 __all__ = [
     "COLLECTIVE",
     "MessageId",
@@ -70,6 +74,11 @@ class Activity:
     def global_rank(self) -> int:
         return self.members[self.rank]
 
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The global ranks of the other members."""
+        return self.members[: self.rank] + self.members[self.rank + 1 :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
@@ -93,11 +102,13 @@ class Waiter:
     subclass without connections has nothing to lose, and polls its diagnosis."""
 
     activity: Activity
+    group: Callable[[], dist.ProcessGroup | None]  # a weak reference
 
     @property
     def is_alive(self) -> bool:
         """True while its process group exists."""
-        raise NotImplementedError
+        group = self.group()
+        return group is not None and _torch_private.is_registered(group)
 
     @property
     def is_connected(self) -> bool:
