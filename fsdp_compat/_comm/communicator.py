@@ -6,6 +6,8 @@
     gloo.py          gloo on CPU: sends and receives over connections of its own, with a tag per
                      group and kind, so that ranks in different orders get an error instead of each
                      other's data; divergence/deadlock.py watches its waits
+    two_stages.py    the same along an axis of several hosts with several ranks each: over hosts,
+                     and within each host
     backend.py       every other backend: its own collectives; and process groups written in Python
 
 Their base class, ``Transport``, is in transport.py."""
@@ -25,6 +27,7 @@ from .host_memory import is_in_pages
 from .mesh import Axis, axis_of, is_in_python
 from .single_rank import SingleRank
 from .transport import Handle, Kind, Mapping, Traffic, Transport
+from .two_stages import TwoStages, hosts_of
 
 __all__ = [
     "Handle",
@@ -64,7 +67,9 @@ def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Tr
     if is_in_python(group):
         return PythonGroupTransport(axis, device, small)
     if small.type == "cpu" and _torch_private.is_gloo(group, small):
-        return GlooTransport(axis, device)
+        transport = GlooTransport(axis, device)
+        hosts = hosts_of(transport)
+        return transport if hosts is None else TwoStages(axis, transport, hosts)
     return BackendTransport(axis, device, small)
 
 

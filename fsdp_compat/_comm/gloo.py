@@ -52,9 +52,10 @@ class GlooTransport(ProcessGroupTransport):
     maps = True
     all_reduce_steps = 1
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(self, axis: Axis, device: torch.device, part: str = "") -> None:
+        """part: of the process group of the axis, if these are only some of its ranks."""
         super().__init__(axis, device)
-        self.connections = GlooConnections(axis, self.group)
+        self.connections = GlooConnections(axis, self.group, part)
         self.name = self.connections.activity.name
         self._num_acks: dict[int, int] = {}  # by tag: how many acks this rank has awaited
 
@@ -213,6 +214,10 @@ class GlooTransport(ProcessGroupTransport):
 
     def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         return shared_memory.allocate(numel, dtype, zero=zero)
+
+    def reads_in_place(self, nbytes: int) -> bool:
+        """True if some peer reads messages of this size in place."""
+        return bool(self._readers_in_place(nbytes))
 
     def places(self, shards: Sequence[torch.Tensor]) -> tuple[object, ...]:
         return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)
@@ -436,7 +441,8 @@ class GlooTransport(ProcessGroupTransport):
 
     def _read_into(self, handle: Handle, targets: Sequence[torch.Tensor], what: str) -> None:
         for source in handle.descriptors:
-            targets[source].copy_(self._read(handle, source, targets[source], what))
+            target = targets[source]
+            target.copy_(self._read(handle, source, target, what).view(target.shape))
 
     def _read(self, handle: Handle, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
         """Return the values that a descriptor stands for. like: a tensor of the expected length and

@@ -83,11 +83,13 @@ class GlooConnections(Waiter):
     closed (``deadlock.give_up``), and every later use raises.
     """
 
-    def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
-        """Collective: the ranks of the axis. Raises UsageError for a wrong environment variable."""
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, part: str = "") -> None:
+        """Collective: the ranks of the axis. part: see GlooTransport. Raises UsageError for a wrong
+        environment variable."""
         limit()
         warn_after_s()
-        self.activity = Activity(str(group.group_name), axis.rank, axis.members)
+        name = f"{group.group_name}/{part}" if part else str(group.group_name)
+        self.activity = Activity(name, axis.rank, axis.members)
         self.timeout = _torch_private.group_timeout(group)
         rank, ranks = axis.rank, axis.ranks
         # (source, target) of each step of an exchange: every rank begins with another peer
@@ -230,7 +232,7 @@ class GlooConnections(Waiter):
         activity.waiting = waiting = (COLLECTIVE, 1, 0, 0), 0, what
         try:
             self.gloo = torch_gloo.gloo_of_its_own(
-                group, activity.rank, len(activity.members), self.timeout
+                group, activity.name, activity.rank, len(activity.members), self.timeout
             )
             self.same_host = attach_peers(self.gloo, self.peers, self._swap, _HANDSHAKE_TAGS)
         except RuntimeError as error:
@@ -286,8 +288,10 @@ class GlooConnections(Waiter):
             text = f"no message within {limit_s:g} s, the time limit of the process group"
             return Report(False, {}, text)
         wait = wait or self.describe(((COLLECTIVE, 0, 0, 0), 0, ""))  # for all peers
-        store = status_store()
-        lost = None if store is None else deadlock.report_of_lost(self, wait, store)
+        store, lost = status_store(), None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # the rank that is lost may have had the store
+                lost = deadlock.report_of_lost(self, wait, store)
         return lost or Report(False, {}, "a connection was closed")
 
     def abandon(self, what: str, error: BaseException) -> None:

@@ -73,8 +73,6 @@ class Traffic:
         )
 
 
-
-
 class Work(typing.Protocol):
     """A message in flight, as in torch.distributed."""
 
@@ -193,7 +191,9 @@ class Transport(ValueCollectives):
     # ``settle``. So each reduction needs memory of its own, see ``allocate``.
     reads_later = False
     maps = False  # ``map_shards`` and the meetings exist
-    reduce_steps = 0  # how often ``continue_reduce`` is called between begin and end
+    # How often ``continue_reduce`` is called between begin and end. If it is, the buffer and its
+    # segments may be freed as soon as ``begin_reduce`` returns.
+    reduce_steps = 0
     all_reduce_steps = 0  # the same of ``continue_all_reduce``
     name = ""  # of its own connections, the same on all ranks; "" where there are none
 

@@ -269,7 +269,10 @@ class ReduceBuffer:
         """Return the sum [S] over the shard axis, divided, and free the buffer."""
         views = self.views
         buffer = views.buffer if self._block is None else self._block
+        own = views.segments[plan.shard.rank]
         pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
+        if plan.shard.reduce_steps:
+            self._free()
         if plan.shard.ranks > 1:
             yield None
         if self._block is not None and plan.shard.ranks == 1:
@@ -280,10 +283,8 @@ class ReduceBuffer:
             for _ in range(plan.shard.reduce_steps):
                 pending = plan.shard.continue_reduce(pending, self._sum_dtype, plan.shard_tag, what)
                 yield None
-            total = plan.shard.end_reduce(
-                pending, views.segments[plan.shard.rank], self._sum_dtype, what, divisor
-            )
-        del buffer, pending, views  # they keep the block
+            total = plan.shard.end_reduce(pending, own, self._sum_dtype, what, divisor)
+        del buffer, own, pending, views  # they keep the block
         self._free()
         return total
 

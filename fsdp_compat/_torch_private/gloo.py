@@ -31,16 +31,17 @@ __all__ = [
 
 
 def gloo_of_its_own(
-    group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta
+    group: dist.ProcessGroup, name: str, rank: int, ranks: int, timeout: datetime.timedelta
 ) -> Any:
-    """Connect the ranks of a group a second time, separately from the user's messages.
+    """Connect ranks of a group a second time, separately from the user's messages. name: of these
+    connections.
 
     ``new_group`` must be called by all ranks of the world, or names the group after the number of
     groups that each process has made; and its groups live until the world ends. Collective: the
     ranks of the group.
     """
     store = PrefixStore(
-        f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1]
+        f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1]
     )
     gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     # What is sent through a group around the backend passes the dispatcher, where profilers and

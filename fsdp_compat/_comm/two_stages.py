@@ -1,0 +1,240 @@
+"""The transport along an axis of several hosts with several ranks each: over hosts and within the
+host, so that every value leaves its host once for each other host.
+
+A rank has a host and a *place* on it. ``near`` connects the ranks of one host, which read each
+other's memory; ``far`` connects the ranks of the same place on every host. The one that goes first
+sends less over the network:
+
+    all-gather       far, of this rank's shard; then near, of the shards of this place
+    reduce-scatter   near, of what the ranks of this place need; then far, of the sums of the host
+    all-reduce       reduce-scatter near; all-reduce far, of a piece; all-gather near
+
+So sums are taken within each host in rank order, at least in fp32, and rounded to the dtype of the
+buffer, which is that of the messages; then over hosts, in the order of their first ranks. The bits
+of a sum depend on which ranks share a host, and are the same on all ranks.
+
+The order of calls. The second stage of an all-gather begins where it is ended, and waits until the
+other ranks of the host end it, too. Ranks that use different units begin their all-gathers in one
+order, but may end them in others: so a gather ends the earlier ones first. Reductions wait at each
+step only for what every rank has begun in the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .gloo import GlooTransport
+from .gloo_connections import all_or_nothing
+from .mesh import Axis
+from .transport import Collectives, Handle, ProcessGroupTransport
+
+__all__ = ["TwoStages", "hosts_of"]
+
+
+class _Pending(Handle):
+    """A collective of which one stage is in flight, which sends ``keep``."""
+
+    __slots__ = ("stage", "step", "target")
+
+    def __init__(self, stage: Handle, keep: torch.Tensor, target: torch.Tensor, tag: int) -> None:
+        super().__init__([], (), keep, (tag, 0, 0, 0))
+        self.stage, self.target, self.step = stage, target, 0
+
+
+class TwoStages(ProcessGroupTransport):
+    """Exchanges by two transports. The small synchronous collectives, except broadcasts, are those
+    of a transport between all ranks."""
+
+    reduce_steps = 1
+
+    def __init__(self, axis: Axis, whole: GlooTransport, hosts: Sequence[Sequence[int]]) -> None:
+        """Collective. hosts: see ``hosts_of``."""
+        super().__init__(axis, whole.device)
+        self._whole, self.connections, self.name = whole, whole.connections, whole.name
+        self._num_hosts, self._num_places = len(hosts), len(hosts[0])
+        self._is_by_host = hosts[0][1] == 1
+        [(self._host, self._place)] = [
+            (host, ranks.index(axis.rank)) for host, ranks in enumerate(hosts) if axis.rank in ranks
+        ]
+        of_place = [ranks[self._place] for ranks in hosts]
+        self._near = _part(axis, whole.device, hosts[self._host], f"host {self._host}")
+        self._far = _part(axis, whole.device, of_place, f"place {self._place}")
+        self.all_reduce_steps = 3 + 1
+        self.traffic = self._far.traffic  # what leaves this host
+        self._gathers: dict[int, _Pending] = {}  # by tag: those that have not ended, oldest first
+
+    @property
+    def has_failed(self) -> bool:
+        return self._whole.has_failed
+
+    def require_working(self) -> None:
+        self._whole.require_working()
+
+    def unfinished_gather(self, tag: int) -> Handle | None:
+        return self._gathers.get(tag)
+
+    @all_or_nothing
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Handle:
+        if tag in self._gathers:  # an exception has left it behind
+            self.end_gather(self._gathers[tag], "parameters")
+        staged = self._near.allocate(self._num_hosts * own.numel(), full.dtype)
+        stage = self._far.begin_gather(own, staged, staged.chunk(self._num_hosts), tag)
+        handle = self._gathers[tag] = _Pending(stage, staged, full, tag)
+        return handle
+
+    @all_or_nothing
+    def end_gather(self, handle: Handle, what: str) -> None:
+        while not handle.ended:
+            self._end_gather(next(iter(self._gathers.values())), what)
+
+    def _end_gather(self, handle: _Pending, what: str) -> None:
+        near, (tag, *_), staged = self._near, handle.message, handle.keep
+        self._far.end_gather(handle.stage, what)
+        grid = self._by_host_and_place(handle.target)
+        shape = self._num_places, *staged.view(self._num_hosts, -1).shape
+        # messages are not received into memory that lies apart
+        is_direct = near.reads_in_place(staged.nbytes)
+        places = grid.transpose(0, 1) if is_direct else staged.new_empty(shape)
+        stage = near.begin_gather(staged.view(shape[1:]), handle.target, places.unbind(), tag)
+        near.end_gather(stage, what)
+        if not is_direct:
+            grid.copy_(places.transpose(0, 1))
+        near.settle(what)  # the others read meanwhile; `staged` can be freed
+        handle.ended, handle.keep = True, None
+        del self._gathers[tag]
+
+    @all_or_nothing
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Handle:
+        grid = self._by_host_and_place(buffer)
+        staged = self._staged(buffer.numel(), buffer.dtype)
+        staged.view(grid.transpose(0, 1).shape).copy_(grid.transpose(0, 1))
+        return self._begin_sum_of_host(staged, staged, tag)
+
+    @all_or_nothing
+    def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
+        assert isinstance(handle, _Pending)
+        total = handle.keep = self._sum_of_host(handle, what)
+        handle.stage = self._far.begin_reduce(total, total.chunk(self._num_hosts), tag)
+        return handle
+
+    @all_or_nothing
+    def end_reduce(
+        self,
+        handle: Handle,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(handle, _Pending)
+        part = handle.keep.chunk(self._num_hosts)[self._host]
+        return self._far.end_reduce(handle.stage, part, dtype, what, divisor)
+
+    @all_or_nothing
+    def begin_all_reduce(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Handle:
+        numel = total.numel()
+        staged = self._staged(-(-numel // self._num_places) * self._num_places, total.dtype)
+        staged[:numel].copy_(total)
+        staged[numel:].zero_()
+        handle = self._begin_sum_of_host(staged, total, tag)
+        handle.divisor = divisor
+        return handle
+
+    @all_or_nothing
+    def continue_all_reduce(
+        self, handle: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
+        assert isinstance(handle, _Pending)
+        near, far, step = self._near, self._far, handle.step
+        handle.step += 1
+        if step == 0:
+            handle.keep = self._sum_of_host(handle, what)
+            handle.stage = far.begin_all_reduce(handle.keep, tag, handle.divisor)
+        elif step == 1:
+            handle.stage = far.continue_all_reduce(handle.stage, handle.keep, tag, what)
+        elif step == 2:
+            far.end_all_reduce(handle.stage, handle.keep, what)
+            numel = self._num_places * handle.keep.numel()
+            full = total if total.numel() == numel else total.new_empty(numel)
+            handle.target = full
+            handle.stage = near.begin_gather(handle.keep, full, full.chunk(self._num_places), tag)
+        else:
+            near.end_gather(handle.stage, what)
+            if handle.target is not total:
+                total.copy_(handle.target[: total.numel()])
+        return handle
+
+    @all_or_nothing
+    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+        self._near.settle(what)  # the piece of this rank can be freed
+
+    @all_or_nothing
+    def settle(self, what: str, only_reductions: bool = False) -> None:
+        if not only_reductions:
+            for handle in tuple(self._gathers.values()):
+                self.end_gather(handle, what)
+        self._near.settle(what, only_reductions)
+        self._far.settle(what, only_reductions)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        if self._place == 0:
+            self._far.broadcast(tensors, what)
+        self._near.broadcast(tensors, what)
+
+    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+        self.connections.run(what, collective)
+
+    # -- parts
+
+    def _by_host_and_place(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a view [hosts, places, S] of the segments of all ranks."""
+        hosts, places = self._num_hosts, self._num_places
+        size = full.numel() // self.ranks
+        if self._is_by_host:
+            return full.view(hosts, places, size)
+        return full.view(places, hosts, size).transpose(0, 1)
+
+    def _staged(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for what the ranks of this host sum. That of earlier sums can be reused
+        once no peer reads it."""
+        self._near.settle("gradients that this rank has sent", only_reductions=True)
+        return self._near.allocate(numel, dtype)
+
+    def _begin_sum_of_host(self, staged: torch.Tensor, target: torch.Tensor, tag: int) -> _Pending:
+        stage = self._near.begin_reduce(staged, staged.chunk(self._num_places), tag)
+        return _Pending(stage, staged, target, tag)
+
+    def _sum_of_host(self, handle: _Pending, what: str) -> torch.Tensor:
+        own = handle.keep.chunk(self._num_places)[self._place]
+        return self._near.end_reduce(handle.stage, own, own.dtype, what)
+
+
+def _part(axis: Axis, device: torch.device, ranks: Sequence[int], name: str) -> GlooTransport:
+    """Connect some ranks of an axis. Collective: these ranks."""
+    members = tuple(axis.members[rank] for rank in ranks)
+    part = Axis(axis.group, ranks.index(axis.rank), len(ranks), members)
+    return GlooTransport(part, device, name)
+
+
+def hosts_of(whole: GlooTransport) -> list[list[int]] | None:
+    """Return the ranks of an axis by host and place, if they exchange in two stages: several hosts
+    with as many ranks each, which are numbered host by host or place by place. Collective.
+
+    Ranks share a host if they read each other's memory.
+    """
+    if whole.ranks < 4:
+        return None
+    near = sorted({whole.rank, *whole.connections.same_host.memories})
+    hosts = [list(ranks) for ranks in sorted(set(map(tuple, whole.gather_objects(near))))]
+    ranks, num_hosts = range(whole.ranks), len(hosts)
+    num_places = whole.ranks // num_hosts
+    by_host = [list(ranks[i * num_places : (i + 1) * num_places]) for i in range(num_hosts)]
+    by_place = [list(ranks[i::num_hosts]) for i in range(num_hosts)]
+    return hosts if min(num_hosts, num_places) > 1 and hosts in (by_host, by_place) else None

@@ -1,0 +1,365 @@
+"""Collectives in two stages along an axis of 2 hosts of 2 ranks: sums in the defined order, bytes
+between hosts, parity of both front ends, and what happens when a rank or a host is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from fsdp_compat import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+)
+from fsdp_compat._comm import shared_memory
+from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.mesh import axis_of
+from fsdp_compat._comm.two_stages import TwoStages
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.comm.test_gloo import sharing_from
+from tests.engine.test_counts import counting_sends
+from tests.support.fully_sharded import OURS, Twins, shard_all, whole
+from tests.support.hosts import BY_HOST, BY_PLACE, hosts
+from tests.support.models import Block
+from tests.support.parity import accumulates, make_pair
+from tests.support.programs import run_programs
+from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED, MESSAGES
+
+CPU = torch.device("cpu")
+ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
+NUMELS = 1, 1_003, 70_001  # of a shard: sent, and read in place
+
+
+def connect() -> TwoStages:
+    found = communicator(axis_of(dist.group.WORLD), CPU)
+    assert isinstance(found, TwoStages)
+    return found
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def in_two_stages(parts: Sequence[torch.Tensor], of_ranks: Sequence[int]) -> torch.Tensor:
+    """Return the sum in fp32: within each host, rounded, then over hosts."""
+    total = torch.zeros(parts[0].shape)
+    for host in sorted(set(of_ranks)):
+        of_host = torch.zeros(parts[0].shape)
+        for part, its_host in zip(parts, of_ranks, strict=True):
+            if its_host == host:
+                of_host += part
+        total += of_host.to(parts[0].dtype)
+    return total
+
+
+def _collectives(of_ranks: Sequence[int], dtype: torch.dtype) -> None:
+    with hosts(of_ranks):
+        comm = connect()
+        rank, ranks = comm.rank, comm.ranks
+        tags = [comm.new_tag() for _ in NUMELS]
+        for numel, tag in [*zip(NUMELS, tags, strict=True)] * 2:
+            shards = [values(r, numel, torch.float32) for r in range(ranks)]
+            full = torch.empty(ranks * numel, dtype=dtype)
+            handle = comm.begin_gather(shards[rank], full, full.chunk(ranks), tag)
+            comm.end_gather(handle, "x")
+            comm.settle("x")
+            assert torch.equal(full, torch.cat(shards).to(dtype))
+            assert torch.equal(comm.gather_now(shards[rank]), torch.cat(shards))
+
+            buffers = [values(r, ranks * numel, dtype) for r in range(ranks)]
+            segments = buffers[rank].chunk(ranks)
+            handle = comm.begin_reduce(buffers[rank], segments, tag)
+            for _ in range(comm.reduce_steps):
+                handle = comm.continue_reduce(handle, torch.float32, tag, "x")
+            divisor = torch.tensor(3.0)
+            total = comm.end_reduce(handle, segments[rank], torch.float32, "x", divisor)
+            assert torch.equal(total, in_two_stages(buffers, of_ranks).chunk(ranks)[rank] / divisor)
+
+            total = buffers[rank].clone()
+            handle = comm.begin_all_reduce(total, tag, divisor)
+            for _ in range(comm.all_reduce_steps):
+                handle = comm.continue_all_reduce(handle, total, tag, "x")
+            comm.end_all_reduce(handle, total, "x")
+            comm.settle("x")
+            assert torch.equal(total, (in_two_stages(buffers, of_ranks) / divisor).to(dtype))
+
+
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_collectives_are_right_in_the_defined_order(
+    of_ranks: Sequence[int], dtype: torch.dtype
+) -> None:
+    run_ranks(4, _collectives, of_ranks, dtype)
+
+
+def _other_orders(of_ranks: Sequence[int]) -> None:
+    """Two groups, of which each rank takes another one first, wherever ranks need not agree."""
+    with hosts(of_ranks):
+        comm = connect()
+        rank, ranks = comm.rank, comm.ranks
+        tags = [comm.new_tag(), comm.new_tag()]
+        own_order = (0, 1) if rank in (0, 3) else (1, 0)
+        shards = [[values(10 * g + r, 1_003, torch.float32) for r in range(ranks)] for g in (0, 1)]
+        fulls = [torch.empty(ranks * 1_003) for _ in tags]
+        handles = [
+            comm.begin_gather(its[rank], full, full.chunk(ranks), tag)
+            for its, full, tag in zip(shards, fulls, tags, strict=True)
+        ]
+        for group in own_order:
+            comm.end_gather(handles[group], "x")
+            assert torch.equal(fulls[group], torch.cat(shards[group]))
+        for handle in handles:
+            comm.end_gather(handle, "x")  # once more, as after an exception
+        comm.begin_gather(shards[0][rank], fulls[0], fulls[0].chunk(ranks), tags[0])
+        comm.settle("x")  # ends what an exception has left behind
+        assert comm.unfinished_gather(tags[0]) is None
+
+        pending = {
+            g: comm.begin_reduce(fulls[g], fulls[g].chunk(ranks), tags[g]) for g in own_order
+        }
+        for _ in range(comm.reduce_steps):
+            for g in own_order:
+                pending[g] = comm.continue_reduce(pending[g], torch.float32, tags[g], "x")
+        for g in own_order:
+            total = comm.end_reduce(pending[g], shards[g][rank], torch.float32, "x")
+            assert torch.equal(total, shards[g][rank] * ranks)
+
+        pending = {g: comm.begin_all_reduce(fulls[g], tags[g]) for g in own_order}
+        for _ in range(comm.all_reduce_steps):
+            for g in own_order:
+                pending[g] = comm.continue_all_reduce(pending[g], fulls[g], tags[g], "x")
+        for g in own_order:
+            comm.end_all_reduce(pending[g], fulls[g], "x")
+            assert torch.equal(fulls[g], torch.cat(shards[g]) * ranks)
+        comm.settle("x")
+
+
+@ORDERS
+def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
+    run_ranks(4, _other_orders, of_ranks)
+
+
+def _memory() -> list[int]:
+    """Return how many blocks are held after each of some collectives that have ended."""
+    made, held, allocate = list[weakref.ref[Tensor]](), list[int](), shared_memory.allocate
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        found = allocate(*args, **options)
+        made.append(weakref.ref(found))
+        return found
+
+    with hosts(BY_HOST), mock.patch.object(shared_memory, "allocate", noted):
+        comm, full = connect(), torch.ones(4 * 70_000)
+        segments, tags = full.chunk(4), [comm.new_tag() for _ in range(6)]
+        for tag in tags:
+            comm.end_gather(comm.begin_gather(segments[comm.rank], full, segments, tag), "x")
+            held.append(sum(each() is not None for each in made))
+        for tag in tags:
+            handle = comm.begin_reduce(full, segments, tag)
+            handle = comm.continue_reduce(handle, torch.float32, tag, "x")
+            comm.end_reduce(handle, segments[comm.rank], torch.float32, "x")
+            del handle
+            held.append(sum(each() is not None for each in made))
+        for tag in tags:
+            handle = comm.begin_all_reduce(full, tag)
+            for _ in range(comm.all_reduce_steps):
+                handle = comm.continue_all_reduce(handle, full, tag, "x")
+            comm.end_all_reduce(handle, full, "x")
+            del handle
+            held.append(sum(each() is not None for each in made))
+        comm.settle("x")
+        return held
+
+
+def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
+    for held in run_ranks(4, _memory):
+        assert max(held[:6]) == 0 and max(held) <= 1, held
+
+
+# -- both front ends
+
+
+def _blocks() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def _flat_trains(of_ranks: Sequence[int], strategy: ShardingStrategy, in_place: bool) -> None:
+    with hosts(of_ranks), sharing_from(1) if in_place else contextlib.nullcontext():
+        pair = make_pair(
+            _blocks,
+            replicas=2 if strategy is ShardingStrategy.HYBRID_SHARD else 1,
+            sharding_strategy=strategy,
+        )
+        for pattern in ("s", "ns"):
+            pair.step(functools.partial(accumulates, pattern), as_a_user=True)
+        before = {name: value.clone() for name, value in pair.model.state_dict().items()}
+        pair.step()
+        pair.model.load_state_dict(before)
+        assert all(torch.equal(before[n], v) for n, v in pair.model.state_dict().items())
+        config = FullStateDictConfig(rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(
+            pair.model, StateDictType.FULL_STATE_DICT, config
+        ):
+            of_rank_0 = pair.model.state_dict()
+        assert of_rank_0.keys() == (before.keys() if dist.get_rank() == 0 else set())
+
+
+@ORDERS
+@pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])
+@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda strategy: strategy.name)
+def test_flat_front_end_trains_as_unsharded(
+    strategy: ShardingStrategy, of_ranks: Sequence[int], in_place: bool
+) -> None:
+    if strategy.name == "_HYBRID_SHARD_ZERO2":
+        strategy = ShardingStrategy.HYBRID_SHARD
+    run_ranks(4, _flat_trains, of_ranks, strategy, in_place)
+
+
+def _fully_shard_trains(of_ranks: Sequence[int], in_place: bool) -> None:
+    with hosts(of_ranks), sharing_from(1) if in_place else contextlib.nullcontext():
+        twins = Twins(_blocks, functools.partial(shard_all, library=OURS))
+        for _ in range(2):
+            twins.step()
+        before = {name: whole(value).clone() for name, value in twins.model.state_dict().items()}
+        twins.step()
+        set_model_state_dict(
+            twins.model, dict(before), options=StateDictOptions(full_state_dict=True)
+        )
+        for name, value in twins.model.state_dict().items():
+            assert torch.equal(whole(value), before[name])
+
+
+@ORDERS
+@pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])
+def test_fully_shard_trains_as_unsharded(of_ranks: Sequence[int], in_place: bool) -> None:
+    run_ranks(4, _fully_shard_trains, of_ranks, in_place)
+
+
+# -- ranks that use different units
+
+
+class Branches(nn.Module):
+    """Each rank uses other blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = int(x[0, 0] * 1000) % 4  # of the batch
+        for index in ((0, 3), (1, 3), (0, 1, 2), (2,))[rank]:
+            x = self.blocks[index](x)
+        return x
+
+
+def _branches(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
+    with hosts(of_ranks):
+        pair = make_pair(Branches, (Block,), sharding_strategy=strategy, allow_unused_units=True)
+        for _ in range(3):
+            pair.step(zeros=True)
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda s: s.name
+)
+def test_ranks_may_use_different_units(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
+    run_ranks(4, _branches, of_ranks, strategy)
+
+
+# -- bytes
+
+
+def _sent_in_a_step(of_ranks: Sequence[int], strategy: ShardingStrategy) -> tuple[int, int]:
+    """Return the bytes of the model's units, padded, and those that this rank has sent."""
+    with hosts(of_ranks), sharing_from(1):
+        model = FullyShardedDataParallel(
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=strategy,
+        )
+        x, sent = torch.ones(2, 64), list[int]()
+        model(x).sum().backward()
+        with counting_sends(sent):
+            model(x).sum().backward()
+        groups = [group for unit in model._runtime.units for group in unit.groups]
+        return 4 * sum(group.store.numel * group.shard.ranks for group in groups), sum(sent)
+
+
+@pytest.mark.parametrize("places", [2, 4])
+@pytest.mark.parametrize("strategy, times", [("FULL_SHARD", 17 / 12), ("NO_SHARD", 1)])
+def test_every_value_leaves_its_host_once(strategy: str, times: float, places: int) -> None:
+    """With 2 hosts, half of a unit for each all-gather and each reduce-scatter."""
+    of_ranks = [host for host in range(2) for _ in range(places)]
+    found = run_ranks(2 * places, _sent_in_a_step, of_ranks, ShardingStrategy[strategy])
+    for of_host in (found[:places], found[places:]):
+        sent = sum(nbytes for _, nbytes in of_host)
+        assert sent == pytest.approx(times * of_host[0][0], rel=0.05)
+
+
+# -- ranks that are killed
+
+LOST = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from fsdp_compat import FullyShardedDataParallel, ShardingStrategy
+from tests.support.hosts import BY_HOST, hosts
+from torch import nn
+
+rank, path, strategy, lost = int(sys.argv[1]), sys.argv[2], sys.argv[3], eval(sys.argv[4])
+dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
+with hosts(BY_HOST):
+    model = FullyShardedDataParallel(
+        nn.Linear(300, 300), sharding_strategy=ShardingStrategy[strategy]
+    )
+    x = torch.ones(2, 300)
+    model(x).sum().backward()
+    if rank in lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    for _ in range(2):
+        try:
+            model(x).sum().backward()
+        except Exception as error:
+            print(type(error).__name__, str(error).replace(chr(10), " "))
+    print(time.monotonic() - started)
+"""
+
+
+@pytest.mark.parametrize("environment", [MESSAGES, COPIED], ids=["messages", "counters"])
+def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    cases = [
+        (strategy, lost) for strategy in ("FULL_SHARD", "NO_SHARD") for lost in ((3,), (0,), (2, 3))
+    ]
+    arguments = [
+        (rank, tmp_path / f"{number}", strategy, str(lost).replace(" ", ""))
+        for number, (strategy, lost) in enumerate(cases)
+        for rank in range(4)
+    ]
+    ended = run_programs(LOST, arguments, tmp_path, **environment)
+    for number, (strategy, lost) in enumerate(cases):
+        for rank, each in enumerate(ended[4 * number : 4 * number + 4]):
+            if rank in lost:
+                assert each.code == -signal.SIGKILL
+                continue
+            assert each.code == 0, each.err
+            first, second, seconds = each.out.splitlines()
+            assert first.startswith("StateError Waiting for "), first
+            assert "stays failed" in second
+            assert float(seconds) < 15, (strategy, lost, rank)
