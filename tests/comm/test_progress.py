@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 from torch.distributed import distributed_c10d
 
+from fsdp_compat._comm import backend
 from fsdp_compat._comm.divergence import progress
 
 
@@ -83,8 +84,11 @@ def of_file(file: str) -> Callable[[threading.Lock], None]:
 COLLECTIVE = of_file(distributed_c10d.__file__)
 
 
-def test_thread_in_a_collective_is_idle_from_the_first_look_on(threads: Threads) -> None:
-    threads.run(lambda: COLLECTIVE(threads.lock))
+@pytest.mark.parametrize("module", [distributed_c10d, backend])
+def test_thread_in_a_collective_is_idle_from_the_first_look_on(
+    threads: Threads, module: types.ModuleType
+) -> None:
+    threads.run(lambda: of_file(str(module.__file__))(threads.lock))
     threads.run(lambda: of_file("train.py")(threads.lock))  # another one may work
     seen, found = progress.Progress(), []
     for _ in range(3):

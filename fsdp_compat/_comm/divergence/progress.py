@@ -30,7 +30,7 @@ _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
 
 # Files whose functions wait for other ranks, and for other threads.
-_COLLECTIVES = frozenset({distributed_c10d.__file__, str(_COMM / "native.py")})
+_COLLECTIVES = frozenset({distributed_c10d.__file__, str(_COMM / "backend.py")})
 _WAITS = _COLLECTIVES | {threading.__file__, queue.__file__, thread_pool.__file__}
 
 _followed = threading.main_thread().ident or 0
