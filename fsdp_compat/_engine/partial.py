@@ -58,10 +58,12 @@ class PartialShard:
         """The unsharded parameters are readable: keep this rank's rows, and return the parameters
         that modules show meanwhile."""
         held = torch.zeros(self._rows.numel, dtype=self._rows.dtype, device=self._full.device)
-        if self._own_rows:
-            _torch_private.copy_together(self._rows.parts(held), self._own_rows)
+        params = self._rows.params(held)
+        # `.data`: the copy is not part of a graph.
+        parts = [_torch_private.local_part(param).data for param in params]
+        _torch_private.copy_together(parts, self._own_rows)
         self._held = held
-        return self._rows.params(held)
+        return params
 
     def begin_gather(self) -> None:
         """Collective. Start the all-gather among the n ranks."""

@@ -42,15 +42,13 @@ class StateStore(ParamStore, typing.Protocol):
     orig_params: Sequence[ParamSlots]
     parallel: Sequence[TensorParallel | None]  # per parameter: how it lies on a mesh of its own
     rank: int  # of the shard axis
+    # True if one sharded parameter, a FlatParameter, holds the whole shard; False if each parameter
+    # has a sharded parameter of its own.
+    is_flattened: bool = False
 
     @property
     def sections(self) -> Sequence[Section]:
         """The sections, in the order of the shard and of the parameters."""
-
-    @property
-    def is_flattened(self) -> bool:
-        """True if one sharded parameter, a FlatParameter, holds the whole shard; False if each
-        parameter has a sharded parameter of its own."""
 
     def section_of(self, index: int) -> Section:
         """Return the section that parameter ``index`` belongs to."""

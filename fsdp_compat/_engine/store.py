@@ -44,6 +44,7 @@ from torch import nn
 
 from .._comm.mesh import Axis
 from ..errors import StateError
+from .tensor_parallel import TensorParallel
 
 __all__ = [
     "Extension",
@@ -53,7 +54,6 @@ __all__ = [
     "PartialRows",
     "ReduceForm",
     "ShardedParam",
-    "as_unsharded_param",
 ]
 
 
@@ -137,9 +137,6 @@ class PartialRows(typing.Protocol):
     numel: int  # of one rank's rows, padded: the same on every rank
     dtype: torch.dtype
 
-    def parts(self, held: torch.Tensor) -> list[torch.Tensor]:
-        """held: [numel]. Return views of it in the shapes of this rank's rows."""
-
     def own_rows(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Return views of this rank's rows of the unsharded parameters, which have memory."""
 
@@ -149,7 +146,8 @@ class PartialRows(typing.Protocol):
         """full: [n * numel]. Return (to, from): the copies that fill the unsharded parameters."""
 
     def params(self, held: torch.Tensor) -> list[nn.Parameter]:
-        """Return the parameters that modules show meanwhile, over ``held``."""
+        """held: [numel]. Return the parameters of this rank's rows over it, which modules show
+        meanwhile."""
 
 
 class ParamStore(ReduceForm, typing.Protocol):
@@ -241,24 +239,23 @@ class ParamStore(ReduceForm, typing.Protocol):
 
 
 class Kind(typing.NamedTuple):
-    """What a parameter is besides its values: its class, and the attributes set on it."""
+    """What an unsharded parameter is besides its values."""
 
     cls: type[nn.Parameter]
-    attributes: dict[str, typing.Any]
+    attributes: dict[str, typing.Any]  # set on the user's parameter: it shares them
+    parallel: TensorParallel | None = None  # of a DTensor, which is an nn.Parameter
 
+    def parameter(self, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a parameter over ``value``, with its own version counter.
 
-PLAIN = Kind(nn.Parameter, {})
-
-
-def as_unsharded_param(view: torch.Tensor, requires_grad: bool, kind: Kind = PLAIN) -> nn.Parameter:
-    """Return a Parameter over a view, with its own version counter. It shares the attributes of
-    ``kind``.
-
-    A plain ``nn.Parameter(view)`` would share the counter of its base: an in-place change of an
-    activation would look like one of the weights, and autocast would cache its cast across gathers.
-    """
-    param = view.data.requires_grad_(requires_grad)
-    param.__class__ = kind.cls
-    if kind is not PLAIN:
-        param.__dict__ = kind.attributes
-    return typing.cast(nn.Parameter, param)
+        A plain ``nn.Parameter(value)`` would share the counter of its base: an in-place change of
+        an activation would look like one of the weights, and autocast would cache its cast across
+        gathers.
+        """
+        param = value.data.requires_grad_(requires_grad)
+        if self.parallel is None:
+            param.__class__ = self.cls
+        else:
+            param = nn.Parameter(self.parallel.wrap(value.data), requires_grad=requires_grad)
+        param.__dict__ = self.attributes
+        return typing.cast(nn.Parameter, param)

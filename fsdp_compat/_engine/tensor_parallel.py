@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
-from .._layout.spec import row_major_strides
+from .._torch_private import dtensor as torch_dtensor
 
 __all__ = ["TensorParallel"]
 
@@ -42,20 +41,8 @@ class TensorParallel:
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """Return the DTensor whose part on this process is ``local``."""
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=row_major_strides(self.shape),
-        )
-
-    def parameter(self, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter over ``local``, which has a version counter of its own."""
-        return nn.Parameter(self.wrap(local.data), requires_grad=requires_grad)
+        spec = torch_dtensor.spec_for(self.mesh, self.placements, self.shape, local.dtype)
+        return torch_dtensor.dtensors([local], [spec])[0]
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
         """value: a DTensor of the parameter's shape, placed in any way. Return this process's part,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
 from .._engine.addresses import Addresses
-from .._engine.ownership import OrigParam, ParamSlots
+from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot, as_unsharded_param
+from .._engine.store import Kind, ModuleSlot
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout, Section
@@ -77,62 +78,44 @@ class FlatStore(StateStore):
         self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)
         self.take_from_whole(locals_)
         self._home, self._device, self._pin = home, device, pin
-        # Attributes are shared with the original: one that is set on either parameter later is
-        # seen on both.
-        self._kinds = [
-            Kind(type(p), p.__dict__) if parallel is None else None
-            for p, parallel in zip(originals, self.parallel, strict=True)
-        ]
-        trainable = [p.requires_grad for p in originals]
+        # An attribute that is set later, on the original or on this one, is seen on both.
+        self._kinds = list(map(_kind_of, originals, self.parallel))
         grads = [None if p.grad is None else _torch_private.local_part(p.grad) for p in originals]
-        views = None
-        # A DTensor cannot become a view of the shard: a new parameter of this rank's elements
-        # replaces it.
+        self.is_flattened = not use_orig_params
         if use_orig_params:
-            views = [
+            # A DTensor cannot become a view of the shard: a new parameter of this rank's elements
+            # replaces it.
+            params = [
                 p if parallel is None else nn.Parameter(local, requires_grad=p.requires_grad)
                 for p, parallel, local in zip(originals, self.parallel, locals_, strict=True)
             ]
-        self._register(trainable, views)
+        else:
+            # .data: its version counter counts the user's writes, not those of the engine
+            params = [FlatParameter(self.shard.data, requires_grad=originals[0].requires_grad)]
+        self._register(params)
         if any(grad is not None for grad in grads):
-            self._keep_gradients(
-                [
-                    torch.zeros(s, dtype=self.dtype, device=device) if g is None else g
-                    for g, s in zip(grads, shapes, strict=True)
-                ],
-                grads,
-            )
+            self._keep_gradients(grads)
 
-    def _register(
-        self,
-        trainable: Sequence[bool],
-        originals: Sequence[nn.Parameter] | None,
-        flat: nn.Parameter | None = None,
-    ) -> None:
-        """originals: parameters that become views of the shard; None: a FlatParameter replaces
-        them. flat: that FlatParameter, if it already exists."""
-        self._trainable = list(trainable)
-        of_group = self.shard, self.layout, self.rank, [place.slots for place in self.orig_params]
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        """params: one FlatParameter, which views the shard, or parameters that come to view it."""
+        slots = [place.slots for place in self.orig_params]
         self._registration: Registration = (
-            FlatRegistration(*of_group, self._home, self._trainable[0], flat)
-            if originals is None
-            else OriginalRegistration(*of_group, originals)
+            FlatRegistration(params[0], self.layout, self.rank, slots, self._home)
+            if self.is_flattened
+            else OriginalRegistration(params, self.layout, self.rank, slots, self.shard)
         )
         self.sharded_params = self._registration.sharded_params
-        self._addresses = Addresses(param for param, _ in self.sharded_params)
+        self._addresses = Addresses(params)
 
-    def _keep_gradients(
-        self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _keep_gradients(self, given: Sequence[torch.Tensor | None]) -> None:
         """Keep this rank's part of existing gradients. given: one per parameter, or None."""
         total = torch.zeros_like(self.shard)
-        self.take_from_whole(wholes, total)
-        for (sharded_param, indices), grad in zip(
-            self.sharded_params, self.grads(total), strict=True
-        ):
-            sharded_param.grad = (
-                grad if any(given[index] is not None for index in indices) else None
-            )
+        for index, grad in enumerate(given):
+            if grad is not None:
+                total[self.part_in_shard(index).slice].copy_(self.rows_of_whole(index, grad))
+        for (param, indices), grad in zip(self.sharded_params, self.grads(total), strict=True):
+            if any(given[index] is not None for index in indices):
+                param.grad = grad
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move the values to another shard. Sharded parameters stay the same objects; gradients are
@@ -141,15 +124,10 @@ class FlatStore(StateStore):
         Objects that hold the shard or unsharded parameters must ask for them again. No forward may
         run while the shard is on another device than the one it was made on.
         """
-        flat = self.flat_parameter
-        trainable = [
-            sharded_param.requires_grad
-            for sharded_param, indices in self.sharded_params
-            for _ in indices
-        ]
-        grads = [sharded_param.grad for sharded_param, _ in self.sharded_params]
-        for sharded_param, _ in self.sharded_params:
-            sharded_param.grad = None
+        params = [param for param, _ in self.sharded_params]
+        grads = [param.grad for param in params]
+        for param in params:
+            param.grad = None
         on_own_device = device == self._device
         shard = new_shard(
             self.numel,
@@ -159,12 +137,11 @@ class FlatStore(StateStore):
             pin=self._pin and on_own_device,
         )
         self.shard, self.dtype = shard.copy_(self.shard.detach()), dtype
-        if flat is not None:
-            flat.data = self.shard
-        views = [sharded_param for sharded_param, _ in self.sharded_params]
-        self._register(trainable, views if flat is None else None, flat)
-        for (sharded_param, _), grad in zip(self.sharded_params, grads, strict=True):
-            sharded_param.grad = None if grad is None else grad.to(device, dtype)
+        if self.is_flattened:
+            params[0].data = self.shard
+        self._register(params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = None if grad is None else grad.to(device, dtype)
 
     # -- the seam
 
@@ -175,16 +152,21 @@ class FlatStore(StateStore):
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         return [
-            self.parameter(index, places[0], self._trainable[index])
-            for index, places in enumerate(self.places(full)[:-1])
+            self.parameter(index, self._in(full, index), param.requires_grad)
+            for param, indices in self.sharded_params
+            for index in indices
         ]
+
+    def _in(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        param = self.layout.params[index]
+        return buffer[param.place.slice].view(param.shape)
 
     @property
     def params_view_output(self) -> bool:
         return True
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
+        pieces = [[whole] for whole in self.whole(buffer)]
         return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
     @property
@@ -231,16 +213,12 @@ class FlatStore(StateStore):
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a parameter over ``value`` (in the parameter's shape, of any dtype), with the
         class and the attributes of the original."""
-        parallel, kind = self.parallel[index], self._kinds[index]
-        if parallel is not None:
-            return parallel.parameter(value, requires_grad)
-        assert kind is not None
-        return as_unsharded_param(value, requires_grad, kind)
+        return self._kinds[index].parameter(value, requires_grad)
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the parameters in ``full`` [ranks * S], which may have any dtype, in
         their shapes. A DTensor's view is of its local part."""
-        return [full[param.place.slice].view(param.shape) for param in self.layout.params]
+        return [self._in(full, index) for index in range(len(self.layout.params))]
 
     @functools.cached_property
     def sections(self) -> Sequence[Section]:
@@ -248,10 +226,6 @@ class FlatStore(StateStore):
 
     def section_of(self, index: int) -> Section:
         return self.sections[0]
-
-    @property
-    def is_flattened(self) -> bool:
-        return self.flat_parameter is not None
 
     def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
         if self.is_flattened:
@@ -262,54 +236,33 @@ class FlatStore(StateStore):
 
     @property
     def flat_parameter(self) -> FlatParameter | None:
-        parameter = self.sharded_params[0].parameter if self.sharded_params else None
-        return parameter if isinstance(parameter, FlatParameter) else None
+        [(param, _), *_] = self.sharded_params
+        return typing.cast(FlatParameter, param) if self.is_flattened else None
 
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        flat = self.flat_parameter
-        return {
-            "members": [(member.slots, member.names) for member in self.orig_params],
-            "layout": self.layout,
-            "rank": self.rank,
-            "parallel": self.parallel,
-            "shard": self.shard.detach() if flat is None else None,
-            "flat": flat,
-            "home": self._home,
-            "memory": (self._device, self._pin),
-            "kinds": [None if kind is None else tuple(kind) for kind in self._kinds]
-            if flat is not None
-            else None,
-            "trainable": [
-                sharded_param.requires_grad
-                for sharded_param, indices in self.sharded_params
-                for _ in indices
-            ],
-            "originals": [sharded_param for sharded_param, _ in self.sharded_params]
-            if flat is None
-            else None,
-        }
+        state = dict(vars(self))
+        # They refer to the shard, or to attributes of the parameters.
+        for name in ("_registration", "sharded_params", "_addresses"):
+            del state[name]
+        if self.is_flattened:
+            state["shard"] = None  # an optimizer's copy may hold the FlatParameter as well
+        else:
+            state |= {"shard": self.shard.detach(), "_kinds": None}
+        return {**state, "params": [param for param, _ in self.sharded_params]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.orig_params = tuple(ParamSlots(slots, names) for slots, names in state["members"])
-        self.layout, self.rank, self.parallel, self._home = (
-            state["layout"],
-            state["rank"],
-            state["parallel"],
-            state["home"],
-        )
-        self._device, self._pin = state["memory"]
-        flat = state["flat"]  # a copy that an optimizer's copy may hold as well
-        self.shard = state["shard"] if flat is None else flat.data
-        self.dtype, self.numel = self.shard.dtype, self.layout.shard_numel
-        originals = state["originals"]
-        if originals is None:
-            self._kinds = [None if kind is None else Kind(*kind) for kind in state["kinds"]]
+        params = state["params"]
+        vars(self).update({name: value for name, value in state.items() if name != "params"})
+        if self.is_flattened:
+            self.shard = params[0].data
         else:
-            self._kinds = [
-                Kind(type(p), p.__dict__) if parallel is None else None
-                for p, parallel in zip(originals, self.parallel, strict=True)
-            ]
+            self._kinds = list(map(_kind_of, params, self.parallel))
         with torch.no_grad():
-            self._register(state["trainable"], originals, flat)
+            self._register(params)
+
+
+def _kind_of(original: nn.Parameter, parallel: TensorParallel | None) -> Kind:
+    attributes = original.__dict__ if parallel is None else {}
+    return Kind(type(original), attributes, parallel)

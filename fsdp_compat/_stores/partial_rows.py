@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.store import Kind, as_unsharded_param
+from .._engine.store import Kind
+from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import Cut, RowLayout
-from .._layout.spec import row_major_strides
-from .._torch_private import dtensor as torch_dtensor
-from .row_views import RowViews, as_bytes, cut_up, own_rows
+from .row_params import RowParam
+from .row_views import RowViews, own_rows
 
 __all__ = ["PartialRows"]
 
@@ -24,9 +24,7 @@ class PartialRows:
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, ...]],
-        kinds: Sequence[Kind],
-        sharded_params: Sequence[nn.Parameter],
+        params: Sequence[RowParam],
         mesh: Any,
         *,
         rank: int,
@@ -34,22 +32,14 @@ class PartialRows:
         dtype: torch.dtype,
     ) -> None:
         """mesh: a 2-D DeviceMesh of which the ranks are the last dimension; None: no DTensors.
-        sharded_params: the kept rows are shown with their requires_grad. dtype: of the unsharded
-        parameters."""
-        self._cuts = [Cut(shape, 0 if shape else None, ranks) for shape in shapes]
-        self._layout = RowLayout.in_order(self._cuts, ranks, dtype.itemsize)
-        self._views = RowViews(self._layout)
-        self._kinds, self._sharded_params = list(kinds), list(sharded_params)
-        self._specs = [None if mesh is None else _spec(mesh, cut, dtype) for cut in self._cuts]
-        self._rank = rank
-        self.numel, self.dtype = self._layout.numel, dtype
-
-    def parts(self, held: torch.Tensor) -> list[torch.Tensor]:
-        """held: [numel]. Return views of it in the shapes of this rank's rows."""
-        return [self._views.part(held, index, self._rank) for index in range(len(self._cuts))]
+        dtype: of the unsharded parameters."""
+        self._cuts = [Cut(p.cut.shape, 0 if p.cut.shape else None, ranks) for p in params]
+        layout = RowLayout.in_order(self._cuts, ranks, dtype.itemsize)
+        self.numel, self.dtype = layout.numel, dtype
+        self._params, self._views, self._rank = params, RowViews(layout), rank
+        self._kinds = [param.kind if mesh is None else _kind_on(mesh, param) for param in params]
 
     def own_rows(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return views of this rank's rows of the unsharded parameters, which have memory."""
         return [
             own_rows(param.data, cut, self._rank)
             for param, cut in zip(unsharded_params, self._cuts, strict=True)
@@ -58,46 +48,20 @@ class PartialRows:
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """full: [ranks * numel]. Return (to, from): the copies that fill the unsharded
-        parameters."""
-        to: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for index, (param, cut) in enumerate(zip(unsharded_params, self._cuts, strict=True)):
-            if cut.dim is None:
-                to.append(param.data)
-                sources.append(self._views.part(full[: self.numel], index, 0))
-            else:
-                to += cut_up(param.data, cut)
-                sources += self._views.pieces(full, index)
-        return [as_bytes(each) for each in to], [as_bytes(each) for each in sources]
+        return self._views.copies(full, unsharded_params)
 
     def params(self, held: torch.Tensor) -> list[nn.Parameter]:
-        """held: [numel]. Return the parameters that modules show meanwhile, over it."""
-        parts = self.parts(held)
-        if self._specs[0] is None:
-            return [
-                as_unsharded_param(part, sharded.requires_grad, kind)
-                for part, sharded, kind in zip(
-                    parts, self._sharded_params, self._kinds, strict=True
-                )
-            ]
-        shown = []
-        for value, sharded, kind in zip(
-            torch_dtensor.dtensors(parts, self._specs),
-            self._sharded_params,
-            self._kinds,
-            strict=True,
-        ):
-            param = nn.Parameter(value, requires_grad=sharded.requires_grad)
-            param.__dict__ = kind.attributes
-            shown.append(param)
-        return shown
+        return [
+            kind.parameter(part, param.sharded.requires_grad)
+            for kind, part, param in zip(
+                self._kinds, self._views.parts(held, self._rank), self._params, strict=True
+            )
+        ]
 
 
-def _spec(mesh: Any, cut: Cut, dtype: torch.dtype) -> Any:
+def _kind_on(mesh: Any, param: RowParam) -> Kind:
     from torch.distributed.tensor import Replicate, Shard
 
-    own = Replicate() if cut.dim is None else Shard(0)
-    return torch_dtensor.spec_for(
-        mesh, (Replicate(), own), cut.shape, row_major_strides(cut.shape), dtype
-    )
+    shape = param.cut.shape
+    own = Shard(0) if shape else Replicate()
+    return param.kind._replace(parallel=TensorParallel(mesh, (Replicate(), own), shape))

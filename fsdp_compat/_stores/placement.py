@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_private
 from .._comm.mesh import Axis, Mesh, axis_of
 from .._engine.tensor_parallel import TensorParallel
-from .._layout.spec import row_major_strides
 from .._torch_private import dtensor as torch_dtensor
 
 __all__ = ["DataMesh", "RowPlacement", "SpmdMesh", "place"]
@@ -143,7 +142,8 @@ def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacemen
         placements[data_mesh.shard_dim] = (
             torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
         )
-    return RowPlacement(cut, _spec(joint, (*placements, *others), parameter), parallel)
+    spec = torch_dtensor.spec_for(joint, (*placements, *others), parameter.shape, parameter.dtype)
+    return RowPlacement(cut, spec, parallel)
 
 
 def _place_spmd(
@@ -172,7 +172,8 @@ def _place_spmd(
             elif dim not in spmd.data_dims:
                 joined.append(placement)
         mesh, placements = data_mesh.spmd_joined(), joined
-    return RowPlacement(cut, _spec(mesh, placements, parameter), parallel)
+    made = torch_dtensor.spec_for(mesh, placements, parameter.shape, parameter.dtype)
+    return RowPlacement(cut, made, parallel)
 
 
 def _num_shards(
@@ -183,13 +184,6 @@ def _num_shards(
         mesh.size(mesh_dim)
         for mesh_dim in mesh_dims
         if torch_dtensor.shards(placements[mesh_dim], dim)
-    )
-
-
-def _spec(mesh: DeviceMesh, placements: Sequence[Any], parameter: torch.Tensor) -> Any:
-    shape = tuple(parameter.shape)
-    return torch_dtensor.spec_for(
-        mesh, placements, shape, row_major_strides(shape), parameter.dtype
     )
 
 

@@ -109,20 +109,14 @@ class FlatRegistration:
 
     def __init__(
         self,
-        shard: torch.Tensor,
+        parameter: nn.Parameter,
         layout: FlatLayout,
         rank: int,
         slots: Sequence[Sequence[tuple[nn.Module, str]]],
         home: tuple[nn.Module, str],
-        trainable: bool,
-        parameter: nn.Parameter | None = None,
     ) -> None:
-        """slots: per original. home: (module, attribute) where the FlatParameter is registered.
-        parameter: an existing FlatParameter that views the shard; pickle restores it as an
-        nn.Parameter."""
-        if parameter is None:
-            # .data: its version counter counts the user's writes, not those of the engine
-            parameter = FlatParameter(shard.data, requires_grad=trainable)
+        """parameter: a FlatParameter that views the shard; pickle restores it as an nn.Parameter.
+        slots: per original. home: (module, attribute) where it is registered."""
         parameter.__class__ = FlatParameter
         self.parameter = typing.cast(FlatParameter, parameter)
         self.parameter.describe(layout, rank)
@@ -148,11 +142,11 @@ class OriginalRegistration:
 
     def __init__(
         self,
-        shard: torch.Tensor,
+        originals: Sequence[nn.Parameter],
         layout: FlatLayout,
         rank: int,
         slots: Sequence[Sequence[tuple[nn.Module, str]]],
-        originals: Sequence[nn.Parameter],
+        shard: torch.Tensor,
     ) -> None:
         """slots: per original."""
         self._layout, self._rank = layout, rank

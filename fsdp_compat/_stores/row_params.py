@@ -17,7 +17,6 @@ from .._engine.store import Kind
 from .._layout.rows import Cut
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, explain
-from .placement import RowPlacement
 
 __all__ = ["RowParam", "present_in", "require_one_kind", "sharded_param", "with_own_storage"]
 
@@ -27,8 +26,7 @@ class RowParam:
     """One parameter of a store that cuts every parameter by itself."""
 
     cut: Cut
-    placement: RowPlacement
-    kind: Kind  # of the unsharded parameter; its attributes are the sharded one's, too
+    kind: Kind  # its attributes are the sharded parameter's, too
     spec: Any  # of the sharded parameter and its gradient; None: plain tensors
     sharded: nn.Parameter
 

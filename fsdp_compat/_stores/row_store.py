@@ -28,7 +28,7 @@ from .._engine.addresses import Addresses
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot, ShardedParam, as_unsharded_param
+from .._engine.store import Kind, ModuleSlot, ShardedParam
 from .._layout.rows import Cut, RowLayout
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
@@ -103,10 +103,8 @@ class RowStore(StateStore):
         ):
             local = self._own_local(index, own_rows(value, cuts[index], rank))
             sharded, attributes = sharded_param(local, placement.spec, original)
-            cls = type(original) if placement.parallel is None else nn.Parameter
-            self._params.append(
-                RowParam(cuts[index], placement, Kind(cls, attributes), placement.spec, sharded)
-            )
+            kind = Kind(type(original), attributes, placement.parallel)
+            self._params.append(RowParam(cuts[index], kind, placement.spec, sharded))
         self._note()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
@@ -194,23 +192,7 @@ class RowStore(StateStore):
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, (param, unsharded) in enumerate(
-            zip(self._params, unsharded_params, strict=True)
-        ):
-            # `.data`: autograd has noted the version counter, which a copy may not move.
-            cut, value = param.cut, _torch_private.local_part(unsharded).data
-            if not cut.numel:
-                continue
-            if cut.dim is None:
-                pairs.append((value, self._views.part(full[: self.numel], index, 0)))
-            elif cut.is_contiguous:
-                slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
-                pairs.append((slots, self._views.block(full, index)))
-            else:
-                pieces = self._views.pieces(full, index)
-                pairs += zip(cut_up(value, cut), pieces, strict=True)
-        return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
+        return self._views.copies(full, unsharded_params)
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         if self.params_view_output:
@@ -228,12 +210,12 @@ class RowStore(StateStore):
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """Collective for a DTensor that is placed in another way than the parameter."""
         param = self._params[index]
-        parallel = param.placement.parallel
+        parallel = param.kind.parallel
         return cut_up(value if parallel is None else parallel.local(value), param.cut)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S], in the layout of the shard. Return the plain views of it, per parameter."""
-        return [self._views.part(total, index, self.rank) for index in range(len(self._params))]
+        return self._views.parts(total, self.rank)
 
     def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
         if all(map(_requires_grad, self._sharded)):
@@ -261,7 +243,7 @@ class RowStore(StateStore):
         Raises UsageError for tensor-parallel parameters.
         """
         for param, place in zip(self._params, self.orig_params, strict=True):
-            if param.placement.parallel is not None:
+            if param.kind.parallel is not None:
                 raise UsageError(
                     explain(
                         "reshard_after_forward=<int> does not support tensor-parallel parameters.",
@@ -271,15 +253,8 @@ class RowStore(StateStore):
                         fix="pass True or False",
                     )
                 )
-        return PartialRows(
-            [param.cut.shape for param in self._params],
-            [param.kind for param in self._params],
-            [param.sharded for param in self._params],
-            mesh,
-            rank=rank,
-            ranks=ranks,
-            dtype=self._gather_dtype or self.dtype,
-        )
+        dtype = self._gather_dtype or self.dtype
+        return PartialRows(self._params, mesh, rank=rank, ranks=ranks, dtype=dtype)
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         params = (
@@ -413,10 +388,6 @@ class RowStore(StateStore):
         """One per parameter. Raises UsageError if one is cut along another dim than the first."""
         return self._sections
 
-    @property
-    def is_flattened(self) -> bool:
-        return False
-
     def section_of(self, index: int) -> Section:
         return self._sections[index]
 
@@ -447,10 +418,4 @@ class RowStore(StateStore):
                 as_bytes(target).copy_(as_bytes(source))
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        param = self._params[index]
-        parallel = param.placement.parallel
-        if parallel is None:
-            return as_unsharded_param(value, requires_grad, param.kind)
-        found = parallel.parameter(value, requires_grad)
-        found.__dict__ = param.kind.attributes
-        return found
+        return self._params[index].kind.parameter(value, requires_grad)

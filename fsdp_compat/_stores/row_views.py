@@ -3,8 +3,12 @@ S]``."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import nn
+
+from .. import _torch_private
 from .._layout.rows import Cut, RowLayout
 
 __all__ = ["RowViews", "as_bytes", "cut_up", "own_rows"]
@@ -21,6 +25,10 @@ class RowViews:
         shape."""
         place = self._layout.part(index, rank)
         return segment[place.slice].view(self._layout.cuts[index].part_shape(rank))
+
+    def parts(self, segment: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """segment: [S], of ``rank``. Return its parts of all parameters."""
+        return [self.part(segment, index, rank) for index in range(len(self._layout.cuts))]
 
     def block(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """buffer: [ranks * S]. Return the slots of a parameter, [ranks, numel of the slot]."""
@@ -39,6 +47,25 @@ class RowViews:
             partial = block[cut.full_ranks, : cut.rest * cut.row_numel]
             pieces.append(partial.view(*cut.lead, cut.rest, *cut.tail))
         return pieces
+
+    def copies(
+        self, buffer: torch.Tensor, params: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """buffer: [ranks * S]. Return (to, from): the copies that fill whole parameters."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, (cut, param) in enumerate(zip(self._layout.cuts, params, strict=True)):
+            # `.data`: autograd has noted the version counter, which a copy may not move.
+            value = _torch_private.local_part(param).data
+            if not cut.numel:
+                continue
+            if cut.dim is None:
+                pairs.append((value, self.part(buffer[: self._layout.numel], index, 0)))
+            elif cut.is_contiguous:
+                slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
+                pairs.append((slots, self.block(buffer, index)))
+            else:
+                pairs += zip(cut_up(value, cut), self.pieces(buffer, index), strict=True)
+        return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
 
     def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """buffer: [ranks * S]. Return the views of what belongs to no parameter."""

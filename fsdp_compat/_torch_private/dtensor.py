@@ -38,13 +38,13 @@ def spec_for(
     mesh: Any,
     placements: Sequence[Any],
     shape: Sequence[int],
-    stride: Sequence[int],
     dtype: torch.dtype,
 ) -> Any:
-    """Return the description of how DTensors lie on a mesh, which ``dtensors`` takes."""
+    """Return the description of how row-major DTensors lie on a mesh, which ``dtensors`` takes."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 

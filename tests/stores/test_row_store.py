@@ -388,11 +388,9 @@ def test_rows_of_fewer_ranks_bring_the_parameters_back(ranks: int, fewer: int) -
     for rank in range(fewer):
         rows = stores[0].partial_rows(None, rank, fewer)
         held.append(torch.zeros(rows.numel))
-        for part, own in zip(
-            rows.parts(held[-1]), rows.own_rows(memory.unsharded_params), strict=True
-        ):
-            part.copy_(own)
         shown = rows.params(held[-1])
+        for param, own in zip(shown, rows.own_rows(memory.unsharded_params), strict=True):
+            param.data.copy_(own)
         assert [param.requires_grad for param in shown] == [
             param.requires_grad for param in model.parameters()
         ]
@@ -416,8 +414,8 @@ def partial_dtensors() -> None:
     held = torch.zeros(rows.numel)
     with torch.no_grad():
         unsharded = [nn.Parameter(whole.contiguous()) for whole in wholes]
-        for part, own in zip(rows.parts(held), rows.own_rows(unsharded), strict=True):
-            part.copy_(own)
+        for param, own in zip(rows.params(held), rows.own_rows(unsharded), strict=True):
+            param.to_local().copy_(own)
     for shown, whole in zip(rows.params(held), wholes, strict=True):
         assert isinstance(shown, nn.Parameter)
         assert shown.device_mesh == fewer

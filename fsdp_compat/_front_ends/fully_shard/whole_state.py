@@ -175,7 +175,5 @@ def _rows_of(whole: torch.Tensor, store: RowStore, index: int, param: Any) -> to
     whole = whole.detach()
     local = store.rows_of_whole(index, whole if parallel is None else parallel.part(whole))
     local = local.clone(memory_format=torch.contiguous_format)
-    spec = torch_dtensor.spec_for(
-        param.device_mesh, param.placements, param.shape, param.stride(), whole.dtype
-    )
+    spec = torch_dtensor.spec_for(param.device_mesh, param.placements, param.shape, whole.dtype)
     return torch_dtensor.dtensors([local], [spec])[0]
