@@ -97,8 +97,7 @@ class StoreRendezvous(Waiter):
         will use.
         """
         rank = self.activity.global_rank
-        what = f"{call} {self.number_of(subject)}"
-        turn = Turn(self, call, zlib.crc32(what.encode()), name)
+        turn = Turn(self, call, self.number_of(subject), name)
         progress.follow()
         if not self._lock.acquire(blocking=False):
             raise self.error(
@@ -106,10 +105,7 @@ class StoreRendezvous(Waiter):
                 f"rank {rank} called {call} from a second thread",
             )
         try:
-            is_complete = turn.arrive()
-            while not is_complete:
-                time.sleep(turn.pause_s())
-                is_complete = turn.look()
+            turn.run()
         except StateError:
             raise
         except RuntimeError as error:
@@ -148,15 +144,14 @@ class StoreRendezvous(Waiter):
 
 
 class Turn:
-    """One rendezvous, as one of its ranks sees it: ``arrive``, then ``look`` until either is
-    True."""
+    """One rendezvous, as one of its ranks sees it."""
 
-    def __init__(self, rendezvous: StoreRendezvous, call: str, checksum: int, name: str) -> None:
+    def __init__(self, rendezvous: StoreRendezvous, call: str, subject: int, name: str) -> None:
         self._rendezvous, self._store = rendezvous, rendezvous.store
         self._activity, self._name = rendezvous.activity, rendezvous.activity.name
         self._call = call
-        # what each member adds to the counter
-        self._value = 1 + ((checksum & ((1 << _CALL_BITS) - 1)) << _COUNT_BITS)
+        checksum = zlib.crc32(f"{call} {subject}".encode()) & ((1 << _CALL_BITS) - 1)
+        self._value = 1 + (checksum << _COUNT_BITS)  # what each member adds to the counter
         self._number = rendezvous.next
         self._total = 0  # of the counter
         self._inquiry = Inquiry(self._store, name)
@@ -164,9 +159,24 @@ class Turn:
         self._started = self._asked_at = time.monotonic()
         self._ask_s = min(ASK_S, idle_limit_s() / 5)
 
-    def arrive(self) -> bool:
-        """Add this rank to the next rendezvous that is not closed. Returns and raises as ``look``
-        does."""
+    def run(self) -> None:
+        """Return when all members have arrived. Raises StateError if they never will."""
+        self._arrive()
+        while not self._is_complete(self._total):
+            if self._total < 0:  # in the words of the rank that closed it
+                raise self._refusal()
+            diagnosis = self._activity.diagnosis
+            if diagnosis is not None:
+                self.close(diagnosis.lines)
+            elif self._is_pointless():
+                self.close({})
+            waited_s = time.monotonic() - self._started
+            time.sleep(min(PAUSE_S, max(5e-5, waited_s / 10)))
+            self._total = self._store.sum_of(self._name, self._number)
+        self._rendezvous.last_complete = self._number
+
+    def _arrive(self) -> None:
+        """Add this rank to the next rendezvous that is not closed."""
         rendezvous, activity, name = self._rendezvous, self._activity, self._name
         activity.thread, activity.diagnosis = threading.get_ident(), None
         rank, call = activity.global_rank, f"called {self._call} at {progress.place()}"
@@ -177,35 +187,10 @@ class Turn:
         activity.counts[RENDEZVOUS] = self._number
         if self._is_complete(self._total):
             self._forget_earlier()
-        else:
-            if self._num_arrived() > 1:  # another rank asks already; but it may die
-                self._ask_s *= 5 * max(1, len(activity.members) / 64)
-            activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
-        return self._judge()
-
-    def pause_s(self) -> float:
-        """Return how long to sleep before the next look."""
-        return min(PAUSE_S, max(5e-5, (time.monotonic() - self._started) / 10))
-
-    def look(self) -> bool:
-        """Return True if all members have arrived.
-
-        Raises StateError if they never will.
-        """
-        self._total = self._store.sum_of(self._name, self._number)
-        return self._judge()
-
-    def _judge(self) -> bool:
-        if self._is_complete(self._total):
-            self._rendezvous.last_complete = self._number
-            return True
-        if self._total < 0:
-            raise self._refusal()
-        if self._activity.diagnosis is not None:
-            self.close(self._activity.diagnosis.lines)
-        elif self._is_pointless():
-            self.close({})
-        return False  # refused at the next look, in the words of the rank that closed it
+            return
+        if self._num_arrived() > 1:  # another rank asks already; but it may die
+            self._ask_s *= 5 * max(1, len(activity.members) / 64)
+        activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
 
     def close(self, known: dict[int, str]) -> None:
         """Close the rendezvous, unless it is complete or closed. known: why, for some ranks."""
