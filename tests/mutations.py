@@ -186,6 +186,12 @@ BREAKS = (
         "tests/checkpoint/test_native.py -k full_disk",
     ),
     Break(
+        "connecting without a rendezvous",
+        "rendezvous = rendezvous_of(activity.members, activity.name)",
+        "rendezvous = None",
+        f"{FRONTENDS}/test_divergence.py -k built_by_one_rank_alone_is_refused",
+    ),
+    Break(
         "search for deadlocks finds nothing",
         "if peer is None or not peer.lacks(wait):",
         "if True:",
