@@ -93,6 +93,7 @@ class TwoStages(ProcessGroupTransport):
     def _end_gather(self, handle: _Pending, what: str) -> None:
         near, (tag, *_), staged = self._near, handle.message, handle.keep
         self._far.end_gather(handle.stage, what)
+        near.settle(what)  # the others have read the last gather: its memory can be freed
         grid = self._by_host_and_place(handle.target)
         shape = self._num_places, *staged.view(self._num_hosts, -1).shape
         # messages are not received into memory that lies apart
@@ -102,7 +103,6 @@ class TwoStages(ProcessGroupTransport):
         near.end_gather(stage, what)
         if not is_direct:
             grid.copy_(places.transpose(0, 1))
-        near.settle(what)  # the others read meanwhile; `staged` can be freed
         handle.ended, handle.keep = True, None
         del self._gathers[tag]
 
