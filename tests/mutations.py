@@ -78,8 +78,8 @@ BREAKS = (
     ),
     Break(
         "gradients of newly trainable parameters without a place",
-        "if self._buffer is None or not self._buffer.has_places(indices):",
-        "if self._buffer is None:",
+        "if buffer is None or not buffer.has_places(indices):",
+        "if buffer is None:",
         f"{FULLY_SHARD}/test_programs.py -k frozen_and_trained",
     ),
     Break(
@@ -103,14 +103,14 @@ BREAKS = (
     ),
     Break(
         "a second gradient of one parameter in one put lost",
-        "elif len(set(indices)) < len(indices):",
-        "elif False:",
+        "if received.isdisjoint(indices) and len(set(indices)) == len(indices):",
+        "if received.isdisjoint(indices):",
         f"{FRONTENDS}/test_mixed_precision.py -k evaluation_with_gradients",
     ),
     Break(
         "no division by the number of ranks",
-        "divisor = self.ranks / self.predivisor",
-        "divisor = 1 / self.predivisor",
+        "value = (policy.divide_by or self._axes.ranks) / self._predivisor",
+        "value = (policy.divide_by or 1) / self._predivisor",
         f"{FRONTENDS}/test_training.py -k units_inside_of_units",
     ),
     Break(
@@ -139,8 +139,8 @@ BREAKS = (
     ),
     Break(
         "sum over the replicas skipped",
-        "if reduces_over_replicas and plan.replica.ranks > 1:",
-        "if reduces_over_replicas and plan.replica.ranks > 99:",
+        "if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):",
+        "if axes.replica.ranks > 99 and not (policy.hook is not None and axes.one_group):",
         f"{FRONTENDS}/test_training.py -k two_replicas_of_two_shards",
     ),
     Break(
@@ -241,13 +241,13 @@ BREAKS = (
     ),
     Break(
         "the user's divide factor ignored",
-        "if settings.divide_factor is None:",
-        "if settings is not None:",
+        "value = (policy.divide_by or self._axes.ranks) / self._predivisor",
+        "value = self._axes.ranks / self._predivisor",
         f"{FULLY_SHARD}/test_methods.py -k divided_by_the_factor",
     ),
     Break(
         "the user's all-reduce hook skipped",
-        "run_on(settings.all_reduce_stream, settings.all_reduce_hook, total)",
+        "run_on(policy.all_reduce_stream, policy.all_reduce_hook, total)",
         "run_on(None, id, total)",
         "tests/fully_shard/test_methods.py -k all_reduce_hook_sees",
     ),
@@ -265,13 +265,13 @@ BREAKS = (
     ),
     Break(
         "gradients for parameters that received none",
-        "if settings.all_reduce_hook is None and len(received) < len(self._all_indices):",
-        "if False:",
+        "if len(received) < len(self._all_indices):\n            read = ",
+        "if False:\n            read = ",
         f"{FULLY_SHARD}/test_programs.py -k random_programs_train",
     ),
     Break(
         "no zeros reduced for unused parameters",
-        "or (conduct.reduces_unused and gradients.is_trainable)",
+        "or (policy.reduces_unused and gradients.is_trainable)",
         "or False",
         "tests/fully_shard/test_methods.py -k do_not_reach_the_loss",
     ),

@@ -18,10 +18,10 @@ from torch import nn
 
 from .. import _torch_private
 from .bulk_dict import exhaust
-from .reduce_plan import ReducePlan
+from .reduce_policy import ReduceAxes
 from .store import ParamStore
 
-__all__ = ["DTensorGrads", "ShardedGrads"]
+__all__ = ["ShardedGrads"]
 
 _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
 _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
@@ -38,14 +38,27 @@ class _Note:
 class ShardedGrads:
     """``.grad`` of one group's sharded parameters."""
 
-    def __init__(self, store: ParamStore, grad_dtype: torch.dtype | None) -> None:
-        """grad_dtype: of ``.grad``; None: the shard's."""
-        self._dtype = grad_dtype or store.dtype
+    def __init__(
+        self,
+        store: ParamStore,
+        unsharded_params: Sequence[nn.Parameter],
+        grad_dtype: torch.dtype | None,
+        is_dtensor: bool,
+    ) -> None:
+        """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: the sharded parameters are
+        DTensors. Their gradients stay None until a reduction, also after a backward without
+        communication, and where they were not used; users' hooks run after each accumulation."""
+        self._dtype, self._is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
         # Positions of parameters that this rank has no part of: they never have gradients here,
-        # and optimizers keep no state for them.
-        self._absent: frozenset[int] = frozenset()
-        self.num_held = len(self._params)  # parameters that this rank has a part of
+        # and optimizers keep no state for them. DTensors have empty ones.
+        self._absent = frozenset(
+            position
+            for position, (param, indices) in enumerate(store.sharded_params)
+            if not (is_dtensor or param.numel())
+            and any(unsharded_params[index].numel() for index in indices)
+        )
+        self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
         self._notes: list[_Note | None] = []  # by position; None: does not require gradients
         if grad_dtype is not None:
             for param in self._params:
@@ -53,33 +66,38 @@ class ShardedGrads:
                 param.grad_dtype = grad_dtype
                 param.grad = None if grad is None else grad.to(grad_dtype)
 
-    def set_absent(self, positions: Sequence[int]) -> None:
-        """positions: of the sharded parameters that this rank has no part of."""
-        self._absent = frozenset(positions)
-        self.num_held = len(self._params) - len(self._absent)
-
-    def accumulate(self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, what: str) -> None:
+    def accumulate(self, grads: Sequence[torch.Tensor | None], axes: ReduceAxes, what: str) -> None:
         """Assign reduced gradients, one per sharded parameter, or add them to existing
         gradients."""
-        params = self._params
+        params, is_dtensor = self._params, self._is_dtensor
         if self._absent:
             grads = [
                 None if position in self._absent else grad for position, grad in enumerate(grads)
             ]
-        if all(map(_requires_grad, params)) and not any(
-            map(operator.is_not, map(_grad, params), _NONES)
-        ):
+        takes = map(operator.is_not, grads, _NONES) if is_dtensor else map(_requires_grad, params)
+        if all(takes) and not any(map(operator.is_not, map(_grad, params), _NONES)):
             exhaust(map(setattr, params, _GRAD, grads))
+            self._run_hooks(params, axes)
             return
+        is_settled = False
         for param, grad in zip(params, grads, strict=True):
-            if not param.requires_grad:
+            if grad is None if is_dtensor else not param.requires_grad:
                 continue
             if param.grad is None or grad is None:
                 param.grad = grad
             else:
-                plan.offload.wait_readers()
-                plan.replica.settle(what, True)  # peers may still read gradients of this backward
-                param.grad.add_(grad)
+                if not is_settled:
+                    axes.settle(what)
+                    is_settled = True
+                # Of the plain tensors: the addition of DTensors costs ten times as much.
+                _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
+            self._run_hooks((param,), axes)
+
+    def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes) -> None:
+        """Run the user's post-accumulate hooks, which may read gradients at once."""
+        if self._is_dtensor and _torch_private.have_post_accumulate_hooks(params):
+            axes.offload.wait_readers()  # the copies to the host
+            _torch_private.run_post_accumulate_hooks(params)
 
     def step_in_backward(self) -> None:
         """Run the optimizers that step in backward, with complete gradients, then drop the
@@ -105,6 +123,8 @@ class ShardedGrads:
         zero_grad clears is cleared on all ranks.
         """
         self._notes = []
+        if self._is_dtensor:
+            return
         for param in self._params:
             if not param.requires_grad:
                 self._notes.append(None)
@@ -128,40 +148,3 @@ class ShardedGrads:
                 zeroed.append(position)
         self._notes = []
         return replaced, zeroed
-
-
-class DTensorGrads(ShardedGrads):
-    """``.grad`` of sharded parameters that are DTensors. It stays None until a reduction, also
-    after a backward without communication, and for parameters that were not used."""
-
-    def accumulate(self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, what: str) -> None:
-        params, is_settled = self._params, False
-        if not any(map(operator.is_, grads, _NONES)) and not any(
-            map(operator.is_not, map(_grad, params), _NONES)
-        ):
-            exhaust(map(setattr, params, _GRAD, grads))
-            self._run_hooks(params, plan)
-            return
-        for param, grad in zip(params, grads, strict=True):
-            if grad is None:
-                continue
-            if param.grad is None:
-                param.grad = grad
-            else:
-                if not is_settled:
-                    plan.offload.wait_readers()
-                    plan.replica.settle(what, True)
-                    is_settled = True
-                # Of the plain tensors: the addition of DTensors costs ten times as much.
-                _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
-            self._run_hooks((param,), plan)
-
-    @staticmethod
-    def _run_hooks(params: Sequence[nn.Parameter], plan: ReducePlan) -> None:
-        """Run the user's post-accumulate hooks, which may read gradients at once."""
-        if _torch_private.have_post_accumulate_hooks(params):
-            plan.offload.wait_readers()  # the copies to the host
-            _torch_private.run_post_accumulate_hooks(params)
-
-    def note(self) -> None:
-        pass

@@ -122,7 +122,7 @@ class BackwardRunner:
                 progress.note_error(error)  # the other ranks may wait in this backward
                 raise
             self._gathering.begin_backward()
-            reduces_unused = any(unit.conduct.reduces_unused for unit in self._units)
+            reduces_unused = any(unit.conduct.reduction.reduces_unused for unit in self._units)
             current.has_rest = self._allow_unused_units or reduces_unused
             current.defers = current.has_rest and not self._communicators.have_tags
             self.reductions.is_unlimited = reduces_unused and not current.defers
@@ -227,7 +227,7 @@ class BackwardRunner:
                 # A user's hook communicates by itself: where ranks use different units, all of them
                 # call it at the end of backward.
                 if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and (
-                    not self._allow_unused_units or gradients.hook is None
+                    not self._allow_unused_units or gradients.policy.hook is None
                 ):
                     received.append(gradients)
             if received:
@@ -240,8 +240,8 @@ class BackwardRunner:
         one; but what stays for later backwards is always allocated on the side stream."""
         if not self._side.exists:
             return HERE
-        conduct = unit.conduct
-        leaves_nothing = self.sync and conduct.sync and conduct.all_reduce
+        policy = unit.conduct.reduction
+        leaves_nothing = self.sync and policy.sync and policy.over_replicas
         if at_end and leaves_nothing and not self.finalizes_by_hand:
             return HERE
         return self._side.work()
@@ -298,8 +298,8 @@ class BackwardRunner:
             )
         is_used = dict(zip(every, used, strict=True))
         for unit in reversed(self._units):
-            conduct = unit.conduct
-            reduces = self.sync and conduct.sync and not self.finalizes_by_hand
+            policy = unit.conduct.reduction
+            reduces = self.sync and policy.sync and not self.finalizes_by_hand
             is_ordered = self._allow_unused_units or backward.defers
             left = [g for g in self._gradients_of(unit) if g not in backward.reduced]
             ready = [
@@ -308,7 +308,7 @@ class BackwardRunner:
                 if reduces
                 and (
                     (is_ordered and is_used[gradients])
-                    or (conduct.reduces_unused and gradients.is_trainable)
+                    or (policy.reduces_unused and gradients.is_trainable)
                 )
             ]
             with self._place(unit, at_end=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 
 from .dtypes import ComputeDtype
 from .freshness import Freshness
+from .reduce_policy import ReducePolicy
 
-__all__ = ["Conduct", "PrefetchedUnit", "ReductionSettings"]
+__all__ = ["Conduct", "PrefetchedUnit"]
 
 
 class PrefetchedUnit(typing.Protocol):
@@ -24,19 +25,6 @@ class PrefetchedUnit(typing.Protocol):
     runtime: Any
 
     def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ReductionSettings:
-    """How the gradients of a unit are reduced, where the user decides it."""
-
-    divide_factor: float | None = None  # gradients are divided by it; None: by the number of ranks
-    # Gets the reduced gradient shard [S] in the dtype of the reduction, and may change it.
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_stream: torch.Stream | None = None  # that the hook runs on; None: as reductions
-    # A reduce-scatter of the user: allocate(size, dtype=, device=) and
-    # (output_tensor=, input_tensor=, group=, op=).
-    custom: Any = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,9 +38,7 @@ class Conduct:
     partial_mesh: Any = None  # a 2-D DeviceMesh (outer, partial_ranks)
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    sync: bool = True  # gradients are reduced in backward
-    all_reduce: bool = True  # and summed over the replicas too
-    reduces_unused: bool = False  # zeros are reduced for parameters without a gradient
+    reduction: ReducePolicy = dataclasses.field(default_factory=ReducePolicy)
     allow_unused_units: bool = False  # ranks may use different units, and so parameters
     keeps_storage: bool = False  # unsharded parameters keep their memory while sharded
     output_dtype: torch.dtype | None = None  # of forward's outputs; None: as they are
@@ -60,9 +46,10 @@ class Conduct:
     pinned: bool = False
     forward_prefetch: Sequence[Conduct] = ()  # unsharded with this unit, instead of guesses
     backward_prefetch: Sequence[Conduct] = ()
-    custom_all_gather: Any = None  # as ReductionSettings.custom
+    # The user's: allocate(size, dtype=, device=) and (output_tensor=, input_tensor=, group=,
+    # async_op=).
+    custom_all_gather: Any = None
     process_group: dist.ProcessGroup | None = None  # of the shard axis, for the user's collectives
-    reduction: ReductionSettings = ReductionSettings()
     unit: PrefetchedUnit | None = None  # once it exists
     num_holders: int = -1  # of the unsharded parameters' memory, see Unit.watch_holders
     fewest_holders: int = 0  # that were ever seen; 0: not yet

@@ -29,7 +29,11 @@ def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
     Elements of [S] between the views are zero, unless a user's hook has reduced.
     """
     of_group = group.gradients
-    if len(grads) < 2 or len(grads) != of_group.sharded.num_held or of_group.hook is not None:
+    if (
+        len(grads) < 2
+        or len(grads) != of_group.sharded.num_held
+        or of_group.policy.hook is not None
+    ):
         return grads
     total = _torch_private.base_of(grads[0])
     if (

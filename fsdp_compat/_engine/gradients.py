@@ -14,29 +14,17 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.communicator import Transport
-from .accumulation import DTensorGrads, ShardedGrads
+from .accumulation import ShardedGrads
 from .bulk_dict import exhaust
 from .conduct import Conduct
-from .conducted_reduce import ConductedReduceBuffer
 from .device import reduce_stream
-from .reduce import (
-    DirectGradBuffer,
-    GradBuffer,
-    ReduceBuffer,
-    Reduction,
-)
-from .reduce_plan import CommHook, ReducePlan
+from .dtypes import Precision
+from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction
+from .reduce_policy import CommHook, ReduceAxes, ReducePolicy, predivisor
 from .storage import GroupMemory
-from .store import ParamStore
+from .store import ParamStore, ReduceForm
 
-__all__ = [
-    "LARGE",
-    "ConductedGradients",
-    "Gradients",
-    "InFlightReductions",
-    "is_large",
-]
+__all__ = ["LARGE", "Gradients", "InFlightReductions", "is_large"]
 
 # Elements. Parameters of this size have a hook each, and their gradients are taken as they come;
 # those of smaller ones are taken together in post-backward.
@@ -64,20 +52,25 @@ class Gradients:
         self,
         store: ParamStore,
         memories: Sequence[GroupMemory],
-        plan: ReducePlan,
+        axes: ReduceAxes,
         large: Collection[nn.Parameter],
-        reduce_dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
+        conduct: Conduct | None,
     ) -> None:
-        """large: unsharded parameters that have a hook each (see ``take_large``)."""
+        """large: unsharded parameters that have a hook each (see ``take_large``). conduct: of the
+        unit, if the user may change it; sharded parameters are DTensors then."""
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; the runtime sets it.
         self.limit_in_flight: Callable[[], None] = _no_limit
-        self.sharded = self._sharded_grads(store, plan.grad_dtype)
+        grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
+        whole = memories[0].unsharded_params
+        self.sharded = ShardedGrads(store, whole, grad_dtype, is_dtensor=conduct is not None)
         self.received: Collection[int] = ()  # indices of parameters whose gradients are here
         self.reduction: Reduction | None = None
-        self._store, self._memories, self._plan = store, memories, plan
-        self.reduce_dtype, self._device = reduce_dtype, device
+        self.axes = axes
+        self._store, self._memories, self._conduct = store, memories, conduct or Conduct()
+        self.reduce_dtype, self._grad_dtype, self._device = precision.reduce, grad_dtype, device
         self._side = reduce_stream(device)
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
         params = [
@@ -89,22 +82,14 @@ class Gradients:
         self.small = _SmallParams(
             [param for _, param in params], [index for index, _ in params], [None] * len(params)
         )
-        whole = memories[0].unsharded_params
-        self.sharded.set_absent(
-            [
-                position
-                for position, (param, indices) in enumerate(store.sharded_params)
-                if not param.numel() and any(whole[index].numel() for index in indices)
-            ]
-        )
 
-    @staticmethod
-    def _sharded_grads(store: ParamStore, grad_dtype: torch.dtype | None) -> ShardedGrads:
-        return ShardedGrads(store, grad_dtype)
+    @property
+    def policy(self) -> ReducePolicy:
+        return self._conduct.reduction
 
     def wants_reduction(self, sync: bool) -> bool:
         """True if post-backward is to reduce what was received. sync: of the runtime."""
-        return sync and bool(self.received)
+        return sync and self.policy.sync and bool(self.received)
 
     @property
     def have_come(self) -> bool:
@@ -119,22 +104,16 @@ class Gradients:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of reduced gradients."""
-        return self._plan.grad_dtype or self._store.dtype
-
-    @property
-    def axis(self) -> Transport:
-        """Of the ranks that gradients are reduced over, without replicas."""
-        return self._plan.shard
+        return self._grad_dtype or self._store.dtype
 
     def count_collectives(self) -> None:
         """Count those of a reduction. What a user's hook does counts by itself."""
-        if self.hook is None:
-            self._count(is_custom=False, over_replicas=True)
-
-    def _count(self, is_custom: bool, over_replicas: bool) -> None:
-        if self.axis.ranks > 1 and not is_custom:
+        policy, axes = self.policy, self.axes
+        if policy.hook is not None:
+            return
+        if axes.shard.ranks > 1 and policy.custom is None:
             _torch_private.count_collective("_reduce_scatter_base_")
-        if self._plan.replica.ranks > 1 and over_replicas:
+        if axes.replica.ranks > 1 and policy.over_replicas:
             _torch_private.count_collective("allreduce_")
 
     @property
@@ -142,14 +121,10 @@ class Gradients:
         """True if some sharded parameter is trainable now."""
         return any(param.requires_grad for param, _ in self._store.sharded_params)
 
-    @property
-    def hook(self) -> CommHook | None:
-        return self._plan.hook
-
     def set_hook(self, hook: CommHook) -> None:
         """Let the user's hook sum and average gradients from now on. Must not be called while
         gradients are received."""
-        self._plan = dataclasses.replace(self._plan, hook=hook, predivisor=1.0)
+        self._conduct.reduction = dataclasses.replace(self.policy, hook=hook)
         self._buffer, self.received = None, ()  # the next buffer does not divide
 
     # -- in every backward
@@ -180,7 +155,10 @@ class Gradients:
             self.limit_in_flight()
         if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
-        buffer, originals = self._buffer or self._make_buffer(), grads
+        buffer, originals = self._buffer, grads
+        # The other trainable parameters are looked at once, when the reduction starts.
+        if buffer is None or not buffer.has_places(indices):
+            buffer = self._buffer_for(indices)
         if any(map(_is_sparse, grads)) or (
             torch.is_grad_enabled() and any(map(_requires_grad, grads))
         ):  # the latter with create_graph
@@ -188,70 +166,89 @@ class Gradients:
         buffer.put(indices, grads)
         self._side.hold(originals)
 
-    def _make_buffer(self) -> GradBuffer:
-        buffer = self._buffer = self._new_buffer()
-        self.received = buffer.received
-        return buffer
+    def _buffer_for(self, indices: Collection[int]) -> GradBuffer:
+        """Return a buffer with places for all trainable parameters, for ``indices``, and for what
+        was received, even if it was frozen since. Collective if a reduction is in flight."""
+        before = self._buffer
+        form = self._store.reduce_form(itertools.chain(indices, self.received))
+        if before is not None and before.form is form:
+            return before
+        if self.reduction is not None:
+            self.finish_reduction()
+        made = self._new_buffer(form)
+        if isinstance(before, ReduceBuffer) and isinstance(made, ReduceBuffer):
+            made.take_over(before)
+        self._buffer, self.received = made, made.received
+        return made
 
-    def _new_buffer(self) -> GradBuffer:
-        plan, store, memory = self._plan, self._store, self._memories[0]
-        params = memory.unsharded_params
-        whole = all(
-            len(indices) == 1
-            and sharded_param.shape == params[indices[0]].shape
-            and _torch_private.is_plain(params[indices[0]])
-            for sharded_param, indices in store.sharded_params
-        )
-        exact = (
-            self.reduce_dtype == store.dtype
-            and plan.grad_dtype is None
+    def _new_buffer(self, form: ReduceForm) -> GradBuffer:
+        axes, store, memory = self.axes, self._store, self._memories[0]
+        is_hooked, params = self.policy.hook is not None, memory.unsharded_params
+        if (
+            axes.ranks == 1
+            and form is store
+            and not is_hooked
+            and memory.aliased
             and len(self._memories) == 1
-        )
-        if plan.ranks == 1 and plan.hook is None and memory.aliased and whole and exact:
+            and (self.reduce_dtype, self._grad_dtype) == (store.dtype, None)
+            and all(
+                len(indices) == 1
+                and sharded_param.shape == params[indices[0]].shape
+                and _torch_private.is_plain(params[indices[0]])
+                for sharded_param, indices in store.sharded_params
+            )
+        ):
             return DirectGradBuffer(store)
         return ReduceBuffer(
-            store, plan.shard.ranks, self.reduce_dtype, self._device, plan.predivisor, plan
+            form,
+            axes,
+            self.reduce_dtype,
+            self._device,
+            predivisor=1.0 if is_hooked else predivisor(axes.ranks, self.reduce_dtype),
+            grad_dtype=self._grad_dtype,
         )
 
     def start_reduction(self) -> None:
         """Collective. Reduce what was received, with zeros for the rest."""
         if self.reduction is not None:
             self.finish_reduction()
-        buffer = self._buffer or self._make_buffer()
-        self.reduction = Reduction(buffer.reduce(self._plan, self.what))
+        self.reduction = Reduction(self._buffer_for(()).reduce(self.policy, self.what))
 
-    def free_buffer(self) -> None:
-        """Collective. Advance the reduction until the buffer is free. What is left, over replicas,
-        works on what becomes the gradients."""
-        reduction, buffer = self.reduction, self._buffer
-        if reduction is not None and buffer is not None:
-            while not reduction.is_communicated and buffer.holds_memory:
-                reduction.advance()
+    @property
+    def left(self) -> Left | None:
+        """What is left of the reduction; None: nothing, or computation only."""
+        return None if self.reduction is None else self.reduction.left
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if nothing of the reduction is left to be communicated."""
+        return self.left in (None, Left.READ)
 
     def advance(self) -> None:
         """Collective. Go to the next stage of the reduction."""
         assert self.reduction is not None
         self.reduction.advance()
 
-    @property
-    def waits_at_end(self) -> bool:
-        return self.reduction is not None and self.reduction.waits_at_end
+    def free_buffer(self) -> None:
+        """Collective. Advance the reduction until the buffer is free. What is left, over replicas,
+        works on what becomes the gradients."""
+        while not self.is_reduced and self._holds_memory:
+            self.advance()
 
-    def advance_over_replicas(self) -> None:
-        """Collective. Go to the next stage, if the buffer is free."""
-        if not self.is_reduced and self._buffer is not None and not self._buffer.holds_memory:
+    def roll(self) -> None:
+        """Collective. Send the next message of the reduction, if the buffer is free."""
+        if self.left is Left.MESSAGES and not self._holds_memory:
             self.advance()
 
     @property
-    def is_reduced(self) -> bool:
-        """True if nothing of the reduction is left to be communicated."""
-        return self.reduction is None or self.reduction.is_communicated
+    def _holds_memory(self) -> bool:
+        return self._buffer is not None and self._buffer.holds_memory
 
     def finish_reduction(self) -> None:
         """Collective. Wait for the reduction, if there is one, and accumulate its result."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
-            self.sharded.accumulate(reduction.finish(), self._plan, self.what)
+            self.sharded.accumulate(reduction.finish(), self.axes, self.what)
 
     # -- at other times
 
@@ -275,7 +272,7 @@ class Gradients:
         that were not accumulated."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
-            if not self._plan.shard.has_failed and not self._plan.replica.has_failed:
+            if not self.axes.shard.has_failed and not self.axes.replica.has_failed:
                 with contextlib.suppress(StopIteration):  # a stage that raised was the last
                     reduction.finish()
         if self._buffer is not None:
@@ -290,76 +287,6 @@ class Gradients:
         return next(
             (index for index, param in zip(indices, params, strict=True) if param.grad is not None),
             None,
-        )
-
-
-class ConductedGradients(Gradients):
-    """Gradients of a unit that follows a Conduct, as DTensors."""
-
-    _buffer: ConductedReduceBuffer | None
-
-    def __init__(
-        self,
-        store: ParamStore,
-        memories: Sequence[GroupMemory],
-        plan: ReducePlan,
-        large: Collection[nn.Parameter],
-        reduce_dtype: torch.dtype,
-        device: torch.device,
-        conduct: Conduct,
-    ) -> None:
-        super().__init__(store, memories, plan, large, reduce_dtype, device)
-        self._conduct, self._form = conduct, store.reduce_form()
-        self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
-
-    @staticmethod
-    def _sharded_grads(store: ParamStore, grad_dtype: torch.dtype | None) -> ShardedGrads:
-        return DTensorGrads(store, grad_dtype)
-
-    def wants_reduction(self, sync: bool) -> bool:
-        return sync and self._conduct.sync and bool(self.received)
-
-    def count_collectives(self) -> None:
-        conduct = self._conduct
-        self._count(conduct.reduction.custom is not None, conduct.all_reduce)
-
-    def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
-        # The rest of the trainable parameters are looked at once, when the reduction starts.
-        if self._buffer is None or not self._buffer.has_places(indices):
-            self._follow_requires_grad(indices)
-        super()._put(indices, grads)
-
-    def start_reduction(self) -> None:
-        self._follow_requires_grad(())
-        super().start_reduction()
-
-    def _follow_requires_grad(self, indices: Sequence[int]) -> None:
-        """Let the buffer have places for all trainable parameters, for ``indices``, and for what
-        was received, even if it was frozen since. Collective if a reduction is in flight."""
-        before = self._buffer
-        if before is None:
-            self._form = self._store.reduce_form(indices)
-            return
-        form = self._store.reduce_form(itertools.chain(indices, before.received))
-        if before.form is not form:
-            if self.reduction is not None:
-                self.finish_reduction()
-            self._form = form
-            made = self._new_buffer()
-            if not before.is_empty:
-                made.take_over(before)
-            self._buffer, self.received = made, made.received
-
-    def _new_buffer(self) -> ConductedReduceBuffer:
-        return ConductedReduceBuffer(
-            self._store,
-            self._plan.shard.ranks,
-            self.reduce_dtype,
-            self._device,
-            self._plan.predivisor,
-            self._plan,
-            self._conduct,
-            self._form,
         )
 
 
@@ -381,11 +308,11 @@ class InFlightReductions:
         if self._limit is not None and len(self._units) > self._limit:
             self.limit_in_flight()
         if _torch_private.counts_collectives():
-            for gradients in {gradients.axis: gradients for gradients in unit}.values():
+            for gradients in {gradients.axes.shard: gradients for gradients in unit}.values():
                 gradients.count_collectives()
         if self._limit is not None and not self.is_unlimited:
             for gradients in itertools.chain.from_iterable(self._units):
-                gradients.advance_over_replicas()  # their next messages, beside this unit's
+                gradients.roll()  # beside this unit's messages
         for gradients in unit:
             gradients.start_reduction()
         self._units.append(unit)
@@ -400,21 +327,22 @@ class InFlightReductions:
 
     def _free_buffers(self, limit: int) -> None:
         """All but ``limit`` buffers. What is left of these reductions, over replicas, runs beside
-        the next unit's backward, and is waited for after it."""
+        the next units' backwards, one step beside each, and is waited for after the last one."""
         units = self._units
         for index in range(len(units) - limit):
             for gradients in units[index]:
                 gradients.free_buffer()
-        while len(units) > limit and (
-            len(units) > limit + 1 or all(gradients.is_reduced for gradients in units[0])
-        ):
+        while len(units) > limit:
+            left = [gradients.left for gradients in units[0]]
+            if Left.MESSAGES in left or (Left.WAIT in left and len(units) == limit + 1):
+                break
             self._finish_unit(units.popleft())
 
     def _finish_unit(self, unit: list[Gradients]) -> None:
         for gradients in unit:
             while not gradients.is_reduced:
                 gradients.advance()
-            if gradients.waits_at_end:
+            if gradients.left is Left.READ:
                 self._at_end.append(gradients)
             else:
                 gradients.finish_reduction()

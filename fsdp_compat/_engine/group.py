@@ -11,9 +11,9 @@ from ..errors import AssertedStateError, explain
 from .conduct import Conduct
 from .device import gather_stream, offload_policy, reduce_stream
 from .dtypes import ComputeDtype, Precision
-from .gradients import ConductedGradients, Gradients, is_large
+from .gradients import Gradients, is_large
 from .partial import PartialShard
-from .reduce_plan import ReducePlan, predivisor
+from .reduce_policy import ReduceAxes
 from .requires_grad import RequiresGrad
 from .storage import GroupMemory
 from .store import ParamStore
@@ -42,7 +42,6 @@ class Group:
         """
         self.store, self.device, self.conduct = store, device, conduct
         self.offload = offload_policy(device, offload)
-        divisor = predivisor(mesh.ranks, precision.reduce)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
             GroupMemory(store, mesh.shard.ranks, dtype, device, self.offload.is_offloaded)
@@ -56,14 +55,12 @@ class Group:
         self._all_gather: Handle | None = None  # in flight
         # For the last all-gather of the user.
         self._wait_for_custom = gather_stream(device).mark()
-        plan = ReducePlan(
+        axes = ReduceAxes(
             self.shard,
             self.replica,
             self._tag,
             self.replica.new_tag(),
             self.offload,
-            divisor,
-            grad_dtype=precision.grad if precision.grad not in (None, store.dtype) else None,
             one_group=mesh.one_group,
             is_hybrid=mesh.is_hybrid,
         )
@@ -80,10 +77,7 @@ class Group:
             for param in memory.unsharded_params
             if streamed and is_large(param)
         }
-        arguments = store, self.memories, plan, large, precision.reduce, device
-        self.gradients = (
-            Gradients(*arguments) if conduct is None else ConductedGradients(*arguments, conduct)
-        )
+        self.gradients = Gradients(store, self.memories, axes, large, precision, device, conduct)
         self.partial: PartialShard | None = None  # the front end sets it
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")

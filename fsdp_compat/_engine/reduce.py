@@ -15,68 +15,26 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 import torch
 
 from .. import _torch_private
-from .reduce_plan import CommHook, ReducePlan
+from ..errors import StateError, explain
+from .device import has_streams, read_later, run_on
+from .reduce_policy import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
 from .segments import Segments
 from .storage import Storage
 from .store import ParamStore, ReduceForm
 
-__all__ = [
-    "AT_END",
-    "DirectGradBuffer",
-    "GradBuffer",
-    "ReduceBuffer",
-    "Reduction",
-    "Stages",
-    "Views",
-]
+__all__ = ["DirectGradBuffer", "GradBuffer", "Left", "ReduceBuffer", "Reduction", "Stages"]
 
 
-class AtEnd(enum.Enum):
-    """What a stage yields if the next one makes the host wait for a device, and communicates
-    nothing: it is left for the end of backward."""
+class Left(enum.Enum):
+    """What the next stage of a reduction does, as long as there is one."""
 
-    AT_END = enum.auto()
+    MESSAGES = enum.auto()  # it may send some
+    WAIT = enum.auto()  # it sends nothing, but may wait for peers
+    READ = enum.auto()  # it only makes the host wait for a device, so it can wait for the end
 
 
-AT_END = AtEnd.AT_END
 # of a reduction; the last one yields the gradient of every sharded parameter
-Stages = Iterator[Sequence[torch.Tensor | None] | AtEnd | None]
-
-
-class GradBuffer(typing.Protocol):
-    """Collects the gradients of one group's unsharded parameters until they are reduced."""
-
-    @property
-    def received(self) -> Collection[int]:
-        """The indices of parameters whose gradients are here: always the same object."""
-
-    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Take gradients: assign those not yet received, add the others. An index may come twice.
-        ``grads`` may be empty afterwards, because a buffer may free each gradient it has copied."""
-
-    def drop(self, indices: Iterable[int]) -> None:
-        """Drop the gradients of some parameters."""
-
-    def zero(self, indices: Iterable[int]) -> None:
-        """Set the received gradients of some parameters to zero."""
-
-    def discard(self) -> None:
-        """Drop all gradients and free the memory."""
-
-    def reduce(self, plan: ReducePlan, what: str) -> Stages:
-        """Reduce the gradients, with zeros for those not received. Collective.
-
-        A generator of stages, each of which may wait for the one before. The last one yields the
-        gradient of every sharded parameter, the others None. At the end of backward the stages of
-        all groups run in turn, so that ranks that finish groups in different orders do not wait for
-        each other in a circle.
-        """
-
-    @property
-    def holds_memory(self) -> bool: ...
-
-    @property
-    def resident_nbytes(self) -> int: ...
+Stages = Iterator[Sequence[torch.Tensor | None] | Left]
 
 
 class Views(typing.NamedTuple):
@@ -100,38 +58,40 @@ class ReduceBuffer:
 
     def __init__(
         self,
-        store: ParamStore,
-        ranks: int,
+        form: ReduceForm,
+        axes: ReduceAxes,
         dtype: torch.dtype,
         device: torch.device,
+        *,
         predivisor: float = 1.0,
-        plan: ReducePlan | None = None,
-        form: ReduceForm | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """predivisor: of gradients when they are put in. plan: of the reductions to come; None: the
-        buffer has memory of its own."""
-        self.received, self._predivisor = set[int](), predivisor
-        self.form: ReduceForm = form or store.reduce_form()
-        self._ranks, self._plan = ranks, plan
+        """dtype: of the reduction. predivisor: of gradients when they are put in. grad_dtype: of
+        the result; None: the form's."""
+        self.received = set[int]()  # the indices of parameters whose gradients are here
+        self.form, self._axes, self._predivisor = form, axes, predivisor
+        self._grad_dtype = grad_dtype or form.dtype
         # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
-        self._sum_dtype = torch.promote_types(
-            torch.promote_types(dtype, self.form.dtype), torch.float32
-        )
-        buffer = torch.empty(ranks * self.form.numel, dtype=dtype, device=device)
+        self._sum_dtype = torch.promote_types(torch.promote_types(dtype, form.dtype), torch.float32)
+        buffer = torch.empty(axes.shard.ranks * form.numel, dtype=dtype, device=device)
         self._storage = Storage(buffer)
         self.views = self._own = self._views_of(buffer)
         self._storage.free()
         # In place of the buffer's own memory: what peers read later, or what becomes gradients.
         self._block: torch.Tensor | None = None
-        self._all_indices = self.form.indices
-        self._takes_all = self.form.takes_all and predivisor == 1
+        self._all_indices, self._every = form.indices, frozenset(form.indices)
         self._is_clean = False  # zeros lie around the gradients already
+        # Summed over the shard axis, not yet over the replicas, and the parameters in it.
+        self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
+        self._divisor = Divisor(axes.ranks / predivisor)
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
-        places = self.form.places(buffer)
+        ranks, places = self._axes.shard.ranks, self.form.places(buffer)
         whole = [of_param[0] for of_param in places[:-1]] if self.form.pieces_are_whole else None
-        rows = buffer.view(self._ranks, self.form.numel)
-        return Views(buffer, Segments(buffer, self._ranks), places, whole, rows)
+        rows = buffer.view(ranks, self.form.numel)
+        return Views(buffer, Segments(buffer, ranks), places, whole, rows)
+
+    # -- memory
 
     @property
     def holds_memory(self) -> bool:
@@ -145,16 +105,13 @@ class ReduceBuffer:
         """Allocate memory, unless the buffer has it."""
         if self.holds_memory:
             return
-        buffer, plan = self._own.buffer, self._plan
-        if plan is None:
+        buffer, axes = self._own.buffer, self._axes
+        axis = axes.shard if axes.shard.ranks > 1 else axes.replica
+        if axes.shard.ranks > 1 and not axis.reads_later:
             self._storage.allocate()
             return
-        axis = plan.shard if plan.shard.ranks > 1 else plan.replica
-        if plan.shard.ranks > 1 and not axis.reads_later:
-            self._storage.allocate()
-            return
-        # The memory of earlier gradients can be reused once no peer reads them.
-        plan.shard.settle("gradients that this rank has sent", only_reductions=True)
+        # The memory of earlier gradients can be reused once no peer reads it.
+        axes.shard.settle("gradients that this rank has sent", only_reductions=True)
         self._block = axis.allocate(buffer.numel(), buffer.dtype)
         self.views = self._views_of(self._block)
 
@@ -163,89 +120,161 @@ class ReduceBuffer:
         self._block, self.views = None, self._own
         self._storage.free()
 
+    # -- gradients
+
+    def has_places(self, indices: Iterable[int]) -> bool:
+        """True if the form has places for these parameters."""
+        return self._every.issuperset(indices)
+
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        """Take gradients: assign those not yet received, add the others. An index may come twice.
+        ``grads`` may be empty afterwards, because each can be freed once it was copied."""
         received = self.received
         if not received:
             self._allocate()
-            self._is_clean = self._takes_all and indices == self._all_indices
+            self._is_clean = (
+                self.form.takes_all and self._predivisor == 1 and indices == self._all_indices
+            )
             if self._is_clean:
                 received.update(indices)
                 self.form.put_all(self.views.rows, grads)
                 return
-        self._place(indices, grads)
-
-    def _place(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Assign or add gradients whose places have memory."""
-        received, whole = self.received, self.views.whole
-        if whole is not None and not received and indices == self._all_indices:
-            first, values = whole, grads  # the usual case of a unit without large parameters
-            received.update(indices)
-        elif len(set(indices)) < len(indices):  # the unit was used in two dtypes
-            for index, grad in zip(indices, grads, strict=True):
-                self._place([index], [grad])
+        if received.isdisjoint(indices) and len(set(indices)) == len(indices):
+            self._assign(indices, grads)
             return
-        elif whole is not None and received.isdisjoint(indices):
-            first, values = [whole[index] for index in indices], grads
-            received.update(indices)
-        else:
-            first, values = self._add_to_received(indices, grads)
-        if self._predivisor != 1:
-            for place, value in zip(first, values, strict=True):
-                torch.div(value, self._predivisor, out=place)
-        elif len(first) == 1:
-            first[0].copy_(values[0])
-        elif first:
-            _torch_private.copy_together(first, values)  # casts to the buffer's dtype
-
-    def _add_to_received(
-        self, indices: Sequence[int], grads: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Add the gradients of parameters already received; return the places and the values of the
-        others."""
-        first: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
         for index, grad in zip(indices, grads, strict=True):
-            parts = self.form.split(index, grad)
-            if index in self.received:
+            if index in received:
+                parts = self.form.split(index, grad)
                 for place, part in zip(self.views.places[index], parts, strict=True):
                     place.add_(part, alpha=1 / self._predivisor)
             else:
-                first += self.views.places[index]
-                values += parts
-                self.received.add(index)
-        return first, values
+                self._assign([index], [grad])
+
+    def _assign(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        """Put first gradients into their places, which have memory."""
+        self.received.update(indices)
+        whole = self.views.whole
+        if whole is not None:
+            places, values = [whole[index] for index in indices], grads
+        else:
+            places = [place for index in indices for place in self.views.places[index]]
+            pairs = zip(indices, grads, strict=True)
+            values = [part for index, grad in pairs for part in self.form.split(index, grad)]
+        if self._predivisor != 1:
+            for place, value in zip(places, values, strict=True):
+                torch.div(value, self._predivisor, out=place)
+        elif len(places) == 1:
+            places[0].copy_(values[0])
+        elif places:
+            _torch_private.copy_together(places, values)  # casts to the buffer's dtype
 
     def drop(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of some parameters."""
         self.received.difference_update(indices)
         if not self.received:
             self._free()
 
     def zero(self, indices: Iterable[int]) -> None:
+        """Set the received gradients of some parameters to zero."""
         for index in self.received.intersection(indices):
             for place in self.views.places[index]:
                 place.zero_()
 
     def discard(self) -> None:
+        """Drop all gradients, and free the memory."""
         self.received.clear()
+        self._partial = None
         self._free()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Stages:
+    def take_over(self, other: ReduceBuffer) -> None:
+        """Take what another buffer has received, for parameters that are in both forms.
+
+        Raises StateError if it holds gradients that are summed over the shard axis only.
+        """
+        if other._partial is not None:
+            raise StateError(
+                explain(
+                    "requires_grad was changed while gradients wait for their all-reduce.",
+                    expected="the same trainable parameters from set_requires_all_reduce(False) to "
+                    "the backward that all-reduces",
+                    got="other ones",
+                    where="a unit of fully_shard",
+                    fix="change requires_grad after a backward with set_requires_all_reduce(True)",
+                )
+            )
+        kept = sorted(other.received.intersection(self._all_indices))
+        if kept:
+            self._allocate()
+            for index in kept:
+                places = zip(self.views.places[index], other.views.places[index], strict=True)
+                for place, value in places:
+                    place.copy_(value)
+            self.received.update(kept)
+        other.discard()
+
+    # -- the reduction
+
+    def reduce(self, policy: ReducePolicy, what: str) -> Stages:
+        """Reduce the gradients, with zeros for those not received. Collective.
+
+        A generator of stages, each of which may wait for the one before. At the end of backward the
+        stages of all groups run in turn, so that ranks that finish groups in different orders do
+        not wait for each other in a circle.
+        """
+        axes, dtype = self._axes, self._own.buffer.dtype
+        received = frozenset(self.received) if policy.finds_unused else self._every
         self._zero_missing()
+        if policy.finds_unused:
+            self._mark(received)
+        elif policy.all_reduce_hook is not None:
+            self._mark(())  # the hook sees no marks
         self.received.clear()
-        reduces_over_replicas = plan.hook is None or not plan.one_group
-        divisor = plan.divisor
-        if plan.hook is not None:
-            total = self._by_hook(plan.hook, plan.shard.ranks)
-            self._free()
+        divisor = self._divisor_of(policy)
+        stays = axes.is_hybrid and not policy.over_replicas
+        if policy.hook is not None:
+            total = self._by_hook(policy.hook)
+        elif policy.custom is not None and axes.shard.ranks > 1:
+            total = self._by_custom(policy.custom)
+            yield Left.MESSAGES
         else:
-            now = divisor if plan.replica.ranks == 1 else None
-            total = yield from self._scatter(plan, what, now)
-            divisor = divisor if now is None else None
-        if reduces_over_replicas and plan.replica.ranks > 1:
-            total, divisor = yield from self._sum_replicas(plan, what, total, divisor)
-        if divisor is not None:
-            total = total.to(self._sum_dtype).div_(divisor)
-        yield self._grads(plan, total)
+            # Division and rounding may be exchanged where nothing is rounded.
+            is_last = axes.replica.ranks == 1 and self._partial is None and not stays
+            now = is_last and (dtype == self._sum_dtype or not policy.rounds_first)
+            total = yield from self._scatter(what, divisor.tensor if now else None)
+            divisor = _DIVIDED if now else divisor
+        wide = None
+        if policy.rounds_first and total.dtype is not dtype:
+            wide, total = total, total.to(dtype)
+        if self._partial is not None:
+            before, its_received = self._partial
+            total, received = total.add(before), received | its_received
+            self._partial = None
+        if stays:
+            self._partial = total, received
+            yield [None] * len(self.views.places[:-1])
+            return
+        if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):
+            total, divisor = yield from self._sum_replicas(what, total, divisor)
+        if divisor.tensor is not None:
+            total = total if policy.rounds_first else total.to(self._sum_dtype)
+            total = total.div_(divisor.tensor)
+        if policy.all_reduce_hook is not None:
+            wait = run_on(policy.all_reduce_stream, policy.all_reduce_hook, total)
+            if policy.all_reduce_stream is not None:
+                yield Left.WAIT  # it runs beside the next unit's backward
+            wait()
+        if wide is not None and wide.dtype is self._grad_dtype:
+            total = wide.copy_(total)  # the gradients need no further memory
+        total = total if total.dtype is self._grad_dtype else total.to(self._grad_dtype)
+        grads = self.form.grads(axes.offload.to_host(total))
+        if len(received) < len(self._all_indices):
+            read = read_later(self.form.marks(total))
+            if has_streams(total.device):
+                yield Left.READ
+            marks = zip(self.form.indices, read(), strict=True)
+            unused = {index for index, mark in marks if not mark}
+            grads = [None if index in unused else grad for index, grad in enumerate(grads)]
+        yield grads
 
     def _zero_missing(self) -> None:
         """Zero what was not received, and what belongs to no parameter."""
@@ -263,70 +292,100 @@ class ReduceBuffer:
             for place in places:
                 place.zero_()
 
+    def _mark(self, received: Collection[int]) -> None:
+        """Mark the parameters in ``received``."""
+        if self._is_clean and received:
+            return  # put_all has marked all
+        marks = self.form.marks(self.views.rows)
+        marks.fill_(1)
+        for position, index in enumerate(self._all_indices):
+            if index not in received:
+                marks[:, position] = 0
+
+    def _divisor_of(self, policy: ReducePolicy) -> Divisor:
+        value = (policy.divide_by or self._axes.ranks) / self._predivisor
+        if policy.hook is not None:  # it divides by the ranks that it sums over
+            value = 1.0 if self._axes.one_group else float(self._axes.replica.ranks)
+        if value != self._divisor.value:
+            self._divisor = Divisor(value)
+        return self._divisor
+
     def _scatter(
-        self, plan: ReducePlan, what: str, divisor: torch.Tensor | None
-    ) -> Generator[None, None, torch.Tensor]:
+        self, what: str, divisor: torch.Tensor | None
+    ) -> Generator[Left, None, torch.Tensor]:
         """Return the sum [S] over the shard axis, divided, and free the buffer."""
-        views = self.views
-        buffer = views.buffer if self._block is None else self._block
-        own = views.segments[plan.shard.rank]
-        pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
-        if plan.shard.reduce_steps:
+        axis = self._axes.shard
+        if axis.ranks == 1:
+            total = self.views.buffer  # reused when the gradients that view it are freed
             self._free()
-        if plan.shard.ranks > 1:
-            yield None
-        if self._block is not None and plan.shard.ranks == 1:
-            total = self._block  # reused when the gradients that view it are freed
-            if divisor is not None:
-                total = total.to(self._sum_dtype).div_(divisor)
-        else:
-            for _ in range(plan.shard.reduce_steps):
-                pending = plan.shard.continue_reduce(pending, self._sum_dtype, plan.shard_tag, what)
-                yield None
-            total = plan.shard.end_reduce(pending, own, self._sum_dtype, what, divisor)
-        del buffer, own, pending, views  # they keep the block
+            return total if divisor is None else total.to(self._sum_dtype).div_(divisor)
+        tag, own = self._axes.shard_tag, self.views.segments[axis.rank]
+        pending = axis.begin_reduce(self.views.buffer, self.views.segments, tag)
+        if axis.reduce_steps:
+            self._free()
+        for _ in range(axis.reduce_steps):
+            yield Left.MESSAGES
+            pending = axis.continue_reduce(pending, self._sum_dtype, tag, what)
+        yield Left.WAIT if self._axes.replica.ranks == 1 else Left.MESSAGES
+        total = axis.end_reduce(pending, own, self._sum_dtype, what, divisor)
         self._free()
         return total
 
     def _sum_replicas(
-        self, plan: ReducePlan, what: str, total: torch.Tensor, divisor: torch.Tensor | None
-    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Sum ``total`` over the replica axis. Return it, and the divisor if it is still to be
-        divided."""
+        self, what: str, total: torch.Tensor, divisor: Divisor
+    ) -> Generator[Left, None, tuple[torch.Tensor, Divisor]]:
+        """Sum ``total`` over the replica axis. Return it, and what it is still to be divided by."""
+        axis, tag = self._axes.replica, self._axes.replica_tag
         total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
         # Each piece is divided during the all-reduce, unless it would be rounded before it is in
         # the wider dtype again.
-        now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
-        pending = plan.replica.begin_all_reduce(total, plan.replica_tag, now)
-        yield None
-        for _ in range(plan.replica.all_reduce_steps):
-            pending = plan.replica.continue_all_reduce(pending, total, plan.replica_tag, what)
-            yield None
-        plan.replica.end_all_reduce(pending, total, what)
-        return total, divisor if now is None else None
+        now = divisor.is_exact or total.dtype == self._sum_dtype
+        pending = axis.begin_all_reduce(total, tag, divisor.tensor if now else None)
+        for _ in range(axis.all_reduce_steps):
+            yield Left.MESSAGES
+            pending = axis.continue_all_reduce(pending, total, tag, what)
+        yield Left.WAIT
+        axis.end_all_reduce(pending, total, what)
+        return total, _DIVIDED if now else divisor
 
-    def _grads(self, plan: ReducePlan, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        dtype = plan.grad_dtype or self.form.dtype
-        total = total if total.dtype is dtype else total.to(dtype)
-        return self.form.grads(plan.offload.to_host(total))
-
-    def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
+    def _by_hook(self, hook: CommHook) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. The hook may set
         ``.data`` of its arguments."""
         grad = self.views.buffer.clone()  # the hook may keep it
-        if ranks == 1:
+        if self._axes.shard.ranks == 1:
             hook.function(hook.state, grad)
-            return grad.to(self._sum_dtype, copy=True)
-        output = torch.empty_like(self.views.segments[0])
-        hook.function(hook.state, grad, output)
-        return output.to(self._sum_dtype)
+            total = grad.to(self._sum_dtype, copy=True)
+        else:
+            output = torch.empty_like(self.views.segments[0])
+            hook.function(hook.state, grad, output)
+            total = output.to(self._sum_dtype)
+        self._free()
+        return total
+
+    def _by_custom(self, custom: CustomReduceScatter) -> torch.Tensor:
+        """Return the sum [S] over the shard axis by the user's reduce-scatter."""
+        buffer, allocate = self.views.buffer, custom.comm.allocate
+        source = allocate((buffer.numel(),), dtype=buffer.dtype, device=buffer.device)
+        source.copy_(buffer)
+        self._free()
+        total = allocate((self.form.numel,), dtype=source.dtype, device=source.device)
+        work = custom.comm(
+            output_tensor=total,
+            input_tensor=source,
+            group=custom.group,
+            op=torch.distributed.ReduceOp.SUM,
+        )
+        if work is not None:
+            work.wait()
+        return typing.cast(torch.Tensor, total)
 
 
 class DirectGradBuffer:
     """For a single rank whose sharded parameters have the shapes of the unsharded ones: passes
-    gradients on unchanged, without a buffer."""
+    gradients on unchanged, without a buffer. Its methods are those of ReduceBuffer."""
 
     def __init__(self, store: ParamStore) -> None:
+        self.form: ReduceForm = store
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
         self.received = self._grads.keys()
 
@@ -337,6 +396,9 @@ class DirectGradBuffer:
     @property
     def resident_nbytes(self) -> int:
         return sum(grad.nbytes for grad in self._grads.values())
+
+    def has_places(self, indices: Iterable[int]) -> bool:
+        return True
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
         for index, grad in zip(indices, grads, strict=True):
@@ -356,7 +418,7 @@ class DirectGradBuffer:
     def discard(self) -> None:
         self._grads.clear()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Stages:
+    def reduce(self, policy: ReducePolicy, what: str) -> Stages:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
@@ -367,27 +429,33 @@ class DirectGradBuffer:
         ]
 
 
+GradBuffer = ReduceBuffer | DirectGradBuffer
+
+
 class Reduction:
     """A reduction in flight, advanced stage by stage or finished at once."""
 
-    __slots__ = ("_stages", "grads", "is_communicated", "waits_at_end")
+    __slots__ = ("_stages", "grads", "left")
 
     def __init__(self, stages: Stages) -> None:
-        self._stages, self.waits_at_end = stages, False
-        self.is_communicated = False  # nothing but computation, or a wait of the host, is left
-        self.grads: Sequence[torch.Tensor | None] | None = (
-            None  # one per sharded parameter, at the end
-        )
+        self._stages = stages
+        self.left: Left | None = None
+        # one per sharded parameter, at the end
+        self.grads: Sequence[torch.Tensor | None] | None = None
         self.advance()
 
     def advance(self) -> None:
         if self.grads is None:
             found = next(self._stages)
-            self.waits_at_end = found is AT_END
-            self.is_communicated = found is not None
-            self.grads = None if isinstance(found, AtEnd) else found
+            if isinstance(found, Left):
+                self.left = found
+            else:
+                self.left, self.grads = None, found
 
     def finish(self) -> Sequence[torch.Tensor | None]:
         while self.grads is None:
             self.advance()
         return self.grads
+
+
+_DIVIDED = Divisor(1.0)

@@ -24,7 +24,7 @@ from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
 from .gathering import Gathering, Prefetch
 from .group import Group
-from .reduce_plan import CommHook
+from .reduce_policy import CommHook
 from .unit import Call, Residency, Unit
 
 __all__ = ["Runtime", "RuntimeOptions", "live_runtimes", "runtime_of"]

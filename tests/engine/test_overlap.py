@@ -38,6 +38,7 @@ from fsdp_compat._engine import device, runtime
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.storage import Storage
+from fsdp_compat._engine.store import ReduceForm
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
@@ -67,11 +68,11 @@ class Recorded:
             f"full {short}",
             f"sharded {short}",
         )
-        self.units[group.gradients._plan.replica_tag] = short
+        self.units[group.gradients.axes.replica_tag] = short
         make = group.gradients._new_buffer
 
-        def new_buffer() -> Any:
-            buffer = make()
+        def new_buffer(form: ReduceForm) -> Any:
+            buffer = make(form)
             self.names[buffer._storage.untyped._cdata] = f"buffer {short}", f"no buffer {short}"
             return buffer
 

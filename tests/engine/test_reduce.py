@@ -12,13 +12,14 @@ from torch import nn
 
 from fsdp_compat._comm.communicator import Handle, Traffic, Transport, communicator
 from fsdp_compat._comm.mesh import mesh_from_group
-from fsdp_compat._engine.reduce import DirectGradBuffer, ReduceBuffer, Reduction
-from fsdp_compat._engine.reduce_plan import ReducePlan
+from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
+from fsdp_compat._engine.reduce_policy import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of
 from tests.support.ranks import run_ranks
 
 RANKS = 2
+POLICY = ReducePolicy()
 SHAPES: list[tuple[int, ...]] = [(3, 2), (5,), ()]
 
 
@@ -83,7 +84,6 @@ class Setup(typing.NamedTuple):
     buffer: ReduceBuffer
     shard: Recorded
     replica: Recorded
-    plan: ReducePlan
 
     def sent(self) -> list[torch.Tensor]:
         """The gradients of all parameters in the last buffer that was sent, in their shapes."""
@@ -100,7 +100,7 @@ class Setup(typing.NamedTuple):
         return found
 
     def reduce(self) -> list[torch.Tensor]:
-        return Reduction(self.buffer.reduce(self.plan, "the gradients of unit 'u'")).finish()
+        return Reduction(self.buffer.reduce(POLICY, "the gradients of unit 'u'")).finish()
 
 
 @pytest.fixture(params=STORES)
@@ -112,9 +112,9 @@ def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1)
     module = Holder(SHAPES)
     store = make_store(kind, members_of(module), rank=0, ranks=RANKS, home=(module, "_flat_param"))
     shard, replica = Recorded(RANKS), Recorded(replicas)
-    plan = ReducePlan(typing.cast(Transport, shard), typing.cast(Transport, replica), 4, 8)
-    buffer = ReduceBuffer(store, RANKS, dtype, CPU)
-    return Setup(store, buffer, shard, replica, plan)
+    axes = ReduceAxes(typing.cast(Transport, shard), typing.cast(Transport, replica), 4, 8)
+    buffer = ReduceBuffer(store.reduce_form(), axes, dtype, CPU)
+    return Setup(store, buffer, shard, replica)
 
 
 def ones(index: int, value: float = 1.0) -> torch.Tensor:
@@ -213,8 +213,8 @@ def test_gradient_after_a_reduction_is_assigned_again(setup: Setup) -> None:
 
 def test_buffer_keeps_memory_until_the_shard_axis_is_reduced(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1)])
-    stages = setup.buffer.reduce(setup.plan, "gradients")
-    assert next(stages) is None
+    stages = setup.buffer.reduce(POLICY, "gradients")
+    assert isinstance(next(stages), Left)
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.buffer.form.numel
     assert len(next(stages)) == len(setup.store.sharded_params)
     assert setup.buffer.resident_nbytes == 0
@@ -242,17 +242,19 @@ def test_sum_is_divided_by_the_number_of_ranks(kind: str, replicas: int) -> None
 def test_stages_of_a_reduction_have_an_order_and_tags(kind: str) -> None:
     setup = make_setup(kind, replicas=3)
     setup.buffer.put([1], [ones(1)])
-    stages = setup.buffer.reduce(setup.plan, "the gradients of unit 'u'")
+    stages = setup.buffer.reduce(POLICY, "the gradients of unit 'u'")
     seen = [next(stages) for _ in range(4)]
-    assert [stage is None for stage in seen] == [True, True, True, False]
+    assert seen[:3] == [Left.MESSAGES, Left.MESSAGES, Left.WAIT]
+    assert not isinstance(seen[3], Left)
     assert setup.shard.calls == ["begin_reduce 4", "end_reduce the gradients of unit 'u'"]
     assert setup.replica.calls == ["begin_total 8", "continue_all_reduce", "end_all_reduce"]
 
 
 def test_reduction_without_replicas_ends_after_the_shard_axis(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1)])
-    stages = setup.buffer.reduce(setup.plan, "the gradients of unit 'u'")
-    assert [next(stages) is None for _ in range(2)] == [True, False]
+    stages = setup.buffer.reduce(POLICY, "the gradients of unit 'u'")
+    assert next(stages) is Left.WAIT
+    assert not isinstance(next(stages), Left)
     assert not setup.replica.calls
 
 
@@ -301,37 +303,36 @@ def test_discard_drops_all_gradients_and_frees_the_buffer(setup: Setup) -> None:
 # -- one rank: direct gradients
 
 
-def handed() -> tuple[DirectGradBuffer, ParamStore, ReducePlan]:
+def handed() -> DirectGradBuffer:
     module = Holder(SHAPES)
     store = make_store(
         "original", members_of(module), rank=0, ranks=1, home=(module, "_flat_param")
     )
-    alone = communicator(lone_mesh().shard, CPU)
-    return DirectGradBuffer(store), store, ReducePlan(alone, alone, 0, 0)
+    return DirectGradBuffer(store)
 
 
 def test_direct_gradient_is_the_same_tensor() -> None:
-    gradients, _, plan = handed()
+    gradients = handed()
     given = [ones(index, 2.0) for index in range(3)]
     gradients.put([*range(len(given))], given)
-    found = Reduction(gradients.reduce(plan, "")).finish()
+    found = Reduction(gradients.reduce(POLICY, "")).finish()
     assert all(one is other for one, other in zip(found, given, strict=True))
 
 
 def test_later_direct_gradient_is_added() -> None:
-    gradients, _, plan = handed()
+    gradients = handed()
     first = ones(1, 2.0)
     gradients.put([1], [first])
     gradients.put([1], [ones(1, 3.0)])
-    found = Reduction(gradients.reduce(plan, "")).finish()
+    found = Reduction(gradients.reduce(POLICY, "")).finish()
     assert found[1] is first
     assert first.tolist() == [5.0] * 5
 
 
 def test_missing_direct_gradient_is_zeros() -> None:
-    gradients, _, plan = handed()
+    gradients = handed()
     gradients.put([1], [ones(1, 2.0)])
-    found = Reduction(gradients.reduce(plan, "")).finish()
+    found = Reduction(gradients.reduce(POLICY, "")).finish()
     assert [tuple(grad.shape) for grad in found] == SHAPES
     assert [grad.unique().tolist() for grad in found] == [[0.0], [2.0], [0.0]]
     assert not gradients.received
@@ -339,7 +340,7 @@ def test_missing_direct_gradient_is_zeros() -> None:
 
 
 def test_direct_gradients_can_be_dropped_and_discarded() -> None:
-    gradients, _, _ = handed()
+    gradients = handed()
     gradients.put([0, 1], [ones(0), ones(1)])
     assert gradients.resident_nbytes == 4 * 11
     gradients.drop([0, 2])
@@ -356,9 +357,9 @@ def test_direct_gradients_can_be_dropped_and_discarded() -> None:
 def test_reduction_starts_at_once_and_ends_only_once() -> None:
     seen: list[int] = []
 
-    def stages() -> Iterator[list[torch.Tensor] | None]:
+    def stages() -> Iterator[list[torch.Tensor] | Left]:
         seen.append(1)
-        yield None
+        yield Left.WAIT
         seen.append(2)
         yield []
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compat
 from fsdp_compat import _torch_private
-from fsdp_compat._engine import conducted_reduce
+from fsdp_compat._engine import reduce
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -64,7 +64,7 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
 
 def trains_in_one_unit(reads_at_end: bool) -> None:
     """reads_at_end: as on a device, where the host would have to wait earlier."""
-    with mock.patch.object(conducted_reduce, "has_streams", lambda _: reads_at_end):
+    with mock.patch.object(reduce, "has_streams", lambda _: reads_at_end):
         trains_as_unsharded(branches_are_units=False, allow=False, zeros=False)
 
 

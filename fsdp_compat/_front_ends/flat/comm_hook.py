@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..._engine.reduce_plan import CommHook
+from ..._engine.reduce_policy import CommHook
 from ...errors import AssertedStateError, explain, takes, wrong_type
 from .flat_unit import FlatUnit, require_root
 
@@ -18,7 +18,7 @@ def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
     _refuse_hook(hook, {group.shard.ranks > 1 for group in runtime.groups})
     require_root(own.unit, "register_comm_hook()", AssertedStateError)
     runtime.require_idle("register_comm_hook")
-    if any(group.gradients.hook is not None for group in runtime.groups):
+    if any(group.gradients.policy.hook is not None for group in runtime.groups):
         raise AssertedStateError(
             explain(
                 "A communication hook is registered already.",

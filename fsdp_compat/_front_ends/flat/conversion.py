@@ -78,7 +78,7 @@ def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
     groups = []
     for group, store in zip(own.unit.groups, own.stores, strict=True):
         if group in old:
-            hook, group = group.gradients.hook, own.group_around(store)
+            hook, group = group.gradients.policy.hook, own.group_around(store)
             if hook is not None:
                 group.gradients.set_hook(hook)
             rendezvous.register([group])

@@ -46,8 +46,8 @@ def deepcopy_of(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     _build(copy, stores, original.settings, buffers, original.attribute_order, original.form)
     new_groups = flat_unit_of(copy).unit.groups
     for new, old in zip(new_groups, original.unit.groups, strict=True):
-        if old.gradients.hook is not None:
-            new.gradients.set_hook(old.gradients.hook)
+        if old.gradients.policy.hook is not None:
+            new.gradients.set_hook(old.gradients.policy.hook)
     return copy
 
 

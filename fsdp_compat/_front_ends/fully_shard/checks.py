@@ -43,7 +43,7 @@ def require_finalizable(root: ShardedModules, states: Iterable[ShardedModules]) 
             )
         )
     all_states = list(states)
-    without = next((state for state in all_states if not state.conduct.sync), None)
+    without = next((state for state in all_states if not state.conduct.reduction.sync), None)
     if without is not None:
         raise StateError(
             explain(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from ..._engine.checks import refuse_meta
+from ..._engine.reduce_policy import CustomReduceScatter
 from ..._engine.runtime import runtime_of
 from ..._state.validation import not_loaded
 from ...errors import (
@@ -225,14 +225,14 @@ class FSDPModule:
         where = "set_requires_gradient_sync"
         flag = truth("requires_gradient_sync", requires_gradient_sync, where)
         for state in self._states(recurse):
-            state.conduct.sync = state.conduct.all_reduce = flag
+            state.set_reduction(sync=flag, over_replicas=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward sums reduced gradients over the replicas of a 2-D mesh. With False
         they accumulate until a backward with True."""
         flag = truth("requires_all_reduce", requires_all_reduce, "set_requires_all_reduce")
         for state in self._states(recurse):
-            state.conduct.all_reduce = flag
+            state.set_reduction(over_replicas=flag)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set, on the root, whether backwards reduce nothing until ``finalize_backward`` is
@@ -274,13 +274,13 @@ class FSDPModule:
         where = "set_reduce_scatter_unused_params"
         flag = truth("reduce_scatter_unused_params", reduce_scatter_unused_params, where)
         for state in self._states(recurse):
-            state.conduct.reduces_unused = flag
+            state.set_reduction(reduces_unused=flag)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what gradients of this module are divided by, instead of the number of ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise wrong_type("factor", "a number above 0", factor, "set_gradient_divide_factor")
-        self._set_reduction(divide_factor=float(factor))
+        self._get_fsdp_state().set_reduction(divide_by=float(factor))
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -320,7 +320,7 @@ class FSDPModule:
                     fix="leave out stream=",
                 )
             )
-        self._set_reduction(all_reduce_hook=hook, all_reduce_stream=stream)
+        state.set_reduction(all_reduce_hook=hook, all_reduce_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next forward wait for an event that was recorded after the optimizer's
@@ -340,9 +340,10 @@ class FSDPModule:
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let ``comm`` allocate the buffers of this module's reduce-scatters, and run these."""
-        require_one_mesh(self._get_fsdp_state(), "set_custom_reduce_scatter")
+        state = self._get_fsdp_state()
+        require_one_mesh(state, "set_custom_reduce_scatter")
         require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
-        self._set_reduction(custom=comm)
+        state.set_reduction(custom=CustomReduceScatter(comm, state.conduct.process_group))
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -418,10 +419,6 @@ class FSDPModule:
     def _states(self, recurse: bool) -> list[ShardedModules]:
         module = typing.cast(nn.Module, self)
         return states_in(module.modules() if recurse else [module])
-
-    def _set_reduction(self, **changes: Any) -> None:
-        conduct = self._get_fsdp_state().conduct
-        conduct.reduction = dataclasses.replace(conduct.reduction, **changes)
 
 
 def _conducts_of(modules: Any, where: str) -> list[Any]:

@@ -23,6 +23,7 @@ from ..._engine.dtypes import Precision
 from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
 from ..._engine.partial import PartialShard
+from ..._engine.reduce_policy import ReducePolicy
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
@@ -88,7 +89,11 @@ class ShardedModules:
     @property
     def holds_all_reduce(self) -> bool:
         """True if gradients wait for their all-reduce over replicas."""
-        return self.has_replicas and not self.conduct.all_reduce
+        return self.has_replicas and not self.conduct.reduction.over_replicas
+
+    def set_reduction(self, **changes: Any) -> None:
+        """Change fields of the policy of reductions."""
+        self.conduct.reduction = dataclasses.replace(self.conduct.reduction, **changes)
 
     @property
     def is_root(self) -> bool:
@@ -476,6 +481,7 @@ def apply(plan: Plan) -> ShardedModules:
             reshard_after_forward=plan.reshard is not False,
             partial_ranks=plan.partial_ranks,
             partial_mesh=partial_mesh,
+            reduction=ReducePolicy(rounds_first=True, keeps_unused=False),
             output_dtype=plan.policy.output_dtype,
             process_group=_shard_group(plan),
         ),
