@@ -77,7 +77,7 @@ class ShardedGrads:
         takes = map(operator.is_not, grads, _NONES) if is_dtensor else map(_requires_grad, params)
         if all(takes) and not any(map(operator.is_not, map(_grad, params), _NONES)):
             exhaust(map(setattr, params, _GRAD, grads))
-            self._run_hooks(params, axes)
+            self._run_hooks(params, axes, what)
             return
         is_settled = False
         for param, grad in zip(params, grads, strict=True):
@@ -91,12 +91,12 @@ class ShardedGrads:
                     is_settled = True
                 # Of the plain tensors: the addition of DTensors costs ten times as much.
                 _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
-            self._run_hooks((param,), axes)
+            self._run_hooks((param,), axes, what)
 
-    def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes) -> None:
-        """Run the user's post-accumulate hooks, which may read gradients at once."""
+    def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes, what: str) -> None:
+        """Run the user's post-accumulate hooks, which may read and write gradients at once."""
         if self._is_dtensor and _torch_private.have_post_accumulate_hooks(params):
-            axes.offload.wait_readers()  # the copies to the host
+            axes.settle(what)
             _torch_private.run_post_accumulate_hooks(params)
 
     def step_in_backward(self) -> None:

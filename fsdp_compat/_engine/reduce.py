@@ -259,6 +259,9 @@ class ReduceBuffer:
             total = total if policy.rounds_first else total.to(self._sum_dtype)
             total = total.div_(divisor.tensor)
         if policy.all_reduce_hook is not None:
+            if axes.replica.reads_later:
+                yield Left.WAIT
+                axes.replica.settle(what, only_reductions=True)  # the hook may write
             wait = run_on(policy.all_reduce_stream, policy.all_reduce_hook, total)
             if policy.all_reduce_stream is not None:
                 yield Left.WAIT  # it runs beside the next unit's backward

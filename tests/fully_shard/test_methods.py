@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import warnings
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -491,6 +494,41 @@ def _hook_changes_gradients() -> None:
 
 def test_an_all_reduce_hook_sees_and_changes_the_reduced_gradients() -> None:
     run_ranks(2, _hook_changes_gradients)
+
+
+def _hook_writes_before_a_peer_reads() -> None:
+    """The second replica takes the sum when the first one's hook has run, or soon."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model = nn.Linear(512, 512, bias=False)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    api.fully_shard(model, mesh=mesh)
+    x = torch.ones(1, 512)
+    model(x).sum().backward()
+    expected = model.weight.grad.full_tensor().clone()
+    model.zero_grad()
+    transport = type(model._get_fsdp_state().unit.groups[0].replica)
+    end = transport.end_all_reduce
+
+    def ends_late(self: Any, *args: Any) -> None:
+        if rank == 1:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(["written"], timedelta(seconds=0.5))
+        end(self, *args)
+
+    def hook(reduced: Tensor) -> None:
+        if rank == 0:
+            reduced.zero_()
+            store.set("written", "")
+
+    model.set_all_reduce_hook(hook)
+    with mock.patch.object(transport, "end_all_reduce", ends_late):
+        model(x).sum().backward()
+    expected = expected if rank else torch.zeros_like(expected)
+    assert_close(model.weight.grad.to_local(), expected, "gradient")
+
+
+def test_what_an_all_reduce_hook_writes_does_not_reach_other_replicas() -> None:
+    run_ranks(2, _hook_writes_before_a_peer_reads)
 
 
 def _hook_replicates() -> None:
