@@ -191,10 +191,11 @@ class Transport(ValueCollectives):
     # ``settle``. So each reduction needs memory of its own, see ``allocate``.
     reads_later = False
     maps = False  # ``map_shards`` and the meetings exist
-    # How often ``continue_reduce`` is called between begin and end. If it is, the buffer and its
-    # segments may be freed as soon as ``begin_reduce`` returns.
+    # How often ``continue_reduce`` is called between begin and end. If it is, it waits only for
+    # ranks of this host, and the buffer may be freed as soon as ``begin_reduce`` returns.
     reduce_steps = 0
-    all_reduce_steps = 0  # the same of ``continue_all_reduce``
+    # The same of ``continue_all_reduce``. As many of them, the first ones, wait only for this host.
+    all_reduce_steps = 0
     name = ""  # of its own connections, the same on all ranks; "" where there are none
 
     def __init__(self, axis: Axis, device: torch.device) -> None:

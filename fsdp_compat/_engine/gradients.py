@@ -237,7 +237,12 @@ class Gradients:
 
     def roll(self) -> None:
         """Collective. Send the next message of the reduction, if the buffer is free."""
-        if self.left is Left.MESSAGES and not self._holds_memory:
+        if self.left in (Left.HOST, Left.MESSAGES) and not self._holds_memory:
+            self.advance()
+
+    def leave_host(self) -> None:
+        """Collective. Sum within this host, whose ranks have begun the same, and send the sum."""
+        if self.left is Left.HOST:
             self.advance()
 
     @property
@@ -310,11 +315,13 @@ class InFlightReductions:
         if _torch_private.counts_collectives():
             for gradients in {gradients.axes.shard: gradients for gradients in unit}.values():
                 gradients.count_collectives()
-        if self._limit is not None and not self.is_unlimited:
-            for gradients in itertools.chain.from_iterable(self._units):
-                gradients.roll()  # beside this unit's messages
+        is_in_order = self._limit is not None and not self.is_unlimited
+        for gradients in itertools.chain.from_iterable(self._units) if is_in_order else ():
+            gradients.roll()  # beside this unit's messages
         for gradients in unit:
             gradients.start_reduction()
+        for gradients in unit if is_in_order else ():
+            gradients.leave_host()
         self._units.append(unit)
         if self._frees_at_once:
             self._free_buffers(0)
@@ -334,7 +341,11 @@ class InFlightReductions:
                 gradients.free_buffer()
         while len(units) > limit:
             left = [gradients.left for gradients in units[0]]
-            if Left.MESSAGES in left or (Left.WAIT in left and len(units) == limit + 1):
+            if (
+                Left.HOST in left
+                or Left.MESSAGES in left
+                or (Left.WAIT in left and len(units) == limit + 1)
+            ):
                 break
             self._finish_unit(units.popleft())
 

@@ -28,6 +28,7 @@ __all__ = ["DirectGradBuffer", "GradBuffer", "Left", "ReduceBuffer", "Reduction"
 class Left(enum.Enum):
     """What the next stage of a reduction does, as long as there is one."""
 
+    HOST = enum.auto()  # it waits only for ranks of this host, and sends
     MESSAGES = enum.auto()  # it may send some
     WAIT = enum.auto()  # it sends nothing, but may wait for peers
     READ = enum.auto()  # it only makes the host wait for a device, so it can wait for the end
@@ -327,7 +328,7 @@ class ReduceBuffer:
         if axis.reduce_steps:
             self._free()
         for _ in range(axis.reduce_steps):
-            yield Left.MESSAGES
+            yield Left.HOST
             pending = axis.continue_reduce(pending, self._sum_dtype, tag, what)
         yield Left.WAIT if self._axes.replica.ranks == 1 else Left.MESSAGES
         total = axis.end_reduce(pending, own, self._sum_dtype, what, divisor)
@@ -344,8 +345,8 @@ class ReduceBuffer:
         # the wider dtype again.
         now = divisor.is_exact or total.dtype == self._sum_dtype
         pending = axis.begin_all_reduce(total, tag, divisor.tensor if now else None)
-        for _ in range(axis.all_reduce_steps):
-            yield Left.MESSAGES
+        for step in range(axis.all_reduce_steps):
+            yield Left.HOST if step < axis.reduce_steps else Left.MESSAGES
             pending = axis.continue_all_reduce(pending, total, tag, what)
         yield Left.WAIT
         axis.end_all_reduce(pending, total, what)

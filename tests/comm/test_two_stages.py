@@ -26,6 +26,7 @@ from fsdp_compat import (
 )
 from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.gloo import GlooTransport
 from fsdp_compat._comm.mesh import axis_of
 from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -280,6 +281,61 @@ def _branches(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
 )
 def test_ranks_may_use_different_units(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
     run_ranks(4, _branches, of_ranks, strategy)
+
+
+# -- overlap
+
+EVENTS: list[str] = []
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        EVENTS.append("computes")
+        return grad
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Noted.apply(super().forward(x))
+
+
+def _events_of_backward(strategy: ShardingStrategy) -> list[str]:
+    """Return in which order layers compute their backward and sums leave the host."""
+    begin_reduce, begin_all_reduce = GlooTransport.begin_reduce, GlooTransport.begin_all_reduce
+
+    def reduces(self: GlooTransport, *arguments: Any) -> Any:
+        if "place" in self.name:
+            EVENTS.append("sends")
+        return begin_reduce(self, *arguments)
+
+    def all_reduces(self: GlooTransport, *arguments: Any) -> Any:
+        EVENTS.append("sends")
+        return begin_all_reduce(self, *arguments)
+
+    with (
+        hosts(BY_HOST),
+        mock.patch.object(GlooTransport, "begin_reduce", reduces),
+        mock.patch.object(GlooTransport, "begin_all_reduce", all_reduces),
+    ):
+        model = FullyShardedDataParallel(
+            nn.Sequential(*(Layer(8, 8) for _ in range(3))),
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            sharding_strategy=strategy,
+        )
+        EVENTS.clear()
+        model(torch.ones(2, 8)).sum().backward()
+        return EVENTS
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_gradients_leave_the_host_before_the_next_unit_computes(strategy: str) -> None:
+    for events in run_ranks(4, _events_of_backward, ShardingStrategy[strategy]):
+        assert events == ["computes", "sends"] * 3
 
 
 # -- bytes
