@@ -12,7 +12,7 @@ from .. import _torch_private
 from .._layout.spec import FlatLayout, Interval, Section
 from .group import Group
 from .ownership import ParamSlots
-from .store import ParamStore
+from .store import ModuleSlot, ParamStore
 from .tensor_parallel import TensorParallel
 
 __all__ = ["FLAT_PARAM", "StateStore", "flat_param_name", "store_of"]
@@ -50,9 +50,6 @@ class StateStore(ParamStore, typing.Protocol):
     def sections(self) -> Sequence[Section]:
         """The sections, in the order of the shard and of the parameters."""
 
-    def section_of(self, index: int) -> Section:
-        """Return the section that parameter ``index`` belongs to."""
-
     def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape that the sharded parameter which holds parameter ``index`` has on
         ``rank``."""
@@ -66,6 +63,18 @@ class StateStore(ParamStore, typing.Protocol):
         dtype), of the class and with the attributes of the user's parameter."""
 
     # -- what follows from these
+
+    def section_of(self, index: int) -> Section:
+        """Return the section that parameter ``index`` belongs to."""
+        return self.sections[min(index, len(self.sections) - 1)]
+
+    def slots_with(self, params: Sequence[nn.Parameter | None]) -> list[ModuleSlot]:
+        """params: one per parameter. Return the slots of modules with them."""
+        return [
+            ModuleSlot(*slot, param)
+            for place, param in zip(self.orig_params, params, strict=True)
+            for slot in place.slots
+        ]
 
     @property
     def ranks(self) -> int:

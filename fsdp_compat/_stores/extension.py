@@ -16,7 +16,7 @@ from .. import _torch_private
 from .._engine.ownership import OrigParam
 from .._engine.storage import new_shard
 from .._layout.rows import Cut, RowLayout
-from .._layout.spec import Section, aligned, row_major_strides
+from .._layout.spec import aligned, row_major_strides
 from ..errors import (
     AssertedUsageError,
     NotImplementedUsageError,
@@ -355,14 +355,8 @@ class ExtensionStore(RowStore):
     # -- for state dicts
 
     @property
-    def sections(self) -> Sequence[Section]:
-        raise self._no_sections()
-
-    def section_of(self, index: int) -> Section:
-        raise self._no_sections()
-
-    def _no_sections(self) -> UsageError:
-        return UsageError(
+    def sections(self) -> typing.NoReturn:
+        raise UsageError(
             explain(
                 "This form of checkpoint does not support tensor subclasses with "
                 "fsdp_pre_all_gather.",

@@ -98,11 +98,10 @@ class FlatStore(StateStore):
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         """params: one FlatParameter, which views the shard, or parameters that come to view it."""
-        slots = [place.slots for place in self.orig_params]
         self._registration: Registration = (
-            FlatRegistration(params[0], self.layout, self.rank, slots, self._home)
+            FlatRegistration(params[0], self.layout, self.rank)
             if self.is_flattened
-            else OriginalRegistration(params, self.layout, self.rank, slots, self.shard)
+            else OriginalRegistration(params, self.layout, self.rank, self.shard)
         )
         self.sharded_params = self._registration.sharded_params
         self._addresses = Addresses(params)
@@ -181,14 +180,16 @@ class FlatStore(StateStore):
         return self._registration.grads(total)
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
+        params: Sequence[nn.Parameter | None]
+        sharded = [param for param, _ in self.sharded_params]
+        if not self.is_flattened:
+            return self.slots_with(sharded if unsharded_params is None else unsharded_params)
+        # Modules show the FlatParameter, or the parameters.
         if unsharded_params is None:
-            return self._registration.shown_sharded
-        shown = [
-            ModuleSlot(module, name, unsharded_param)
-            for member, unsharded_param in zip(self.orig_params, unsharded_params, strict=True)
-            for module, name in member.slots
-        ]
-        return shown + self._registration.hidden_while_unsharded
+            params, flat = [None] * len(self.orig_params), self.flat_parameter
+        else:
+            params, flat = unsharded_params, None
+        return [*self.slots_with(params), ModuleSlot(*self._home, flat)]
 
     def is_intact(self) -> bool:
         return not self._addresses.changed()
@@ -223,9 +224,6 @@ class FlatStore(StateStore):
     @functools.cached_property
     def sections(self) -> Sequence[Section]:
         return (Section(self.layout, 0, 0),)
-
-    def section_of(self, index: int) -> Section:
-        return self.sections[0]
 
     def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
         if self.is_flattened:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._engine.state_store import FLAT_PARAM
-from .._engine.store import ModuleSlot, ShardedParam
+from .._engine.store import ShardedParam
 from .._layout.spec import FlatLayout, between
 from ..errors import StateError, explain
 
@@ -91,9 +91,6 @@ class Registration(typing.Protocol):
     original."""
 
     sharded_params: list[ShardedParam]
-    shown_sharded: list[ModuleSlot]  # as modules show them while the unit is sharded
-    # Slots that are hidden while modules show the unsharded parameters.
-    hidden_while_unsharded: list[ModuleSlot]
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. Return one view per sharded parameter."""
@@ -107,29 +104,19 @@ class FlatRegistration:
     """use_orig_params=False: the optimizer sees one FlatParameter; the originals are absent while
     sharded. (A Registration.)"""
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        layout: FlatLayout,
-        rank: int,
-        slots: Sequence[Sequence[tuple[nn.Module, str]]],
-        home: tuple[nn.Module, str],
-    ) -> None:
-        """parameter: a FlatParameter that views the shard; pickle restores it as an nn.Parameter.
-        slots: per original. home: (module, attribute) where it is registered."""
+    def __init__(self, parameter: nn.Parameter, layout: FlatLayout, rank: int) -> None:
+        """parameter: a FlatParameter that views the shard; pickle restores it as an
+        nn.Parameter."""
         parameter.__class__ = FlatParameter
-        self.parameter = typing.cast(FlatParameter, parameter)
-        self.parameter.describe(layout, rank)
-        self.sharded_params = [ShardedParam(self.parameter, range(len(layout.params)))]
-        absent = [ModuleSlot(*slot, None) for of_param in slots for slot in of_param]
-        self.shown_sharded = [*absent, ModuleSlot(*home, self.parameter)]
-        self.hidden_while_unsharded = [ModuleSlot(*home, None)]
+        self._parameter = typing.cast(FlatParameter, parameter)
+        self._parameter.describe(layout, rank)
+        self.sharded_params = [ShardedParam(parameter, range(len(layout.params)))]
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [total]
 
     def repair(self, shard: torch.Tensor, where: str) -> None:
-        _adopt(self.parameter, self.parameter.data, shard, f"{where}, {FLAT_PARAM}")
+        _adopt(self._parameter, self._parameter.data, shard, f"{where}, {FLAT_PARAM}")
 
 
 class OriginalRegistration:
@@ -141,14 +128,8 @@ class OriginalRegistration:
     """
 
     def __init__(
-        self,
-        originals: Sequence[nn.Parameter],
-        layout: FlatLayout,
-        rank: int,
-        slots: Sequence[Sequence[tuple[nn.Module, str]]],
-        shard: torch.Tensor,
+        self, originals: Sequence[nn.Parameter], layout: FlatLayout, rank: int, shard: torch.Tensor
     ) -> None:
-        """slots: per original."""
         self._layout, self._rank = layout, rank
         parts = [layout.part_in_shard(index, rank) for index in range(len(layout.params))]
         pieces = [*parts, *between(sorted(filter(None, parts)), layout.shard_numel)]
@@ -159,12 +140,6 @@ class OriginalRegistration:
         self.sharded_params = [
             ShardedParam(parameter, (index,)) for index, parameter in enumerate(originals)
         ]
-        self.shown_sharded = [
-            ModuleSlot(*slot, parameter)
-            for parameter, of_param in zip(originals, slots, strict=True)
-            for slot in of_param
-        ]
-        self.hidden_while_unsharded: list[ModuleSlot] = []
         for parameter, view in zip(originals, self.grads(shard), strict=True):
             parameter.grad = None  # its shape no longer fits; the store keeps its values
             parameter.data = view

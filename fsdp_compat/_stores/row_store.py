@@ -54,14 +54,6 @@ _requires_grad = operator.attrgetter("requires_grad")
 _Store = typing.TypeVar("_Store", bound="RowStore")
 
 
-class _Memory(typing.NamedTuple):
-    """Where the shard is, and in which dtype it is all-gathered."""
-
-    device: torch.device
-    pin: bool
-    gather_dtype: torch.dtype | None  # None: the shard's
-
-
 class RowStore(StateStore):
     """A group whose parameters are cut each by itself. (A StateStore.)
 
@@ -91,7 +83,7 @@ class RowStore(StateStore):
         values = [_torch_private.local_part(original.detach()) for original in originals]
         self.orig_params = tuple(member.place for member in members)
         self.parallel = [placement.parallel for placement in placements]
-        self.rank, self._memory = rank, _Memory(device, pin, gather_dtype)
+        self.rank, self._pin, self._gather_dtype = rank, pin, gather_dtype
         cuts = [
             Cut(tuple(value.shape), placement.dim, ranks)
             for value, placement in zip(values, placements, strict=True)
@@ -109,25 +101,22 @@ class RowStore(StateStore):
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
         """Make the layout, and a shard of zeros."""
-        ranks, is_meta = cuts[0].ranks, device.type == "meta"
-        self.dtype = dtype
+        ranks, pin = cuts[0].ranks, self._pin and device.type == "cpu"
         self.layout = RowLayout.in_order(cuts, ranks, dtype.itemsize)
-        home = self._memory
         # The rows of a single parameter follow each other from rank to rank.
-        if len(cuts) > 1 and ranks > 1 and home.device.type == "cpu" and not home.pin:
+        if len(cuts) > 1 and ranks > 1 and device.type in ("cpu", "meta") and not self._pin:
             numel = in_whole_pages(self.layout.numel, dtype)
             self.layout = dataclasses.replace(self.layout, numel=numel)
-        self.numel = self.layout.numel
-        pin = home.pin and not is_meta
+        self.numel, self.dtype = self.layout.numel, dtype
         self.shard = new_shard(self.numel, dtype, device, ranks=ranks, pin=pin)  # [S]
         self._kind = dtype, self.shard.device  # of the sharded parameters
-        self.__dict__.pop("_sections", None)
+        self.__dict__.pop("sections", None)
 
     def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Copy this rank's rows of a parameter into the shard. Return the tensor over them whose
         storage is no larger."""
         local = with_own_storage(self._views.part(self.shard, index, self.rank))
-        if not value.is_meta and local.numel():
+        if not value.is_meta:
             as_bytes(local).copy_(as_bytes(value))
         return local
 
@@ -151,43 +140,34 @@ class RowStore(StateStore):
         return RowViews(self.layout)
 
     @property
-    def _gather_dtype(self) -> torch.dtype | None:
-        return self._memory.gather_dtype
-
-    @property
     def params_view_output(self) -> bool:
         return self.layout.ranks == 1 or (
             len(self._params) == 1 and self._params[0].cut.is_contiguous
         )
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        homes = self._homes_in(full) if self.params_view_output else self._new_homes(full)
+        memory, starts = full, list(self.layout.starts)
+        if not self.params_view_output:
+            memory, starts = self._new_memory(full)
         return [
-            self.parameter(index, home.view(param.cut.shape), param.sharded.requires_grad)
-            for index, (param, home) in enumerate(zip(self._params, homes, strict=True))
+            self.parameter(
+                index,
+                memory[start : start + param.cut.full_numel].view(param.cut.shape),
+                param.sharded.requires_grad,
+            )
+            for index, (param, start) in enumerate(zip(self._params, starts, strict=True))
         ]
 
-    def _homes_in(self, full: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            full[start : start + param.cut.full_numel]
-            for param, start in zip(self._params, self.layout.starts, strict=True)
-        ]
-
-    def _new_homes(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return one piece of a new storage per parameter. Behind it there is room for the padding
-        of its last slots, so that one copy fills it."""
+    def _new_memory(self, full: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return one storage for all unsharded parameters, and where they start in it. Behind each
+        there is room for the padding of its last slots, so that one copy fills it."""
         unit = max(ALIGN_NBYTES // full.dtype.itemsize, 1)
         starts, end = [], 0
-        for param in self._params:
+        for cut in self.layout.cuts:
             starts.append(end)
-            cut = param.cut
-            end += cut.full_numel if cut.dim is None else cut.numel * cut.ranks
-            end = aligned(end, unit)
-        memory = torch.empty(max(end, 1), dtype=full.dtype, device=full.device)
-        return [
-            memory[start : start + param.cut.full_numel]
-            for param, start in zip(self._params, starts, strict=True)
-        ]
+            numel = cut.full_numel if cut.dim is None else cut.numel * cut.ranks
+            end = aligned(end + numel, unit)
+        return full.new_empty(max(end, 1)), starts
 
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
@@ -257,16 +237,7 @@ class RowStore(StateStore):
         return PartialRows(self._params, mesh, rank=rank, ranks=ranks, dtype=dtype)
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
-        params = (
-            [param.sharded for param in self._params]
-            if unsharded_params is None
-            else unsharded_params
-        )
-        return [
-            ModuleSlot(module, attribute, param)
-            for member, param in zip(self.orig_params, params, strict=True)
-            for module, attribute in member.slots
-        ]
+        return self.slots_with(self._sharded if unsharded_params is None else unsharded_params)
 
     def local_params(self) -> list[torch.Tensor]:
         if self._params[0].spec is None:
@@ -314,8 +285,6 @@ class RowStore(StateStore):
         moved = (dtype, device) != self._kind
         with torch.no_grad():
             if moved:
-                pin = self._memory.pin and device.type == "cpu"
-                self._memory = self._memory._replace(device=device, pin=pin)
                 self._lay_out(self.layout.cuts, dtype, device)
             for index, (parameter, value) in enumerate(zip(present, values, strict=True)):
                 self._take_in(index, parameter)
@@ -365,7 +334,8 @@ class RowStore(StateStore):
         return self.layout.ranks
 
     @functools.cached_property
-    def _sections(self) -> list[Section]:
+    def sections(self) -> Sequence[Section]:
+        """One per parameter. Raises UsageError if one is cut along another dim than the first."""
         for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
             if not (cut.is_contiguous or cut.dim is None):
                 raise UsageError(
@@ -382,14 +352,6 @@ class RowStore(StateStore):
         return [
             self.layout.section(index, place.name) for index, place in enumerate(self.orig_params)
         ]
-
-    @property
-    def sections(self) -> Sequence[Section]:
-        """One per parameter. Raises UsageError if one is cut along another dim than the first."""
-        return self._sections
-
-    def section_of(self, index: int) -> Section:
-        return self._sections[index]
 
     def local_shape(self, index: int) -> tuple[int, ...]:
         return self.layout.cuts[index].shape
@@ -410,11 +372,8 @@ class RowStore(StateStore):
         for index, (cut, whole) in enumerate(zip(self.layout.cuts, wholes, strict=True)):
             target = self._views.part(shard, index, self.rank)
             source = own_rows(whole.detach(), cut, self.rank)
-            if (
-                not target.is_meta
-                and target.numel()
-                and (source.data_ptr() != target.data_ptr() or not source.is_contiguous())
-            ):
+            is_there = source.data_ptr() == target.data_ptr() and source.is_contiguous()
+            if not (target.is_meta or is_there):
                 as_bytes(target).copy_(as_bytes(source))
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
