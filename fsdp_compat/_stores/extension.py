@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._engine.ownership import OrigParam
+from .._engine.ownership import OrigParam, ParamSlots
 from .._engine.storage import new_shard
 from .._layout.rows import Cut, RowLayout
 from .._layout.spec import aligned, row_major_strides
@@ -26,11 +26,11 @@ from ..errors import (
     explain,
 )
 from .placement import RowPlacement
-from .row_params import present_in
+from .row_params import RowParam, present_in
 from .row_store import RowStore
 from .row_views import as_bytes
 
-__all__ = ["ExtensionStore", "has_extension"]
+__all__ = ["Context", "ExtensionStore", "has_extension"]
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in all of them
@@ -51,6 +51,14 @@ def has_extension(parameter: torch.Tensor) -> bool:
 def _keeps_class(tensor: torch.Tensor) -> bool:
     """True if operations on a tensor return tensors of its class."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+class Context(typing.NamedTuple):
+    """What fsdp_pre_all_gather is given, beside its parameter."""
+
+    mesh: Any  # the 1-D DeviceMesh of the shard ranks
+    policy: Any  # of mixed precision
+    device: torch.device  # that computes
 
 
 class _Input(typing.NamedTuple):
@@ -74,32 +82,29 @@ class _Hooks:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
-        dtypes: Sequence[torch.dtype],
-        cuts: Sequence[Cut],
-        members: Sequence[tuple[nn.Module, str]],
-        context: tuple[Any, Any, torch.device],
+        params: Sequence[RowParam],
+        places: Sequence[ParamSlots],
+        dtype: torch.dtype,
+        context: Context,
     ) -> None:
-        """dtypes: of the unsharded parameters. members: (module, name), per parameter. context:
-        mesh of the shard ranks, mixed-precision policy, device that computes."""
-        self._params, self._dtypes, self._cuts = list(params), list(dtypes), list(cuts)
-        self._members, self._context = list(members), context
-        self.ranks = cuts[0].ranks
+        """dtype: of the unsharded parameters."""
+        self._params, self._places, self._dtype = params, places, dtype
+        self._context, self.ranks = context, params[0].cut.ranks
         self.outputs: list[list[torch.Tensor]] = []  # 1-D, by parameter
         self.inner: list[torch.Tensor] = []  # of the unsharded parameters
         sent = [self._before(index) for index in range(len(params))]
         self._metadata = [metadata for _, metadata in sent]
         self.inputs, numel = _laid_out([tensors for tensors, _ in sent])
-        device = next((each.device for tensors, _ in sent for each in tensors), context[2])
+        device = next((each.device for tensors, _ in sent for each in tensors), context.device)
         self.shard = new_shard(numel, torch.uint8, device, ranks=self.ranks, pin=False)
 
     @torch.no_grad()
     def _before(self, index: int) -> tuple[list[torch.Tensor], Any]:
         mesh, policy, device = self._context
-        local = _torch_private.local_part(self._params[index])
+        place, cut = self._places[index], self._params[index].cut
+        local = _torch_private.local_part(self._params[index].sharded)
         if local.device != device:
             local = local.to(device, non_blocking=True)
-        cut = self._cuts[index]
         if not cut.is_even and _keeps_class(local):
             local = _padded(local, cut)
         hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
@@ -107,7 +112,7 @@ class _Hooks:
             tensors, metadata = hook(mesh)
         else:
             shape = torch.Size(cut.shape)
-            module = self._members[index][0]
+            module = place.slots[0][0]
             tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
         if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
             raise AssertedUsageError(
@@ -116,7 +121,7 @@ class _Hooks:
                     "padded.",
                     expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
                     got=_described([(each.size(), each.dtype) for each in tensors]),
-                    where=f"parameter {self._members[index][1]!r}, of which this rank holds "
+                    where=f"parameter {place.name!r}, of which this rank holds "
                     f"{tuple(local.shape)}",
                     fix="pad what fsdp_pre_all_gather returns",
                 )
@@ -146,7 +151,7 @@ class _Hooks:
                     "fsdp_pre_all_gather returned other tensors than before.",
                     expected=_described(wanted),
                     got=_described(found),
-                    where=f"parameter {self._members[index][1]!r}",
+                    where=f"parameter {self._places[index].name!r}",
                     fix="return tensors of the same number, shapes and dtypes each time; other "
                     "facts go into the metadata",
                 )
@@ -168,7 +173,7 @@ class _Hooks:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise self._wrong_result(index, f"a {type(result).__name__}")
             value, inner = result
-            cut = self._cuts[index]
+            cut = self._params[index].cut
             if value.dim() and value.shape[0] == cut.chunk * cut.ranks:
                 value = value.narrow(0, 0, cut.shape[0])  # without the padding of the last ranks
             if tuple(value.shape) != cut.shape:
@@ -182,9 +187,9 @@ class _Hooks:
             explain(
                 "fsdp_post_all_gather returned something else than the unsharded parameter.",
                 expected="(a tensor of shape "
-                f"{self._cuts[index].shape}, the tensors whose memory it uses)",
+                f"{self._params[index].cut.shape}, the tensors whose memory it uses)",
                 got=got,
-                where=f"parameter {self._members[index][1]!r}",
+                where=f"parameter {self._places[index].name!r}",
                 fix="return both when out= is None",
             )
         )
@@ -199,12 +204,12 @@ class _Hooks:
 
     def _after(self, index: int, out: torch.Tensor | None) -> Any:
         """Call fsdp_post_all_gather: it fills ``out``, or returns a new tensor for None."""
-        local = _torch_private.local_part(self._params[index])
+        local = _torch_private.local_part(self._params[index].sharded)
         outputs = tuple(
             output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
             for output, each in zip(self.outputs[index], self.inputs[index], strict=True)
         )
-        arguments = outputs, self._metadata[index], self._dtypes[index]
+        arguments = outputs, self._metadata[index], self._dtype
         hook = local.fsdp_post_all_gather  # type: ignore[attr-defined]
         return hook(*arguments) if out is None else hook(*arguments, out=out)
 
@@ -235,21 +240,18 @@ class ExtensionStore(RowStore):
         rank: int,
         ranks: int,
         device: torch.device,
-        compute_device: torch.device,
-        mesh: Any,
-        policy: Any,
+        context: Context,
         gather_dtype: torch.dtype | None = None,
     ) -> None:
-        """device: of the sharded parameters. mesh: the 1-D DeviceMesh of the shard ranks; policy:
-        of mixed precision. Both are handed to fsdp_pre_all_gather. gather_dtype: the policy's
-        dtype of parameters, or None.
+        """device: of the sharded parameters. gather_dtype: the policy's dtype of parameters, or
+        None.
 
         Raises UsageError for parameters that cannot be padded, or without the second method.
         """
         for member, placement in zip(members, placements, strict=True):
             local = _torch_private.local_part(member.parameter)
             _require_extension(local, Cut(tuple(local.shape), placement.dim, ranks), member.name)
-        self._context = mesh, policy, compute_device
+        self._context = context
         self._hooks: _Hooks | None = None  # None while on the meta device
         super().__init__(
             members,
@@ -261,15 +263,7 @@ class ExtensionStore(RowStore):
         )
 
     @classmethod
-    def of(
-        cls,
-        store: RowStore,
-        indices: Sequence[int],
-        *,
-        compute_device: torch.device,
-        mesh: Any,
-        policy: Any,
-    ) -> ExtensionStore:
+    def of(cls, store: RowStore, indices: Sequence[int], context: Context) -> ExtensionStore:
         """Return a store for some parameters of another one, whose local tensors have got the two
         methods since. They are to be adopted."""
         made = store.take_apart(cls, indices)
@@ -277,7 +271,7 @@ class ExtensionStore(RowStore):
             _require_extension(
                 _torch_private.local_part(present_in(place.slots[0])), cut, place.name
             )
-        made._context, made._hooks = (mesh, policy, compute_device), None
+        made._context, made._hooks = context, None
         return made
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
@@ -297,11 +291,7 @@ class ExtensionStore(RowStore):
         if self._kind[1].type == "meta":
             return
         self._hooks = self.extension = _Hooks(
-            [param for param, _ in self.sharded_params],
-            [self._gather_dtype or self._kind[0]] * len(self.orig_params),
-            self.layout.cuts,
-            [(member.slots[0][0], member.name) for member in self.orig_params],
-            self._context,
+            self._params, self.orig_params, self._gather_dtype or self._kind[0], self._context
         )
         self.shard, self.numel = self._hooks.shard, self._hooks.shard.numel()
 

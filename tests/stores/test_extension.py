@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compat._engine.storage import GroupMemory
-from fsdp_compat._stores.extension import ExtensionStore, has_extension
+from fsdp_compat._stores.extension import Context, ExtensionStore, has_extension
 from fsdp_compat._stores.placement import RowPlacement
 from fsdp_compat.errors import StateError, TypeUsageError, UsageError
 from tests.support.engine_build import CPU, members_of
@@ -122,9 +122,7 @@ def _stores(model: nn.Module, ranks: int, **options: Any) -> list[ExtensionStore
             rank=rank,
             ranks=ranks,
             device=CPU,
-            compute_device=CPU,
-            mesh="mesh",
-            policy="policy",
+            context=Context("mesh", "policy", CPU),
             **options,
         )
         for rank in range(ranks)
@@ -233,9 +231,7 @@ def test_parameters_that_cannot_be_padded_are_refused(
             rank=0,
             ranks=2,
             device=CPU,
-            compute_device=CPU,
-            mesh="mesh",
-            policy="policy",
+            context=Context("mesh", "policy", CPU),
         )
 
 

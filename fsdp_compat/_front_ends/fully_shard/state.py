@@ -28,7 +28,7 @@ from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
-from ..._stores.extension import ExtensionStore, has_extension
+from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.row_params import present_in
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
@@ -160,10 +160,7 @@ class ShardedModules:
                 continue
             if rest := [index for index in range(len(store.orig_params)) if index not in late]:
                 stores.append(_OwnStore(store.take_apart(RowStore, rest), own.planned))
-            mesh, plan = own.planned.mesh.shard_mesh, self.plan
-            extended = ExtensionStore.of(
-                store, late, compute_device=plan.device, mesh=mesh, policy=plan.policy
-            )
+            extended = ExtensionStore.of(store, late, _context_of(own.planned, self.plan))
             stores.append(_OwnStore(extended, own.planned))
         has_changed, self.stores = stores != self.stores, stores
         return has_changed
@@ -520,6 +517,10 @@ def _shard_group(plan: Plan) -> dist.ProcessGroup | None:
     return None if mesh.shard_dim is None else mesh.mesh.get_group(mesh.shard_dim)
 
 
+def _context_of(planned: PlannedStore, plan: Plan) -> Context:
+    return Context(planned.mesh.shard_mesh, plan.policy, plan.device)
+
+
 def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
     mesh, offload = planned.mesh.engine_mesh(), plan.offload
     device = torch.device("cpu") if offload.to_cpu else plan.device
@@ -530,9 +531,7 @@ def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
             rank=mesh.shard.rank,
             ranks=mesh.shard.ranks,
             device=device,
-            compute_device=plan.device,
-            mesh=planned.mesh.shard_mesh,
-            policy=plan.policy,
+            context=_context_of(planned, plan),
             gather_dtype=planned.gather_dtype,
         )
     return RowStore(
