@@ -222,7 +222,7 @@ class Gradients:
     @property
     def is_reduced(self) -> bool:
         """True if nothing of the reduction is left to be communicated."""
-        return self.left in (None, Left.READ)
+        return self.reduction is None or self.reduction.left in _REDUCED
 
     def advance(self) -> None:
         """Collective. Go to the next stage of the reduction."""
@@ -232,8 +232,10 @@ class Gradients:
     def free_buffer(self) -> None:
         """Collective. Advance the reduction until the buffer is free. What is left, over replicas,
         works on what becomes the gradients."""
-        while not self.is_reduced and self._holds_memory:
-            self.advance()
+        reduction, buffer = self.reduction, self._buffer
+        if reduction is not None and buffer is not None:
+            while reduction.left not in _REDUCED and buffer.holds_memory:
+                reduction.advance()
 
     def roll(self) -> None:
         """Collective. Send the next message of the reduction, if the buffer is free."""
@@ -373,6 +375,9 @@ class InFlightReductions:
         """After a backward that raised: the groups discard their gradients themselves."""
         self._units.clear()
         self._at_end.clear()
+
+
+_REDUCED = None, Left.READ
 
 
 def _no_limit() -> None:

@@ -156,7 +156,8 @@ class ReduceBuffer:
         self.received.update(indices)
         whole = self.views.whole
         if whole is not None:
-            places, values = [whole[index] for index in indices], grads
+            is_all = indices == self._all_indices  # the usual case of a unit without large ones
+            places, values = whole if is_all else [whole[index] for index in indices], grads
         else:
             places = [place for index in indices for place in self.views.places[index]]
             pairs = zip(indices, grads, strict=True)
