@@ -3,28 +3,34 @@
 ``communicator(axis, device)`` chooses the transport, one file each:
 
     single_rank.py   an axis of one rank: nothing is sent
-    gloo.py          gloo on CPU: sends and receives over connections of its own, with a tag per
-                     group and kind, so that ranks in different orders get an error instead of each
-                     other's data; divergence/deadlock.py watches its waits
-    two_stages.py    the same along an axis of several hosts with several ranks each: over hosts,
+    same_host/       gloo on CPU, all ranks on one host: they read each other's memory
+    messages.py      gloo on CPU, other ranks: values are sent
+    two_stages.py    gloo on CPU, several hosts with several ranks each: over hosts by messages.py,
                      and within each host
     backend.py       every other backend: its own collectives; and process groups written in Python
 
-Their base class, ``Transport``, is in transport.py."""
+Their base class, ``Transport``, is in transport.py. Those for gloo have a tag per group and kind,
+so that ranks in different orders get an error instead of each other's data, and
+divergence/deadlock.py watches their waits.
+
+The environment variable FSDP_COMPAT_SAME_HOST, which must be the same on all ranks, limits what
+ranks of one host do: with ``counters`` no shards are mapped, with ``messages`` values are sent."""
 
 from __future__ import annotations
 
+import os
 import weakref
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch_private
-from . import shared_memory
+from ..errors import UsageError, explain
 from .backend import BackendTransport, PythonGroupTransport, gather_in_group
 from .gloo import GlooTransport
-from .host_memory import is_in_pages
+from .gloo_connections import GlooConnections
 from .mesh import Axis, axis_of, is_in_python
+from .messages import MessageTransport
 from .single_rank import SingleRank
 from .transport import Handle, Kind, Mapping, Traffic, Transport
 from .two_stages import TwoStages, hosts_of
@@ -41,6 +47,7 @@ __all__ = [
     "max_in_group",
 ]
 
+_LIMITS = "mapped", "counters", "messages"  # each includes the later ones
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = (
     weakref.WeakKeyDictionary()
 )
@@ -67,16 +74,50 @@ def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Tr
     if is_in_python(group):
         return PythonGroupTransport(axis, device, small)
     if small.type == "cpu" and _torch_private.is_gloo(group, small):
-        transport = GlooTransport(axis, device)
-        hosts = hosts_of(transport)
-        return transport if hosts is None else TwoStages(axis, transport, hosts)
+        whole = _over_gloo(axis, device)
+        hosts = hosts_of(whole)
+        return whole if hosts is None else TwoStages(axis, whole, hosts, _over_gloo)
     return BackendTransport(axis, device, small)
+
+
+def _over_gloo(axis: Axis, device: torch.device, part: str = "") -> GlooTransport:
+    """Connect the ranks of an axis. Collective, and all get the same transport. part: of its
+    process group, if these are only some of its ranks."""
+    limit = _limit()
+    assert axis.group is not None
+    values = MessageTransport(axis, device, GlooConnections(axis, axis.group, part))
+    if limit == "messages":
+        values.gather_objects(None)  # in place of ``connect``, which other ranks may call
+        return values
+    from .same_host.transport import connect  # where values are sent, the folder is not needed
+
+    return connect(axis, values, maps=limit == "mapped") or values
 
 
 def allocate_shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros [numel] on the CPU for a shard, in memory like that of ``Transport.allocate``:
     shards are made before their ranks are connected."""
-    return shared_memory.zeros(numel, dtype, min_nbytes=0 if is_in_pages(numel, dtype) else None)
+    if _limit() == "messages":
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    from .same_host import shared_memory
+
+    return shared_memory.allocate(numel, dtype, zero=True)
+
+
+def _limit() -> str:
+    """Return what FSDP_COMPAT_SAME_HOST allows. Raises UsageError for anything else."""
+    found = os.environ.get("FSDP_COMPAT_SAME_HOST", _LIMITS[0])
+    if found not in _LIMITS:
+        raise UsageError(
+            explain(
+                "FSDP_COMPAT_SAME_HOST is not a way to exchange data.",
+                expected=", ".join(map(repr, _LIMITS)),
+                got=repr(found),
+                where="the environment of this process",
+                fix="set it to the same one on all ranks, or unset it",
+            )
+        )
+    return found
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:

@@ -19,22 +19,17 @@ import torch.distributed as dist
 from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
 from ..errors import StateError, explain
-from . import shared_memory
-from .counters import CounterWork
 from .divergence import deadlock, progress
 from .divergence.status_store import status_store
 from .divergence.store_rendezvous import rendezvous_of
 from .divergence.time_limits import warn_after_s
 from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
 from .mesh import Axis
-from .same_host import ACK_TAG, NUM_WORDS, SameHostPeers, attach_peers, limit
 from .transport import Collectives, Handle, Work, communication_error, group_destroyed
 
-__all__ = ["VALUES_TAG", "GlooConnections", "all_or_nothing", "any_awaits_readers"]
+__all__ = ["ACK_TAG", "GlooConnections", "all_or_nothing", "any_awaits_readers"]
 
-# added to the tag of a message: its values, sent after a descriptor that announces them
-VALUES_TAG = 2 * ACK_TAG
-_HANDSHAKE_TAGS = ACK_TAG - 2, ACK_TAG - 1
+ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that of its ack
 
 # works, the tensors that they read, and the message
 Sent = tuple[list[Work], object, MessageId]
@@ -65,6 +60,8 @@ def all_or_nothing(method: Method) -> Method:
         except StateError:  # communication has failed, or nothing was begun
             raise
         except BaseException as error:
+            if isinstance(error, Exception) and not self.connections.is_connected:
+                self.connections.require_open()  # another thread has closed them meanwhile
             self.connections.abandon("its communication", error)
             raise
 
@@ -84,9 +81,9 @@ class GlooConnections(Waiter):
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, part: str = "") -> None:
-        """Collective: the ranks of the axis. part: see GlooTransport. Raises UsageError for a wrong
+        """Collective: the ranks of the axis. part: of the group, if
+        these are only some of its ranks. Raises UsageError for a wrong
         environment variable."""
-        limit()
         warn_after_s()
         name = f"{group.group_name}/{part}" if part else str(group.group_name)
         self.activity = Activity(name, axis.rank, axis.members)
@@ -94,16 +91,16 @@ class GlooConnections(Waiter):
         rank, ranks = axis.rank, axis.ranks
         # (source, target) of each step of an exchange: every rank begins with another peer
         self.peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
-        self.same_host = SameHostPeers({}, {}, self.peers)
         self.unfinished: dict[int, Handle] = {}  # by tag: exchanges that have not ended
-        self.sends: list[Sent] = []  # of gathers, and the acks awaited for them
-        self.reads: list[Sent] = []  # the acks of reductions, awaited and given
+        self.sent: dict[tuple[int, int], Sent] = {}  # by tag and number: what peers may still need
         self.names: dict[int, str] = {}  # by tag: what was waited for last
         self.group = weakref.ref(group)
         self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
-        self._awaited: list[Work] = []  # by the communicating thread, now
+        self._awaited: list[typing.Any] = []  # by the communicating thread, now
         self._is_closed, self._failure = False, ""  # failure: "" if the group was destroyed
         self._parents: object = None  # in a forked process
+        # Called when the connections close, with whether communication has failed.
+        self.on_close: Callable[[bool], None] = _nothing
         _all_connections.add(self)
         deadlock.watch(self)
         self._connect(group)
@@ -111,7 +108,7 @@ class GlooConnections(Waiter):
     @property
     def awaits_readers(self) -> bool:
         """True if a peer may still have to read what this rank has sent."""
-        return bool(self.sends or self.reads or self.unfinished)
+        return bool(self.sent or self.unfinished)
 
     def require_open(self) -> None:
         """Raise StateError if the connections were closed, or are about to be because their process
@@ -148,12 +145,12 @@ class GlooConnections(Waiter):
         number = activity.counts[tag] = activity.counts.get(tag, 0) + 1
         return number
 
-    def wait(self, works: list[Work], message: MessageId, what: str, first: int = 0) -> None:
-        """Wait for the works of a message. first: the index of the first one in the message."""
+    def wait(self, works: list[Work], message: MessageId, what: str) -> None:
+        """Wait for the works of a message."""
         activity, timeout, waiting = self.activity, self.timeout, None
         self._awaited = works
         try:
-            for index, work in enumerate(works, first):
+            for index, work in enumerate(works):
                 activity.waiting = waiting = message, index, what
                 if not work.wait(timeout):
                     raise RuntimeError("the connection was closed")
@@ -161,27 +158,6 @@ class GlooConnections(Waiter):
             self.fail_wait(self._name(message, what), error, waiting)
         finally:
             activity.waiting, self._awaited = None, _NOTHING
-
-    def begin_meeting(self, tag: int, word: int) -> Handle:
-        """Tell the peers, which are all on this host, that this rank has come."""
-        number, channels, words = self.begin(tag), self.same_host.channels, [word] * NUM_WORDS
-        expected = [channels[source].expect(tag, number) for source, _ in self.peers]
-        works = [work for work, _ in expected]
-        works += [channels[target].send(tag, number, words, False) for _, target in self.peers]
-        return Handle(works, (), expected, (tag, number, 0, len(expected)))
-
-    def end_meeting(self, handle: Handle, what: str) -> list[int]:
-        """Wait for the peers, and return their words by step."""
-        if self.gloo is None:
-            self.require_open()
-        self.wait(handle.works, handle.message, what)
-        return [int(descriptor().location.epoch) for _, descriptor in handle.keep]
-
-    def fail_meeting(self, handle: Handle, what: str, index: int) -> typing.NoReturn:
-        """Fail because a peer has come to a meeting with an exception."""
-        rank = self.activity.members[self.peers[index][0]]
-        cause = f"rank {rank} has left with an exception"
-        self.fail_wait(what, waiting=(handle.message, index, what), cause=cause)
 
     def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         """Run a synchronous collective of all members."""
@@ -219,7 +195,7 @@ class GlooConnections(Waiter):
         """Return the name of the thing a wait is for. Flushed messages were gathered under another
         name."""
         tag, _, _, num_receives = message
-        return what if num_receives and tag < ACK_TAG else self.names.get(tag % ACK_TAG, what)
+        return what if num_receives else self.names.get(tag % ACK_TAG, what)
 
     # -- connecting
 
@@ -234,7 +210,6 @@ class GlooConnections(Waiter):
             self.gloo = torch_gloo.gloo_of_its_own(
                 group, activity.name, activity.rank, len(activity.members), self.timeout
             )
-            self.same_host = attach_peers(self.gloo, self.peers, self._swap, _HANDSHAKE_TAGS)
         except RuntimeError as error:
             self.fail_wait(what, error, waiting, str(error))
         except BaseException as error:
@@ -242,15 +217,6 @@ class GlooConnections(Waiter):
             raise
         finally:
             activity.waiting = None
-
-    def _swap(self, messages: dict[int, torch.Tensor], tag: int) -> dict[int, torch.Tensor]:
-        """Send every peer a message and return the peers' messages, which have the same length."""
-        found = {peer: torch.empty_like(message) for peer, message in messages.items()}
-        works = [self.gloo.recv([into], peer, tag) for peer, into in found.items()]
-        works += [self.gloo.send([message], peer, tag) for peer, message in messages.items()]
-        for work in works:
-            work.wait(self.timeout)
-        return found
 
     # -- failing
 
@@ -338,14 +304,10 @@ class GlooConnections(Waiter):
             peers = self.activity.others
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
-            step = index - num_receives if is_send else index
-            if tag >= ACK_TAG:
-                peer = (self.same_host.targets if is_send else self.same_host.sources)[step]
-            else:
-                source, target = self.peers[step]
-                peer = target if is_send else source
+            source, target = self.peers[index - num_receives if is_send else index]
+            peer = target if is_send else source
             peers = (members[peer],)
-            if is_send or ACK_TAG <= tag < VALUES_TAG:
+            if is_send:
                 text = f"rank {rank} waits for rank {peers[0]} to take {what}"
             else:
                 text = f"rank {rank} waits for {what} from rank {peers[0]}"
@@ -366,13 +328,13 @@ class GlooConnections(Waiter):
         if gloo is not None:
             torch_gloo.break_connections(gloo)
         for work in tuple(self._awaited):
-            if isinstance(work, CounterWork):
-                work.abort()
-            elif isinstance(work, dist.Work):
+            if isinstance(work, dist.Work):
                 torch_gloo.abort_wait(work)
+            else:
+                work.abort()
 
     def fail(self, report: Report) -> None:
-        shared_memory.bump_epoch()  # first: peers may be reading what is given up here
+        self.on_close(True)  # first: peers may be reading what is given up here
         self._failure = self._failure or f"another communication of this process failed: {report}"
         self.end_wait()
         self.close()
@@ -381,18 +343,19 @@ class GlooConnections(Waiter):
         """Nothing is received afterwards, even if other code still holds a work or a message."""
         self.gloo, self._is_closed = None, True
         self.unfinished.clear()
-        self.sends.clear()
-        self.reads.clear()
+        self.sent.clear()
         self.activity.counts.clear()
-        self.same_host.close()
-        self.same_host = SameHostPeers({}, {}, self.peers)
+        self.on_close(False)
 
     def leave(self) -> None:
         """In a forked process: refuse every use, and end nothing of the parent's."""
-        self._parents = self.gloo, self.same_host
+        self._parents, self.on_close = self.gloo, _nothing
         self.gloo, self._is_closed = None, True
         self._failure = "this process was forked from a rank, whose connections it does not have"
-        self.same_host = SameHostPeers({}, {}, self.peers)
+
+
+def _nothing(has_failed: bool) -> None:
+    pass
 
 
 def _outwait(gloo: object, works: Sequence[dist.Work]) -> None:

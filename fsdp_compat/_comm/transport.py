@@ -83,7 +83,7 @@ class Work(typing.Protocol):
 class Handle:
     """A message in flight: the works to wait for, and the tensors that must stay until then."""
 
-    __slots__ = ("acks", "descriptors", "divisor", "ended", "keep", "message", "parts", "works")
+    __slots__ = ("divisor", "ended", "keep", "message", "parts", "works")
 
     def __init__(
         self,
@@ -97,8 +97,6 @@ class Handle:
         self.works, self.parts, self.keep = works, parts, keep
         self.message, self.divisor = message, divisor
         self.ended = False  # the works have completed
-        self.descriptors: typing.Any = {}
-        self.acks: list[Work] = []
 
 
 class Mapping(typing.Protocol):

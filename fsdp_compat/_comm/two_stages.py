@@ -24,9 +24,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .divergence.processes import Process
 from .gloo import GlooTransport
 from .gloo_connections import all_or_nothing
 from .mesh import Axis
+from .messages import MessageTransport
 from .transport import Collectives, Handle, ProcessGroupTransport
 
 __all__ = ["TwoStages", "hosts_of"]
@@ -48,8 +50,15 @@ class TwoStages(ProcessGroupTransport):
 
     reduce_steps = 1
 
-    def __init__(self, axis: Axis, whole: GlooTransport, hosts: Sequence[Sequence[int]]) -> None:
-        """Collective. hosts: see ``hosts_of``."""
+    def __init__(
+        self,
+        axis: Axis,
+        whole: GlooTransport,
+        hosts: Sequence[Sequence[int]],
+        connect: Callable[[Axis, torch.device, str], GlooTransport],
+    ) -> None:
+        """Collective. whole: between all ranks. hosts: see ``hosts_of``. connect: connects some
+        ranks of the axis, which have a name."""
         super().__init__(axis, whole.device)
         self._whole, self.connections, self.name = whole, whole.connections, whole.name
         self._num_hosts, self._num_places = len(hosts), len(hosts[0])
@@ -58,8 +67,14 @@ class TwoStages(ProcessGroupTransport):
             (host, ranks.index(axis.rank)) for host, ranks in enumerate(hosts) if axis.rank in ranks
         ]
         of_place = [ranks[self._place] for ranks in hosts]
-        self._near = _part(axis, whole.device, hosts[self._host], f"host {self._host}")
-        self._far = _part(axis, whole.device, of_place, f"place {self._place}")
+
+        def connected(ranks: Sequence[int], name: str) -> GlooTransport:
+            members = tuple(axis.members[rank] for rank in ranks)
+            part = Axis(axis.group, ranks.index(axis.rank), len(ranks), members)
+            return connect(part, whole.device, name)
+
+        self._near = connected(hosts[self._host], f"host {self._host}")
+        self._far = connected(of_place, f"place {self._place}")
         self.all_reduce_steps = 3 + 1
         self.traffic = self._far.traffic  # what leaves this host
         self._gathers: dict[int, _Pending] = {}  # by tag: those that have not ended, oldest first
@@ -78,7 +93,7 @@ class TwoStages(ProcessGroupTransport):
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
-        if tag in self._gathers:  # an exception has left it behind
+        if tag in self._gathers and not self.has_failed:  # an exception has left it behind
             self.end_gather(self._gathers[tag], "parameters")
         staged = self._near.allocate(self._num_hosts * own.numel(), full.dtype)
         stage = self._far.begin_gather(own, staged, staged.chunk(self._num_hosts), tag)
@@ -97,7 +112,7 @@ class TwoStages(ProcessGroupTransport):
         grid = self._by_host_and_place(handle.target)
         shape = self._num_places, *staged.view(self._num_hosts, -1).shape
         # messages are not received into memory that lies apart
-        is_direct = near.reads_in_place(staged.nbytes)
+        is_direct = not isinstance(near, MessageTransport)
         places = grid.transpose(0, 1) if is_direct else staged.new_empty(shape)
         stage = near.begin_gather(staged.view(shape[1:]), handle.target, places.unbind(), tag)
         near.end_gather(stage, what)
@@ -133,7 +148,9 @@ class TwoStages(ProcessGroupTransport):
     ) -> torch.Tensor:
         assert isinstance(handle, _Pending)
         part = handle.keep.chunk(self._num_hosts)[self._host]
-        return self._far.end_reduce(handle.stage, part, dtype, what, divisor)
+        total = self._far.end_reduce(handle.stage, part, dtype, what, divisor)
+        self._far.settle(what, only_reductions=True)  # `keep` can be freed
+        return total
 
     @all_or_nothing
     def begin_all_reduce(
@@ -174,10 +191,11 @@ class TwoStages(ProcessGroupTransport):
     @all_or_nothing
     def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
         self._near.settle(what)  # the piece of this rank can be freed
+        self._far.settle(what, only_reductions=True)
 
     @all_or_nothing
     def settle(self, what: str, only_reductions: bool = False) -> None:
-        if not only_reductions:
+        if not only_reductions and not self.has_failed:
             for handle in tuple(self._gathers.values()):
                 self.end_gather(handle, what)
         self._near.settle(what, only_reductions)
@@ -216,25 +234,20 @@ class TwoStages(ProcessGroupTransport):
         return self._near.end_reduce(handle.stage, own, own.dtype, what)
 
 
-def _part(axis: Axis, device: torch.device, ranks: Sequence[int], name: str) -> GlooTransport:
-    """Connect some ranks of an axis. Collective: these ranks."""
-    members = tuple(axis.members[rank] for rank in ranks)
-    part = Axis(axis.group, ranks.index(axis.rank), len(ranks), members)
-    return GlooTransport(part, device, name)
-
-
 def hosts_of(whole: GlooTransport) -> list[list[int]] | None:
     """Return the ranks of an axis by host and place, if they exchange in two stages: several hosts
-    with as many ranks each, which are numbered host by host or place by place. Collective.
-
-    Ranks share a host if they read each other's memory.
-    """
+    with as many ranks each, which are numbered host by host or place by place. Collective."""
     if whole.ranks < 4:
         return None
-    near = sorted({whole.rank, *whole.connections.same_host.memories})
-    hosts = [list(ranks) for ranks in sorted(set(map(tuple, whole.gather_objects(near))))]
+    own = Process.own()
+    machines = whole.gather_objects(None if own is None else own.machine)
+    hosts = [
+        [rank for rank, its_machine in enumerate(machines) if its_machine == machine]
+        for machine in dict.fromkeys(machines)
+    ]
     ranks, num_hosts = range(whole.ranks), len(hosts)
     num_places = whole.ranks // num_hosts
     by_host = [list(ranks[i * num_places : (i + 1) * num_places]) for i in range(num_hosts)]
     by_place = [list(ranks[i::num_hosts]) for i in range(num_hosts)]
-    return hosts if min(num_hosts, num_places) > 1 and hosts in (by_host, by_place) else None
+    is_regular = None not in machines and hosts in (by_host, by_place)
+    return hosts if is_regular and min(num_hosts, num_places) > 1 else None

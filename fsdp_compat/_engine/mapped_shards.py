@@ -1,5 +1,5 @@
-"""Passes over units that read every rank's shard where it is mapped (_comm/mapped.py): parameters
-view the mapping, or are copied out of it.
+"""Passes over units that read every rank's shard where it is mapped (_comm/same_host/mapping.py):
+parameters view the mapping, or are copied out of it.
 
 Such a unit sends nothing when it is unsharded, so that no rank waits there. Instead the ranks meet
 at both ends of a pass. At its beginning all shards have the values that the pass reads; when it has

@@ -20,7 +20,6 @@ its slowest rank; the memory is the same in all rounds. The columns:
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import typing
@@ -30,9 +29,10 @@ import torch
 import torch.distributed as dist
 from contenders import MIN_ROUNDS, OURS, Timings, measure, require_rounds
 
-from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import Transport, communicator
-from fsdp_compat._comm.mesh import mesh_from_group
+from fsdp_compat._comm.gloo_connections import GlooConnections
+from fsdp_compat._comm.mesh import axis_of, mesh_from_group
+from fsdp_compat._comm.messages import MessageTransport
 
 GLOO, EXCHANGE = "gloo", "exchange"
 SIZES = [1 << power for power in range(16, 29)]  # 64 KB to 256 MB
@@ -88,7 +88,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     comm = communicator(mesh_from_group(None).shard, CPU)
-    near = "read each other's memory" if comm.reads_later else "send everything"
+    near = "send everything" if isinstance(comm, MessageTransport) else "read each other's memory"
+    sent = between_hosts() if arguments.all else None
     say(
         f"{comm.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} "
         "rounds"
@@ -106,8 +107,10 @@ def run(arguments: argparse.Namespace) -> None:
                     case = CASES[name](comm, nbytes // dtype.itemsize // comm.ranks, dtype)
                     check(case, exact=comm.ranks == 2)
                     steps: dict[str, Callable[[], object]] = {OURS: case.ours, GLOO: case.gloo}
-                    if arguments.all:
-                        steps[EXCHANGE] = functools.partial(sending_everything, case.ours)
+                    if sent is not None:
+                        steps[EXCHANGE] = CASES[name](
+                            sent, nbytes // dtype.itemsize // comm.ranks, dtype
+                        ).ours
                     rounds = arguments.rounds * (
                         4 if nbytes < 4 << 20 else 1
                     )  # short ones are disturbed by more
@@ -119,7 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def gather_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
-    own = shared_memory.zeros(numel, dtype)
+    own = comm.allocate(numel, dtype)
     own.copy_(numbers(numel, comm.rank))
     full, other = (
         torch.empty(comm.ranks * numel, dtype=dtype),
@@ -140,7 +143,7 @@ def gather_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
 
 
 def reduce_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
-    buffer = shared_memory.allocate(comm.ranks * numel, dtype)
+    buffer = comm.allocate(comm.ranks * numel, dtype)
     buffer.copy_(numbers(comm.ranks * numel, comm.rank))
     segments, tag, other = (
         list(buffer.chunk(comm.ranks)),
@@ -166,7 +169,7 @@ def total_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
     """In place: every call begins with the result of the last one, and values may come to overflow.
     Both sides have the same."""
     other = numbers(comm.ranks * numel, comm.rank).to(dtype)
-    mine, tag = shared_memory.allocate(other.numel(), dtype).copy_(other), comm.new_tag()
+    mine, tag = comm.allocate(other.numel(), dtype).copy_(other), comm.new_tag()
 
     def ours() -> torch.Tensor:
         pending = comm.continue_all_reduce(comm.begin_all_reduce(mine, tag), mine, tag, "gradients")
@@ -190,13 +193,11 @@ def numbers(numel: int, seed: int) -> torch.Tensor:
     return ((torch.arange(numel) + seed) % 3).float()
 
 
-def sending_everything(ours: Callable[[], torch.Tensor]) -> None:
-    """As between hosts."""
-    before, shared_memory.MIN_NBYTES = shared_memory.MIN_NBYTES, 1 << 62
-    try:
-        ours()
-    finally:
-        shared_memory.MIN_NBYTES = before
+def between_hosts() -> Transport:
+    """Return the transport that these ranks would have on hosts of their own. Collective."""
+    group = dist.new_group()
+    axis = axis_of(group)
+    return MessageTransport(axis, CPU, GlooConnections(axis, group))
 
 
 def check(case: Case, exact: bool) -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError, UsageError
-from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.divergence import deadlock, progress
 from fsdp_compat._comm.divergence.cycles import find_cycle
@@ -33,14 +32,13 @@ from fsdp_compat._comm.divergence.waits import (
     Waiter,
     Waiting,
 )
-from fsdp_compat._comm.gloo_connections import ACK_TAG, VALUES_TAG, GlooConnections
+from fsdp_compat._comm.gloo_connections import ACK_TAG, GlooConnections
 from fsdp_compat._comm.mesh import axis_of
-from fsdp_compat._comm.same_host import SameHostPeers
 from tests.support.models import DIM, Block
 from tests.support.parity import backward, make_pair
 from tests.support.programs import run_programs
 from tests.support.ranks import run_ranks
-from tests.support.same_host import MAPPED, NOT_MAPPED
+from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
 from tests.support.simulation import Simulation
 
 PATIENCE = 0.3
@@ -518,13 +516,11 @@ def test_what_was_seen_before_a_pause_between_questions_does_not_count(
 
 
 def connections(rank: int = 1) -> GlooConnections:
-    """Connections of ranks 10, 11, 12, not connected; all are peers of the same host."""
+    """Connections of ranks 10, 11, 12, not connected."""
     found = GlooConnections.__new__(GlooConnections)
     found.activity = Activity("all", rank, (10, 11, 12))
     found.peers = [((rank - step) % 3, (rank + step) % 3) for step in (1, 2)]
-    memory: Any = None
-    found.same_host = SameHostPeers({0: memory, 2: memory}, {}, found.peers)
-    found.names, found.unfinished, found.sends, found.reads = {4: "'a'"}, {}, [], []
+    found.names, found.unfinished, found.sent = {4: "'a'"}, {}, {}
     found.gloo = found
     return found
 
@@ -536,9 +532,7 @@ def connections(rank: int = 1) -> GlooConnections:
         (4, 2, 1, "rank 11 waits for 'b' from rank 12", (12,)),
         (4, 2, 2, "rank 11 waits for rank 12 to take 'b'", (12,)),
         (4, 0, 1, "rank 11 waits for rank 10 to take 'a'", (10,)),
-        (4 + ACK_TAG, 2, 0, "rank 11 waits for rank 10 to take 'a'", (10,)),
         (4 + ACK_TAG, 0, 0, "rank 11 waits for rank 12 to take 'a'", (12,)),
-        (4 + VALUES_TAG, 2, 1, "rank 11 waits for 'a' from rank 12", (12,)),
         (COLLECTIVE, 0, 0, "rank 11 waits in 'b' for ranks [10, 12]", (10, 12)),
     ],
 )
@@ -558,7 +552,7 @@ def test_connections_refuse_a_second_thread_in_the_middle_of_an_exchange() -> No
     assert found.begin(4) == 1
     found.activity.thread = -1  # it was another one
     assert found.begin(4) == 2, "threads may take turns"
-    found.activity.thread, found.sends = -1, [([], None, (4, 1, 0, 0))]
+    found.activity.thread, found.sent = -1, {(4, 1): ([], None, (4, 1, 0, 0))}
     with pytest.raises(StateError, match="Two threads communicate over one process group at once"):
         found.begin(4)
 
@@ -747,7 +741,6 @@ def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
 
     found: list[str] = []
     with (
-        mock.patch.object(shared_memory, "MIN_NBYTES", 1 << 62),
         mock.patch.object(StatusStore, "report_failure")
         if not is_told
         else contextlib.nullcontext(),
@@ -775,7 +768,9 @@ def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
 def test_message_that_is_under_way_when_its_connection_closes_fails(
     is_collective: bool, is_told: bool, reason: str
 ) -> None:
-    message, _ = run_ranks(2, loses_a_message_under_way, is_collective, is_told)
+    message, _ = run_ranks(
+        2, loses_a_message_under_way, is_collective, is_told, environment=MESSAGES
+    )
     assert re.match(f"Waiting for a .*model failed: {reason}", message), message
     assert "to do:    look at rank 1's own error first" in message
 

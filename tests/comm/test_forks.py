@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, StateError
-from fsdp_compat._comm import shared_memory
-from fsdp_compat._comm.peer_memory import PeerMemory
+from fsdp_compat._comm.same_host import shared_memory
+from fsdp_compat._comm.same_host.peer_memory import PeerMemory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -197,26 +197,17 @@ def forks_in_forward() -> None:
 
 
 def test_forks_during_a_step_do_not_change_it() -> None:
-    with_small_blocks(2, forks_in_forward)
-
-
-def with_small_blocks(ranks: int, function: Callable[[], None]) -> None:
-    run_ranks(ranks, shares_everything, function)
-
-
-def shares_everything(function: Callable[[], None]) -> None:
-    with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
-        function()
+    run_ranks(2, forks_in_forward)
 
 
 def reads_after_forks() -> list[float]:
     """What a peer reads at a location that was told before several forks, the files of which it has
     not opened yet."""
-    shared_memory.identity()
+    shared_memory.control()
     arena, kept, found = shared_memory._arena, [], []
     for number in range(3):
-        kept.append(shared_memory.allocate(WIDTH, torch.float32, min_nbytes=0).fill_(number))
-        found.append(shared_memory.location_of(kept[-1]))
+        kept.append(shared_memory.allocate(WIDTH, torch.float32).fill_(number))
+        found.append(shared_memory.locate(kept[-1]))
         child = os.fork()
         if not child:
             os._exit(0)
@@ -295,7 +286,7 @@ def test_forked_process_that_uses_the_model_gets_an_error() -> None:
 
 def reads_in_a_process_that_c_has_forked() -> tuple[int, float]:
     """The exit status of a child that writes to a shard, and the sum of the shard in the parent."""
-    block = shared_memory.zeros(WIDTH * WIDTH, torch.float32)
+    block = shared_memory.allocate(WIDTH * WIDTH, torch.float32, zero=True)
     assert shared_memory.locate(block) is not None
     child = ctypes.PyDLL(None).fork()
     if child == 0:

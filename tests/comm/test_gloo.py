@@ -1,5 +1,5 @@
-"""The gloo transport between ranks that read each other's memory: the values that arrive, the
-memory that stays allocated, and descriptors that cannot be read."""
+"""The transports for gloo, by values and in place: the values that arrive, the memory that stays
+allocated, and messages that cannot be read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm import arena, same_host, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
+from fsdp_compat._comm.messages import MessageTransport
+from fsdp_compat._comm.same_host import arena, peers, shared_memory
+from fsdp_compat._comm.same_host.peer_memory import PeerMemory
+from fsdp_compat._comm.same_host.transport import SameHostTransport
 from tests.comm.test_deadlock import assert_alike, message_of
 from tests.engine.test_counts import Operations, counting_sends
 from tests.support.models import DIM, Block
@@ -30,45 +33,13 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
-DESCRIPTOR_NBYTES = 56
-CHANNELS = "counters", "messages"
+MEDIA = {"counters": SameHostTransport, "messages": MessageTransport}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
-def by(channel: str) -> dict[str, str]:
-    """Return the environment in which same-host peers tell each other of messages in this way."""
-    return {"FSDP_COMPAT_SAME_HOST": channel}
-
-
-@contextlib.contextmanager
-def sharing_from(nbytes: int) -> Iterator[None]:
-    """Read messages of at least ``nbytes`` in place."""
-    with (
-        mock.patch.object(shared_memory, "MIN_NBYTES", nbytes),
-        mock.patch.object(same_host, "min_factor", return_value=1),
-    ):
-        yield
-
-
-def _messages_that_are_read() -> list[bool]:
-    comm, nbytes = connect(), shared_memory.MIN_NBYTES
-    return [
-        bool(comm._readers_in_place(times * nbytes - 4 * less))
-        for times in (1, 32, 128)
-        for less in (1, 0)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "channel", "number"),
-    [(2, "counters", 5), (2, "messages", 1), (3, "counters", 5), (3, "messages", 3)],
-)
-def test_minimum_size_of_messages_read_in_place_depends_on_ranks_and_channel(
-    ranks: int, channel: str, number: int
-) -> None:
-    expected = [False] * (6 - number) + [True] * number
-    found = run_ranks(ranks, _messages_that_are_read, environment=by(channel))
-    assert found == [expected] * ranks
+def by(medium: str) -> dict[str, str]:
+    """Return the environment in which ranks of one host exchange messages in this way."""
+    return {"FSDP_COMPAT_SAME_HOST": medium}
 
 
 def connect() -> Any:
@@ -80,9 +51,12 @@ def from_0_to_4(numel: int, first: int) -> torch.Tensor:
     return torch.arange(5).repeat(numel // 5 + 2)[first % 5 :][:numel]
 
 
-def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """In a block, if it is large enough."""
-    return shared_memory.allocate(numel, dtype).copy_(from_0_to_4(numel, rank))
+def numbers(comm: Any, numel: int, first: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return comm.allocate(numel, dtype).copy_(from_0_to_4(numel, first))
+
+
+def in_block(numel: int) -> torch.Tensor:
+    return shared_memory.allocate(numel, torch.float32).copy_(from_0_to_4(numel, 0))
 
 
 def gathered(comm: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
@@ -127,41 +101,32 @@ def no_room() -> Iterator[None]:
 
 
 def exchanges_everything(
-    blind: tuple[int, ...] = (),
-    full_up: tuple[int, ...] = (),
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-) -> tuple[int, int]:
-    """Gather, reduce and all-reduce in each of the dtypes. Returns the number of same-host peers,
-    and the bytes handed to gloo for the first dtype.
+    blind: tuple[int, ...] = (), dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> tuple[type, int]:
+    """Gather, reduce and all-reduce in each of the dtypes. Returns the kind of transport, and the
+    bytes handed to gloo for the first dtype.
 
-    blind: ranks whose memory cannot be read. full_up: ranks that can get no more shared memory
-    after they have connected.
+    blind: ranks whose memory cannot be read.
     """
-    if dist.get_rank() in blind:
-        shared_memory.identity, identity = (
-            lambda: bytes(shared_memory.IDENTITY_NBYTES),
-            shared_memory.identity,
-        )
-    try:
-        comm = connect()
-    finally:
+    with contextlib.ExitStack() as stack:
         if dist.get_rank() in blind:
-            shared_memory.identity = identity
-    with no_room() if dist.get_rank() in full_up else contextlib.nullcontext():
-        return _exchanges_everything(comm, dtypes)
+            stack.enter_context(mock.patch.object(shared_memory, "control", return_value=None))
+        comm = connect()
+    return _exchanges_everything(comm, dtypes)
 
 
-def _exchanges_everything(comm: Any, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
+def _exchanges_everything(comm: Any, dtypes: tuple[torch.dtype, ...]) -> tuple[type, int]:
     ranks, rank, sent = comm.ranks, comm.rank, []
     divisor = torch.tensor(2.0, dtype=torch.float64)
     for number, dtype in enumerate(dtypes):
         found: list[int] = []
         tag = comm.new_tag()
         with counting_sends(found):
-            full = gathered(comm, numbers(NUMEL, rank, dtype), tag)
-            shard = reduced(comm, numbers(ranks * NUMEL, rank, dtype), tag, divisor=divisor)
-            inside = totalled(comm, numbers(ranks * NUMEL - 1, rank, dtype), tag, divisor)
-            outside = totalled(comm, numbers(ranks * NUMEL - 1, rank, dtype).clone(), tag, divisor)
+            full = gathered(comm, numbers(comm, NUMEL, rank, dtype), tag)
+            shard = reduced(comm, numbers(comm, ranks * NUMEL, rank, dtype), tag, divisor=divisor)
+            total = numbers(comm, ranks * NUMEL - 1, rank, dtype)
+            outside = totalled(comm, total.clone(), tag, divisor)
+            inside = totalled(comm, total, tag, divisor)
         sent.append(sum(found))
         assert torch.equal(
             full, torch.cat([from_0_to_4(NUMEL, r).to(dtype) for r in range(ranks)])
@@ -170,31 +135,33 @@ def _exchanges_everything(comm: Any, dtypes: tuple[torch.dtype, ...]) -> tuple[i
         assert torch.equal(shard, summed.chunk(ranks)[rank].to(shard.dtype)), dtype
         assert torch.equal(inside, summed[:-1].to(dtype)), dtype
         assert torch.equal(outside, inside)
-    return len(comm.connections.same_host.memories), sent[0]
+    return type(comm), sent[0]
+
+
+def bytes_of_values(ranks: int) -> int:
+    """Return what is sent of the first dtype: a gather, a reduction, two totals of two steps."""
+    return 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_messages_read_in_place_are_right_in_every_dtype_and_send_only_descriptors(
-    ranks: int, channel: str
+@pytest.mark.parametrize("medium", MEDIA)
+def test_exchanges_are_right_in_every_dtype_and_send_values_or_nothing(
+    ranks: int, medium: str
 ) -> None:
-    descriptors = (
-        6 * DESCRIPTOR_NBYTES * (ranks - 1)
-    )  # a gather, a reduction, two totals of two steps
-    sent = descriptors if channel == "messages" else 0
-    found = run_ranks(ranks, exchanges_everything, environment=by(channel))
-    assert found == [(ranks - 1, sent)] * ranks
+    values = bytes_of_values(ranks) if medium == "messages" else 0
+    for kind, sent in run_ranks(ranks, exchanges_everything, environment=by(medium)):
+        assert kind is MEDIA[medium]
+        assert abs(sent - values) < 100
 
 
-def test_rank_without_readable_memory_exchanges_by_sending() -> None:
-    two, one, blind = run_ranks(3, exchanges_everything, (2,), (), DTYPES[:2])
-    assert [two[0], one[0], blind[0]] == [1, 1, 0]
-    assert blind[1] > 2 * 2 * 4 * NUMEL  # everything, to both others
+def test_one_rank_without_readable_memory_lets_all_send_values() -> None:
+    for kind, sent in run_ranks(3, exchanges_everything, (2,), DTYPES[:2]):
+        assert kind is MessageTransport
+        assert abs(sent - bytes_of_values(3)) < 100
 
 
-def exchanges_without_memfd(ranks: tuple[int, ...]) -> int:
-    """ranks: those whose Python cannot make files in memory. Returns the number of same-host
-    peers."""
+def exchanges_without_memfd(ranks: tuple[int, ...]) -> type:
+    """ranks: those whose Python cannot make files in memory. Returns the kind of transport."""
     with contextlib.ExitStack() as stack:
         if dist.get_rank() in ranks:
             make = os.memfd_create
@@ -204,68 +171,66 @@ def exchanges_without_memfd(ranks: tuple[int, ...]) -> int:
         return exchanges_everything(dtypes=DTYPES[:1])[0]
 
 
-@pytest.mark.parametrize(("ranks", "num_peers"), [((0, 1, 2), [0, 0, 0]), ((1,), [1, 0, 1])])
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_ranks_without_files_in_memory_exchange_by_sending(
-    channel: str, ranks: tuple[int, ...], num_peers: list[int]
-) -> None:
-    found = run_ranks(3, exchanges_without_memfd, ranks, environment=by(channel))
-    assert found == num_peers
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)])
+def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...]) -> None:
+    assert run_ranks(3, exchanges_without_memfd, ranks) == [MessageTransport] * 3
 
 
-@pytest.mark.parametrize(("ranks", "full_up"), [(2, (0,)), (2, (0, 1)), (3, (0, 2))])
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_rank_without_more_shared_memory_sends_its_values(
-    ranks: int, full_up: tuple[int, ...], channel: str
-) -> None:
-    descriptors = 6 * DESCRIPTOR_NBYTES * (ranks - 1) * (channel == "messages")
-    values = 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)  # a gather, a reduction, two totals of two steps
-    told = run_ranks(ranks, exchanges_everything, (), full_up, DTYPES[:2], environment=by(channel))
-    for rank, (num_peers, sent) in enumerate(told):
-        assert num_peers == ranks - 1
-        assert (
-            sent == descriptors if rank not in full_up else abs(sent - descriptors - values) < 100
-        )
+def runs_out_of_memory() -> str:
+    """The last rank gets no more shared memory after it has connected. Returns the error."""
+    comm = connect()
+    is_full = comm.rank == comm.ranks - 1
+    with no_room() if is_full else contextlib.nullcontext():
+        return message_of(lambda: gathered(comm, torch.ones(NUMEL), 4))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks(ranks: int) -> None:
+    expected = (
+        f"rank {ranks - 1} can get no more shared memory: no more file descriptors of this process "
+        "(ulimit -n)"
+    )
+    for message in run_ranks(ranks, runs_out_of_memory, group_timeout=20):
+        assert expected in message
 
 
 def equals_gloo() -> None:
     comm = connect()
     torch.manual_seed(comm.rank)
     for dtype in (torch.float32, torch.float64):
-        buffer = shared_memory.copy_of(torch.randn(2 * NUMEL, dtype=dtype))
+        buffer = comm.allocate(2 * NUMEL, dtype).copy_(torch.randn(2 * NUMEL, dtype=dtype))
         theirs, whole = torch.empty(NUMEL, dtype=dtype), buffer.clone()
         dist.reduce_scatter_tensor(theirs, buffer)
         dist.all_reduce(whole)
-        with sharing_from(1 << 62):
-            sent = reduced(comm, buffer, comm.new_tag())
-        assert torch.equal(sent, theirs)
         assert torch.equal(reduced(comm, buffer, comm.new_tag()), theirs)
         assert torch.equal(totalled(comm, buffer, comm.new_tag()), whole)
 
 
-def test_sums_of_two_ranks_equal_those_of_gloo_bit_for_bit() -> None:
-    run_ranks(2, equals_gloo)
+@pytest.mark.parametrize("medium", MEDIA)
+def test_sums_of_two_ranks_equal_those_of_gloo_bit_for_bit(medium: str) -> None:
+    run_ranks(2, equals_gloo, environment=by(medium))
 
 
 def totals_of_all_sizes() -> None:
     comm = connect()
     for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
-        total = totalled(comm, numbers(numel, comm.rank), comm.new_tag())
+        total = totalled(comm, numbers(comm, numel, comm.rank), comm.new_tag())
         assert torch.equal(total, sum(from_0_to_4(numel, r) for r in range(comm.ranks)).float()), (
             numel
         )
 
 
+@pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_reduce_is_right_whole_and_in_pieces(ranks: int) -> None:
-    run_ranks(ranks, totals_of_all_sizes)
+def test_all_reduce_is_right_in_every_size(ranks: int, medium: str) -> None:
+    run_ranks(ranks, totals_of_all_sizes, environment=by(medium))
 
 
 def copies_of_an_exchange() -> tuple[list[int], bool]:
     """Elements copied by a gather and a reduction, and whether either allocated a receive
     buffer."""
     comm = connect()
-    own, buffer = numbers(NUMEL, 0), numbers(comm.ranks * NUMEL, 0)
+    own, buffer = numbers(comm, NUMEL, 0), numbers(comm, comm.ranks * NUMEL, 0)
     full = torch.empty(comm.ranks * NUMEL)
     segments = list(full.chunk(comm.ranks))
     with Operations() as seen:
@@ -281,13 +246,12 @@ def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer(
 def mixes_dtypes() -> str:
     comm = connect()
     return message_of(
-        lambda: gathered(comm, numbers(NUMEL, 0, (torch.float32, torch.int32)[comm.rank]), 4)
+        lambda: gathered(comm, numbers(comm, NUMEL, 0, (torch.float32, torch.int32)[comm.rank]), 4)
     )
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_message_of_another_dtype_raises(channel: str) -> None:
-    first, second = run_ranks(2, mixes_dtypes, environment=by(channel))
+def test_message_of_another_dtype_raises() -> None:
+    first, second = run_ranks(2, mixes_dtypes)
     # the rank that notices first tells the other one
     texts = "int32 for 1200001 of torch.float32", "float32 for 1200001 of torch.int32"
     assert any(f"of torch.{text}" in first + second for text in texts)
@@ -295,13 +259,13 @@ def test_message_of_another_dtype_raises(channel: str) -> None:
 
 
 def tells_lies(lie: str) -> tuple[str, str]:
-    """Rank 1 sends a wrong descriptor of its gather. Returns each rank's error."""
+    """Rank 1 describes its gather wrongly. Returns each rank's error."""
     comm = connect()
-    own, full = numbers(NUMEL, comm.rank), torch.empty(2 * NUMEL)
+    own, full = numbers(comm, NUMEL, comm.rank), torch.empty(2 * NUMEL)
     if comm.rank == 0:
         handle = comm.begin_gather(own, full, full.chunk(2), 4)
         return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
-    describe, place = same_host.describe, shared_memory.locate(own)
+    words, place = peers.Message.words, shared_memory.locate(own)
     with contextlib.ExitStack() as opened:
         pipe = os.pipe()
         opened.callback(os.close, pipe[0])
@@ -315,15 +279,15 @@ def tells_lies(lie: str) -> tuple[str, str]:
             "small": place._replace(number=7, fd=small),
         }.get(lie, place)
 
-        def wrong_descriptor(place: Any, message: torch.Tensor) -> list[int]:
-            told = describe(false, message)
+        def wrong_words(place: Any, message: torch.Tensor) -> list[int]:
+            told = words(false, message)
             if lie == "dtype":
                 told[-1] = -1
             if lie == "numel":
                 told[-2] = 1 << 40
             return told
 
-        with mock.patch.object(same_host, "describe", wrong_descriptor):
+        with mock.patch.object(peers.Message, "words", wrong_words):
             handle = comm.begin_gather(own, full, full.chunk(2), 4)
         return message_of(
             lambda: (
@@ -354,20 +318,17 @@ def tells_lies(lie: str) -> tuple[str, str]:
         ),
     ],
 )
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_wrong_descriptor_raises_an_error_with_its_rank(
-    lie: str, expected: str, channel: str
-) -> None:
-    first, second = run_ranks(2, tells_lies, lie, group_timeout=20, environment=by(channel))
+def test_message_described_wrongly_raises_an_error_with_its_rank(lie: str, expected: str) -> None:
+    first, second = run_ranks(2, tells_lies, lie, group_timeout=20)
     assert expected in first
     assert "Waiting for the parameters of 'a' failed" in first and second.startswith("Waiting for")
 
 
 def test_peer_memory_checks_a_location_before_reading() -> None:
-    own = numbers(NUMEL, 0)
+    own = in_block(NUMEL)
     mine, place = shared_memory._arena, shared_memory.locate(own)
     assert place is not None
-    peer = shared_memory.PeerMemory(os.getpid(), mine.control.fd, mine.token)
+    peer = PeerMemory(os.getpid(), mine.control.fd, mine.token)
     assert torch.equal(peer.view(place, NUMEL, torch.float32), own)
     nbytes = mine.chunks[0].nbytes
     small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
@@ -404,7 +365,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
     """Rank 1 reads late. Returns whether rank 0 got the same block before that, and after, and
     whether rank 1 read the sum."""
     comm = connect()
-    buffer = numbers(2 * NUMEL, 0)
+    buffer = numbers(comm, 2 * NUMEL, 0)
     address, segments = buffer.data_ptr(), list(buffer.chunk(2))
     handle = comm.begin_reduce(buffer, segments, 4)
     early = False
@@ -424,16 +385,15 @@ def frees_too_early() -> tuple[bool, bool, bool]:
     return early, shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address, right
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_block_is_reused_after_all_peers_have_read_it(channel: str) -> None:
-    assert run_ranks(2, frees_too_early, environment=by(channel)) == [(False, True, True)] * 2
+def test_block_is_reused_after_all_peers_have_read_it() -> None:
+    assert run_ranks(2, frees_too_early) == [(False, True, True)] * 2
 
 
 def sends_again_before_the_peer_has_read() -> list[float]:
     """Rank 1 reads late. Returns the largest values of two gathers with one tag."""
     comm, found = connect(), []
     store = dist.distributed_c10d._get_default_store()
-    first, second = numbers(NUMEL, 0), numbers(NUMEL, 0) + 5
+    first, second = numbers(comm, NUMEL, 0), numbers(comm, NUMEL, 0) + 5
     for turn, own in enumerate((first, second)):
         full = torch.empty(2 * NUMEL)
         handle = comm.begin_gather(own, full, full.chunk(2), 4)
@@ -448,15 +408,16 @@ def sends_again_before_the_peer_has_read() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_a_message_does_not_replace_one_that_was_not_read(channel: str) -> None:
-    found = run_ranks(2, sends_again_before_the_peer_has_read, environment=by(channel))
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_message_does_not_replace_one_that_was_not_read(medium: str) -> None:
+    found = run_ranks(2, sends_again_before_the_peer_has_read, environment=by(medium))
     assert found == [[4.0, 9.0]] * 2
 
 
 def drains_what_is_under_way() -> bool:
     """A prefetch that no rank has waited for yet."""
-    comm, own, full = connect(), numbers(NUMEL, dist.get_rank()), torch.empty(2 * NUMEL)
+    comm = connect()
+    own, full = numbers(comm, NUMEL, comm.rank), torch.empty(2 * NUMEL)
     handle = comm.begin_gather(own, full, full.chunk(2), 4)
     comm.settle("what was sent")
     own.fill_(9.0)
@@ -465,9 +426,9 @@ def drains_what_is_under_way() -> bool:
     return bool((full.max() == 4.0).item())
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_flush_sends_ends_unfinished_gathers(channel: str) -> None:
-    assert run_ranks(2, drains_what_is_under_way, environment=by(channel)) == [True] * 2
+@pytest.mark.parametrize("medium", MEDIA)
+def test_settle_ends_unfinished_gathers(medium: str) -> None:
+    assert run_ranks(2, drains_what_is_under_way, environment=by(medium)) == [True] * 2
 
 
 # -- failures
@@ -476,7 +437,11 @@ def test_flush_sends_ends_unfinished_gathers(channel: str) -> None:
 def does_not_read() -> str:
     """Rank 0 waits until its gather was read; rank 1 waits for another gather before it reads."""
     comm = connect()
-    own, full, other = numbers(NUMEL, comm.rank), torch.empty(2 * NUMEL), torch.empty(2 * NUMEL)
+    own, full, other = (
+        numbers(comm, NUMEL, comm.rank),
+        torch.empty(2 * NUMEL),
+        torch.empty(2 * NUMEL),
+    )
 
     def step() -> None:
         first = comm.begin_gather(own, full, full.chunk(2), 4)
@@ -489,10 +454,9 @@ def does_not_read() -> str:
     return message_of(step)
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_error_names_a_rank_that_never_reads_a_message(channel: str) -> None:
+def test_error_names_a_rank_that_never_reads_a_message() -> None:
     assert_alike(
-        run_ranks(2, does_not_read, environment=by(channel)),
+        run_ranks(2, does_not_read),
         "rank 0 waits for rank 1 to take the parameters of 'a'",
         "rank 1 waits for the parameters of 'b' from rank 0",
     )
@@ -500,7 +464,7 @@ def test_error_names_a_rank_that_never_reads_a_message(channel: str) -> None:
 
 def reads_what_was_given_up() -> str:
     comm = connect()
-    own, full = numbers(NUMEL, comm.rank), torch.empty(2 * NUMEL)
+    own, full = numbers(comm, NUMEL, comm.rank), torch.empty(2 * NUMEL)
     handle = comm.begin_gather(own, full, full.chunk(2), 4)
     dist.barrier()
     if comm.rank == 0:
@@ -512,9 +476,8 @@ def reads_what_was_given_up() -> str:
     return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_memory_of_a_failed_rank_is_not_used(channel: str) -> None:
-    first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20, environment=by(channel))
+def test_memory_of_a_failed_rank_is_not_used() -> None:
+    first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20)
     assert "the communication of rank 0 has failed" in second
     assert first.startswith("Waiting for")
 
@@ -524,7 +487,7 @@ def test_memory_of_a_failed_rank_is_not_used(channel: str) -> None:
 
 def test_block_has_the_size_of_its_tensor_and_is_aligned_to_64_bytes() -> None:
     for numel in (NUMEL, NUMEL + 1):
-        tensor = shared_memory.zeros(numel, torch.float32)
+        tensor = shared_memory.allocate(numel, torch.float32, zero=True)
         assert shared_memory.locate(tensor) is not None
         assert tensor.untyped_storage().nbytes() == 4 * numel
         assert tensor.data_ptr() % 64 == 0
@@ -538,7 +501,7 @@ def test_freed_block_is_reused_and_zeros_are_zero() -> None:
     del first
     assert shared_memory.allocate(NUMEL, torch.float32).data_ptr() != address  # a view is left
     del view
-    again = shared_memory.zeros(NUMEL, torch.float32)
+    again = shared_memory.allocate(NUMEL, torch.float32, zero=True)
     assert again.data_ptr() == address
     assert not again.any()
 
@@ -555,7 +518,7 @@ def test_arena_returns_pages_beyond_its_limit_to_the_system(
     held.append(os.fstat(mine.chunks[0].fd).st_blocks * 512)
     assert 32 << 20 <= held[0] <= 33 << 20
     assert 8 << 20 <= held[1] <= 9 << 20
-    assert not shared_memory.zeros(8 << 20, torch.float32).any()
+    assert not shared_memory.allocate(8 << 20, torch.float32, zero=True).any()
 
 
 def test_arena_merges_adjacent_free_ranges() -> None:
@@ -576,17 +539,17 @@ def test_tensors_are_ordinary_without_shared_memory(monkeypatch: pytest.MonkeyPa
         raise OSError("no descriptors")
 
     monkeypatch.setattr(arena, "Chunk", refuse)
-    assert shared_memory.identity() == bytes(shared_memory.IDENTITY_NBYTES)
-    tensor = shared_memory.zeros(NUMEL, torch.float32)
+    assert shared_memory.control() is None
+    tensor = shared_memory.allocate(NUMEL, torch.float32, zero=True)
     assert shared_memory.locate(tensor) is None
     assert not tensor.any()
-    copy_of_it = shared_memory.copy_of(torch.ones(NUMEL))
+    copy_of_it = shared_memory.located(torch.ones(NUMEL))
     assert shared_memory.locate(copy_of_it) is None
     assert torch.equal(copy_of_it, torch.ones(NUMEL))
 
 
 def test_copies_of_a_block_are_ordinary_tensors() -> None:
-    shard = nn.Parameter(numbers(NUMEL, 0))
+    shard = nn.Parameter(in_block(NUMEL))
     file = io.BytesIO()
     torch.save(shard, file)
     assert len(file.getvalue()) < 4 * NUMEL + 4096
@@ -599,7 +562,7 @@ def test_copies_of_a_block_are_ordinary_tensors() -> None:
 
 def writes_after_a_fork() -> tuple[float, int]:
     """The value in a parent's block after its child has written there, and the child's status."""
-    block = numbers(NUMEL, 0).fill_(2.0)
+    block = in_block(NUMEL).fill_(2.0)
     child = os.fork()
     if child == 0:
         try:
@@ -632,56 +595,61 @@ TRAINED: list[dict[str, Any]] = [
 ]
 
 
-def trains_through_shared_memory(replicas: int) -> None:
-    with sharing_from(1):
-        for options in TRAINED if replicas == 1 else [{"replicas": replicas}]:
-            pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
-            for _ in range(2):
-                pair.step(lambda m, x, turn: backward(m(x).pow(2).mean()))
+def trains_in_place(replicas: int) -> None:
+    for options in TRAINED if replicas == 1 else [{"replicas": replicas}]:
+        pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
+        for _ in range(2):
+            pair.step(lambda m, x, turn: backward(m(x).pow(2).mean()))
 
 
+@pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
-def test_training_matches_unsharded_when_all_messages_are_read_in_place(
-    ranks: int, replicas: int
-) -> None:
-    run_ranks(ranks, trains_through_shared_memory, replicas)
+def test_training_matches_unsharded(ranks: int, replicas: int, medium: str) -> None:
+    run_ranks(ranks, trains_in_place, replicas, environment=by(medium))
 
 
-def train(full_up: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
-    """Parameters after each of four steps; in the last two, ``full_up`` get no more shared
-    memory."""
+def train(**options: Any) -> list[torch.Tensor]:
+    """Parameters after each of four steps."""
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
-    for number in range(4):
-        with no_room() if number > 1 and dist.get_rank() in full_up else contextlib.nullcontext():
-            optimizer.zero_grad()
-            model(torch.linspace(-1, 1, DIM) + dist.get_rank()).pow(2).mean().backward()
-            optimizer.step()
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, DIM) + dist.get_rank()).pow(2).mean().backward()
+        optimizer.step()
         found += [parameter.detach().clone() for parameter in model.parameters()]
     return found
 
 
-def trains_when_memory_runs_out(full_up: tuple[int, ...]) -> None:
+def trains_with_options() -> list[torch.Tensor]:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for options in (
-        {},
-        {"mixed_precision": precision},
-        {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    ):
-        with sharing_from(1 << 62):
-            sent = train((), **options)
-        with sharing_from(1):
-            found = train(full_up, **options)
-        assert all(torch.equal(one, other) for one, other in zip(found, sent, strict=True)), options
+    strategy = ShardingStrategy.NO_SHARD
+    return train() + train(mixed_precision=precision) + train(sharding_strategy=strategy)
 
 
-@pytest.mark.parametrize(("ranks", "full_up"), [(2, (0, 1)), (3, (2,))])
-def test_training_is_bit_equal_when_shared_memory_runs_out(
-    ranks: int, full_up: tuple[int, ...]
-) -> None:
-    run_ranks(ranks, trains_when_memory_runs_out, full_up)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_is_bit_equal_by_values_and_in_place(ranks: int) -> None:
+    in_place, sent = (
+        run_ranks(ranks, trains_with_options, environment=by(medium)) for medium in MEDIA
+    )
+    for one, other in zip(in_place, sent, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def trains_without_memory() -> str:
+    """The last rank gets no more shared memory after two steps. Returns the error."""
+    pair = make_pair(lambda: nn.Sequential(Block(), Block()))
+    for _ in range(2):
+        pair.step()
+    is_full = dist.get_rank() == dist.get_world_size() - 1
+    with no_room() if is_full else contextlib.nullcontext():
+        return message_of(pair.step)
+
+
+def test_training_without_more_shared_memory_raises_on_all_ranks() -> None:
+    for message in run_ranks(2, trains_without_memory, group_timeout=20):
+        assert "rank 1 can get no more shared memory" in message
 
 
 def where_things_lie() -> tuple[bool, bool, list[int], int]:

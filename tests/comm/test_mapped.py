@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_compat._comm import mapped, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.host_memory import is_in_pages
-from fsdp_compat._comm.mapped import MappedFiles, map_shards
-from fsdp_compat._comm.memory_files import PAGE_NBYTES
 from fsdp_compat._comm.mesh import mesh_from_group
+from fsdp_compat._comm.same_host import mapping as mapped
+from fsdp_compat._comm.same_host import shared_memory
+from fsdp_compat._comm.same_host.mapping import MappedFiles, map_shards
+from fsdp_compat._comm.same_host.memory_files import PAGE_NBYTES
 from fsdp_compat.errors import UsageError
 from tests.support.ranks import run_ranks
 
@@ -22,8 +23,7 @@ NUMEL = 3 * PAGE_NBYTES // 4
 
 def shard(value: float) -> torch.Tensor:
     """In a block."""
-    with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
-        return shared_memory.allocate(NUMEL, torch.float32).fill_(value)
+    return shared_memory.allocate(NUMEL, torch.float32).fill_(value)
 
 
 def mapping_of(shards: list[torch.Tensor], old: MappedFiles | None = None) -> MappedFiles:

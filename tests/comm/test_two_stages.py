@@ -3,7 +3,6 @@ between hosts, parity of both front ends, and what happens when a rank or a host
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import signal
 import weakref
@@ -24,13 +23,12 @@ from fsdp_compat import (
     ShardingStrategy,
     StateDictType,
 )
-from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.gloo import GlooTransport
 from fsdp_compat._comm.mesh import axis_of
+from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.comm.test_gloo import sharing_from
 from tests.engine.test_counts import counting_sends
 from tests.support.fully_sharded import OURS, Twins, shard_all, whole
 from tests.support.hosts import BY_HOST, BY_PLACE, hosts
@@ -42,7 +40,7 @@ from tests.support.same_host import COPIED, MESSAGES
 
 CPU = torch.device("cpu")
 ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
-NUMELS = 1, 1_003, 70_001  # of a shard: sent, and read in place
+NUMELS = 1, 1_003, 70_001  # of a shard
 
 
 def connect() -> TwoStages:
@@ -199,8 +197,8 @@ def _blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
-def _flat_trains(of_ranks: Sequence[int], strategy: ShardingStrategy, in_place: bool) -> None:
-    with hosts(of_ranks), sharing_from(1) if in_place else contextlib.nullcontext():
+def _flat_trains(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
+    with hosts(of_ranks):
         pair = make_pair(
             _blocks,
             replicas=2 if strategy is ShardingStrategy.HYBRID_SHARD else 1,
@@ -228,11 +226,11 @@ def test_flat_front_end_trains_as_unsharded(
 ) -> None:
     if strategy.name == "_HYBRID_SHARD_ZERO2":
         strategy = ShardingStrategy.HYBRID_SHARD
-    run_ranks(4, _flat_trains, of_ranks, strategy, in_place)
+    run_ranks(4, _flat_trains, of_ranks, strategy, environment=COPIED if in_place else MESSAGES)
 
 
-def _fully_shard_trains(of_ranks: Sequence[int], in_place: bool) -> None:
-    with hosts(of_ranks), sharing_from(1) if in_place else contextlib.nullcontext():
+def _fully_shard_trains(of_ranks: Sequence[int]) -> None:
+    with hosts(of_ranks):
         twins = Twins(_blocks, functools.partial(shard_all, library=OURS))
         for _ in range(2):
             twins.step()
@@ -248,7 +246,7 @@ def _fully_shard_trains(of_ranks: Sequence[int], in_place: bool) -> None:
 @ORDERS
 @pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])
 def test_fully_shard_trains_as_unsharded(of_ranks: Sequence[int], in_place: bool) -> None:
-    run_ranks(4, _fully_shard_trains, of_ranks, in_place)
+    run_ranks(4, _fully_shard_trains, of_ranks, environment=COPIED if in_place else MESSAGES)
 
 
 # -- ranks that use different units
@@ -343,7 +341,7 @@ def test_gradients_leave_the_host_before_the_next_unit_computes(strategy: str) -
 
 def _sent_in_a_step(of_ranks: Sequence[int], strategy: ShardingStrategy) -> tuple[int, int]:
     """Return the bytes of the model's units, padded, and those that this rank has sent."""
-    with hosts(of_ranks), sharing_from(1):
+    with hosts(of_ranks):
         model = FullyShardedDataParallel(
             nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))),
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),

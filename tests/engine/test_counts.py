@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
-from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.checks import Checks
 from fsdp_compat._engine.gradients import LARGE, Gradients
@@ -32,7 +31,7 @@ from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
-from tests.support.same_host import COPIED, MAPPED
+from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 6
 BLOCKS = 6
@@ -135,7 +134,7 @@ def sends_that_are_seen() -> list[tuple[int, int]]:
 
 
 def test_profilers_and_dispatch_modes_see_what_is_sent() -> None:
-    for (number, nbytes), seen, profiled in run_ranks(2, sends_that_are_seen):
+    for (number, nbytes), seen, profiled in run_ranks(2, sends_that_are_seen, environment=MESSAGES):
         assert number > 0 and nbytes > 0
         assert seen == (number, nbytes)
         assert profiled == (number, 0)
@@ -150,13 +149,12 @@ def collectives_that_are_seen(fully: bool) -> tuple[dict[str, int], dict[str, in
             fully_shard(module)
     else:
         model = wrapped()
-    with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
+    step(model)
+    runtime = model._get_fsdp_state().runtime if fully else model._runtime
+    traffic = runtime.groups[0].shard.traffic
+    traffic.clear()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model)
-        runtime = model._get_fsdp_state().runtime if fully else model._runtime
-        traffic = runtime.groups[0].shard.traffic
-        traffic.clear()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            step(model)
     rows = {each.key: each.count for each in profile.key_averages()}
     kinds = {"begin_gather": Kind.GATHER, "begin_reduce": Kind.REDUCE}
     return {name: traffic.counts[kind] for name, kind in kinds.items()}, {
@@ -219,7 +217,9 @@ def test_full_shard_gathers_units_twice_and_reduces_once(
     reduced = 4 * (BLOCKS * BLOCK_S + ROOT_S)
     first = 4 * (2 * BLOCKS * BLOCK_S + ROOT_S)  # the first unit of backward is not known yet
     later = 4 * ((2 * BLOCKS - 1) * BLOCK_S + ROOT_S)
-    for found in run_ranks(2, sent_by_steps, 4, "FULL_SHARD", use_orig_params=use_orig_params):
+    for found in run_ranks(
+        2, sent_by_steps, 4, "FULL_SHARD", use_orig_params=use_orig_params, environment=MESSAGES
+    ):
         assert found == [
             Sent(
                 {"GATHER": 13, "REDUCE": 7}, {"GATHER": first, "REDUCE": reduced}, first + reduced
@@ -239,7 +239,9 @@ def test_full_shard_gathers_units_twice_and_reduces_once(
 def test_small_units_are_gathered_once(limit: int, gathered_again: int) -> None:
     """A block has 135 elements."""
     nbytes = 4 * ((BLOCKS + gathered_again) * BLOCK_S + ROOT_S)
-    for found in run_ranks(2, sent_by_steps, 3, "FULL_SHARD", keep_units_below=limit):
+    for found in run_ranks(
+        2, sent_by_steps, 3, "FULL_SHARD", keep_units_below=limit, environment=MESSAGES
+    ):
         assert [(sent.counts["GATHER"], sent.nbytes["GATHER"]) for sent in found[1:]] == [
             (BLOCKS + gathered_again + 1, nbytes)
         ] * 2
@@ -248,7 +250,7 @@ def test_small_units_are_gathered_once(limit: int, gathered_again: int) -> None:
 def test_three_ranks_send_to_two_peers_each() -> None:
     block_s, root_s = 52, 24  # 148 / 3 and 68 / 3, padded
     gathered, reduced = 2 * 4 * (11 * block_s + root_s), 2 * 4 * (BLOCKS * block_s + root_s)
-    for found in run_ranks(3, sent_by_steps, 2, "FULL_SHARD"):
+    for found in run_ranks(3, sent_by_steps, 2, "FULL_SHARD", environment=MESSAGES):
         assert found[1] == Sent(
             {"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced
         )
@@ -256,7 +258,7 @@ def test_three_ranks_send_to_two_peers_each() -> None:
 
 def test_shard_grad_op_gathers_and_reduces_every_unit_once() -> None:
     nbytes = 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    for found in run_ranks(2, sent_by_steps, 3, "SHARD_GRAD_OP"):
+    for found in run_ranks(2, sent_by_steps, 3, "SHARD_GRAD_OP", environment=MESSAGES):
         assert (
             found
             == [Sent({"GATHER": 7, "REDUCE": 7}, {"GATHER": nbytes, "REDUCE": nbytes}, 2 * nbytes)]
@@ -266,7 +268,7 @@ def test_shard_grad_op_gathers_and_reduces_every_unit_once() -> None:
 
 def test_no_shard_gathers_nothing_and_all_reduces_every_unit() -> None:
     nbytes = 4 * (BLOCKS * BLOCK_FULL + ROOT_FULL)
-    for found in run_ranks(2, sent_by_steps, 3, "NO_SHARD"):
+    for found in run_ranks(2, sent_by_steps, 3, "NO_SHARD", environment=MESSAGES):
         assert found == [Sent({"REPLICATE": 7}, {"REPLICATE": nbytes}, nbytes)] * 3
 
 
@@ -274,14 +276,16 @@ def test_hybrid_shard_also_all_reduces_shards() -> None:
     gathered, reduced = 4 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
     counts = {"GATHER": 12, "REDUCE": 7, "REPLICATE": 7}
     nbytes = {"GATHER": gathered, "REDUCE": reduced, "REPLICATE": reduced}
-    for found in run_ranks(4, sent_by_steps, 2, "HYBRID_SHARD", (2, 2)):
+    for found in run_ranks(4, sent_by_steps, 2, "HYBRID_SHARD", (2, 2), environment=MESSAGES):
         assert found[1] == Sent(counts, nbytes, gathered + 2 * reduced)
 
 
 def test_gathers_and_reductions_use_their_own_dtypes() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gathered, reduced = 2 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    for found in run_ranks(2, sent_by_steps, 2, "FULL_SHARD", mixed_precision=precision):
+    for found in run_ranks(
+        2, sent_by_steps, 2, "FULL_SHARD", mixed_precision=precision, environment=MESSAGES
+    ):
         assert found[1] == Sent(
             {"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced
         )
@@ -413,14 +417,18 @@ def test_step_never_concatenates_splits_or_pads(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_gather_copies_only_its_own_shard(use_orig_params: bool) -> None:
-    for _, written in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
+    for _, written in run_ranks(
+        2, operations_of_a_step, use_orig_params=use_orig_params, environment=MESSAGES
+    ):
         assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_gradients_are_copied_once_and_divided_as_shards(use_orig_params: bool) -> None:
     elements = 6 + 6 + 54 + 9 + 54 + 6, 36 + 6 + 18 + 3  # without padding
-    for _, written in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
+    for _, written in run_ranks(
+        2, operations_of_a_step, use_orig_params=use_orig_params, environment=MESSAGES
+    ):
         assert sorted(written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
         assert sorted(written["div_"]) == [ROOT_S] + [BLOCK_S] * 6
         assert max(written["zero_"]) <= 19  # gaps between parameters, never a buffer
@@ -428,7 +436,9 @@ def test_gradients_are_copied_once_and_divided_as_shards(use_orig_params: bool) 
 
 def test_gather_casts_the_shard_before_sending() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for _, written in run_ranks(2, operations_of_a_step, mixed_precision=precision):
+    for _, written in run_ranks(
+        2, operations_of_a_step, mixed_precision=precision, environment=MESSAGES
+    ):
         assert (
             sorted(n for n in written["_to_copy"] if n in (ROOT_S, BLOCK_S))
             == [ROOT_S] + [BLOCK_S] * 11

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
-from fsdp_compat._comm import gloo, mapped, shared_memory
-from fsdp_compat._comm.arena import CHUNK_NBYTES, Arena
+from fsdp_compat._comm.same_host import mapping as mapped
+from fsdp_compat._comm.same_host import shared_memory, transport
+from fsdp_compat._comm.same_host.arena import CHUNK_NBYTES, Arena
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends import test_calls, test_entry_points, test_random_programs
@@ -61,7 +62,7 @@ def wide_batch(generator: torch.Generator) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator)
 
 
-def mappings_of(model: FSDP) -> list[mapped.Mapping | None]:
+def mappings_of(model: FSDP) -> list[mapped.MappedFiles | None]:
     return [memory.mapping for group in model._runtime.groups for memory in group.memories]
 
 
@@ -361,9 +362,9 @@ class ForksWhileMapping:
             for owner, name in (
                 (shared_memory, "num_forks"),
                 (shared_memory, "locate"),
-                (gloo, "map_shards"),
-                (gloo.GlooTransport, "gather_objects"),
-                (gloo.GlooTransport, "any_of"),
+                (transport, "map_shards"),
+                (transport.SameHostTransport, "gather_objects"),
+                (transport.SameHostTransport, "any_of"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._around(owner, name)))
             arena = shared_memory._arena

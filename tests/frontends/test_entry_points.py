@@ -168,7 +168,7 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
         assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
         for group in unit.groups:
             assert not any(
-                comm.ranks > 1 and comm.connections.sends for comm in (group.shard, group.replica)
+                comm.ranks > 1 and comm.connections.sent for comm in (group.shard, group.replica)
             ), f"{unit.label} sends"
 
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from fsdp_compat import FsdpCompatError, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm import shared_memory
 from tests.support.faults import (
     BETWEEN_STEPS,
     CALLS,
@@ -80,13 +79,11 @@ def run_faults(ranks: int, function: Callable[..., None], *args: Any, **options:
 
 
 def _run(name: str, *args: Any) -> None:
-    before, is_in_place = shared_memory.MIN_NBYTES, dist.get_world_size() == 3
-    shared_memory.MIN_NBYTES = 64 if is_in_place else 1 << 19
-    os.environ["FSDP_COMPAT_MAP_FROM"] = "1" if is_in_place else str(1 << 40)
-    try:
-        globals()[name](*args)
-    finally:
-        shared_memory.MIN_NBYTES = before
+    if dist.get_world_size() == 3:
+        os.environ["FSDP_COMPAT_MAP_FROM"] = "1"
+    else:
+        os.environ["FSDP_COMPAT_SAME_HOST"] = "messages"
+    globals()[name](*args)
 
 
 def share_of(calls: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ from fsdp_compat import (
     checkpoint,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.counters import CounterWork
 from fsdp_compat._comm.divergence import deadlock
+from fsdp_compat._comm.same_host.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
 from tests.support.fully_sharded import OURS, Twins, shard_all
 from tests.support.models import DIM, Block

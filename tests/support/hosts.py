@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.divergence import processes
 
 # 2 hosts of 2 ranks, host by host and in turns
@@ -20,16 +19,7 @@ BY_HOST, BY_PLACE = (0, 0, 1, 1), (0, 1, 0, 1)
 
 @contextlib.contextmanager
 def hosts(of_ranks: Sequence[int]) -> Iterator[None]:
-    """Ranks of different hosts do not find each other's memory, nor each other's processes."""
-    host = of_ranks[dist.get_rank()]
-    identity, name = shared_memory.identity, processes.host()
-
-    def its_identity() -> bytes:
-        found = identity()
-        return bytes([host]) + found[1:] if any(found) else found
-
-    with (
-        mock.patch.object(shared_memory, "identity", its_identity),
-        mock.patch.object(processes, "host", lambda: f"{name}-{host}"),
-    ):
+    """Ranks of different hosts do not find each other's processes, nor their memory."""
+    name = f"{processes.host()}-{of_ranks[dist.get_rank()]}"
+    with mock.patch.object(processes, "host", lambda: name):
         yield

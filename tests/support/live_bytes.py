@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm import shared_memory
+from fsdp_compat._comm.same_host import shared_memory
 
 __all__ = [
     "Allocation",

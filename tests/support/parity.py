@@ -337,7 +337,7 @@ class Pair:
                 )
                 assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
                 assert not any(
-                    comm.ranks > 1 and hasattr(comm, "connections") and comm.connections.sends
+                    comm.ranks > 1 and hasattr(comm, "connections") and comm.connections.sent
                     for comm in (group.shard, group.replica)
                 ), f"{group.name}: sends are in flight"
 

@@ -28,8 +28,6 @@ if sys.platform != "win32":
 
 __all__ = ["Location", "MappedFile", "PeerMemory"]
 
-_SENT = -1  # in place of a chunk
-
 
 class Location(typing.NamedTuple):
     """Where a message lies, in terms that other processes understand."""
@@ -39,15 +37,6 @@ class Location(typing.NamedTuple):
     number: int  # of the file of the chunk; no two files of an arena have the same one
     fd: int  # of that file, in its process
     offset: int  # bytes
-
-    @staticmethod
-    def sent(epoch: int) -> Location:
-        """Return the location of a message that lies in no chunk: its values are sent."""
-        return Location(epoch, _SENT, 0, 0, 0)
-
-    @property
-    def is_sent(self) -> bool:
-        return self.chunk == _SENT
 
 
 class PeerMemory:

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..transport import Mapping
 from .memory_files import FIXED, NORESERVE, PAGE_NBYTES, advise, map_memory, unmap_in
 from .peer_memory import Location, PeerMemory
-from .transport import Mapping
 
 __all__ = ["MappedFiles", "map_shards", "writes_are_found"]
 

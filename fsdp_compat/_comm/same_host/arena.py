@@ -46,6 +46,7 @@ from .memory_files import (
     are_supported,
     epoch_in,
     map_memory,
+    refusal_of,
     unmap_in,
 )
 
@@ -186,7 +187,7 @@ class Arena:
         self.control: SealedFile | None = None
         # private until there is a control file
         self.epoch = epoch_in(memoryview(bytearray(PAGE_NBYTES)))
-        self.is_closed = not are_supported()
+        self.is_closed, self.refusal = not are_supported(), "no files in memory"
         self.lock = threading.RLock()
         # A block may die inside any allocation, even one of the arena's own: it waits here for the
         # next call of `take`.
@@ -248,8 +249,8 @@ class Arena:
                     self._make_control()
                 self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
                 return True
-            except OSError:
-                continue
+            except OSError as error:
+                self.refusal = refusal_of(error)
         return False
 
     def _make_control(self) -> None:

@@ -1,16 +1,15 @@
 """Counters in shared memory: how ranks of one host tell each other how far they have come.
 
 Each rank has a ``Table`` that it alone writes and that its peers map read-only. It has a row for
-every peer and tag: the number of the last message that this rank has sent to that peer, that of the
-last one that it has read of that peer's, and a few words about the one sent. A peer sleeps in the
-kernel (a futex) until a counter reaches the number that it waits for; while nothing waits, nothing
-is done.
+every tag: the number of the last message that this rank has sent, that of the last one that it has
+read of all its peers, and a few words about the one sent. A peer sleeps in the kernel (a futex)
+until a counter reaches the number that it waits for; idle ranks do no work.
 
 A waiting rank wakes every ``SLICE_S`` seconds to check that the peer's process still runs the same
 program (divergence/processes.py), that its table is open, and that the wait was not aborted.
 
 Requires x86-64, where stores become visible in program order, and Linux, for the futex; other
-machines use messages (same_host.py)."""
+machines send values (messages.py)."""
 
 from __future__ import annotations
 
@@ -25,19 +24,20 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from ..divergence.processes import Process
 from . import memory_files
-from .divergence.processes import Process
 from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
 from .peer_memory import MappedFile, PeerMemory
 
-__all__ = ["NUM_TAGS", "CounterWork", "PeerTable", "Table", "are_supported"]
+__all__ = ["NUM_TAGS", "NUM_WORDS", "CounterWork", "PeerTable", "Table", "are_supported"]
 
-NUM_TAGS = 1 << 17  # per peer: above, messages are sent
+NUM_TAGS = 1 << 18
+NUM_WORDS = 7  # about a message
 SLICE_S = 0.1  # of a wait, between two looks at what may end it
 
 # A row: number of the last message sent, of the last one read, words about the one sent.
 _ROW_NBYTES = 64
-_WORDS = struct.Struct("7q")
+_WORDS = struct.Struct(f"{NUM_WORDS}q")
 _SENT, _READ, _SAID = 0, 1, 8  # the first two in counters, the third in bytes
 _CLOSED = 16  # a counter, in the first page: 1 when the owner has closed the table
 
@@ -72,26 +72,26 @@ def _futex() -> Callable[..., int]:
 class Table:
     """The counters of this rank along one axis."""
 
-    def __init__(self, ranks: int, token: bytes) -> None:
+    def __init__(self, token: bytes) -> None:
         """token: of this process's memory. Raises OSError if the system refuses."""
-        nbytes = _first_row(ranks)
-        # until the peers have opened it: a child would inherit the descriptor
-        self.file: SealedFile | None = SealedFile(nbytes, token, next(_numbers))
-        self._address = map_memory(None, nbytes, SHARED, self.file.fd, 0)
-        weakref.finalize(self, unmap_in, os.getpid(), self._address, nbytes).atexit = False
-        advise(self._address, nbytes, DONTFORK)
-        self._bytes = memoryview((ctypes.c_ubyte * nbytes).from_address(self._address)).cast("B")
+        # None when the peers have opened it
+        self.file: SealedFile | None = SealedFile(_NBYTES, token, next(_numbers))
+        self._address = map_memory(None, _NBYTES, SHARED, self.file.fd, 0)
+        weakref.finalize(self, unmap_in, os.getpid(), self._address, _NBYTES).atexit = False
+        advise(self._address, _NBYTES, DONTFORK)
+        self._bytes = memoryview((ctypes.c_ubyte * _NBYTES).from_address(self._address)).cast("B")
         self._counters = self._bytes.cast("I")
 
-    def send(self, peer: int, tag: int, number: int, words: Sequence[int]) -> None:
-        """Tell a peer of a message, in 7 words of 64 bits. It has read the last one of the tag."""
-        row = _row(peer, tag)
+    def send(self, tag: int, number: int, words: Sequence[int]) -> None:
+        """Tell the peers of a message, in NUM_WORDS of 64 bits. They have read the last one of the
+        tag."""
+        row = _row(tag)
         _WORDS.pack_into(self._bytes, row + _SAID, *words)
         self._set(row, _SENT, number)
 
-    def acknowledge(self, peer: int, tag: int, number: int) -> None:
-        """Tell a peer that its message was read."""
-        self._set(_row(peer, tag), _READ, number)
+    def acknowledge(self, tag: int, number: int) -> None:
+        """Tell the peers that their messages were read."""
+        self._set(_row(tag), _READ, number)
 
     def _set(self, row: int, counter: int, number: int) -> None:
         self._counters[row // 4 + counter] = number
@@ -103,32 +103,27 @@ class Table:
 
 
 class PeerTable:
-    """The counters that a peer has for this rank."""
+    """The counters of a peer."""
 
-    def __init__(self, memory: PeerMemory, fd: int, number: int, rank: int, ranks: int) -> None:
-        """fd, number: of the file, in the peer's process. rank: of this process. Raises OSError if
-        it cannot be read."""
+    def __init__(self, memory: PeerMemory, fd: int, number: int, process: Process) -> None:
+        """fd, number: of the file, in the peer's process. Raises OSError if it cannot be read."""
         self._file: MappedFile = memory.open(fd, number)
-        if len(self._file.view) != _first_row(ranks):
+        if len(self._file.view) != _NBYTES:
             raise OSError("a table of another size")
-        self._rank = rank
         self._counters = self._file.view.cast("I")
-        process = Process.with_id(memory.pid)
-        if process is None:
-            raise OSError("the process has ended")
         self._process = process
 
     def words(self, tag: int) -> tuple[int, ...]:
         """Return what the peer has said of its last message."""
-        return _WORDS.unpack_from(self._file.view, _row(self._rank, tag) + _SAID)
+        return _WORDS.unpack_from(self._file.view, _row(tag) + _SAID)
 
     def sent(self, tag: int, number: int) -> CounterWork:
         """Return the wait until the peer has sent a message."""
-        return CounterWork(self, _row(self._rank, tag) // 4 + _SENT, number)
+        return CounterWork(self, _row(tag) // 4 + _SENT, number)
 
     def read(self, tag: int, number: int) -> CounterWork:
         """Return the wait until the peer has read a message of this rank."""
-        return CounterWork(self, _row(self._rank, tag) // 4 + _READ, number)
+        return CounterWork(self, _row(tag) // 4 + _READ, number)
 
     def has_reached(self, counter: int, number: int) -> bool:
         return self._counters[counter] >= number
@@ -180,10 +175,8 @@ class CounterWork:
         self._is_aborted = True
 
 
-def _row(peer: int, tag: int) -> int:
-    return PAGE_NBYTES + (peer * NUM_TAGS + tag) * _ROW_NBYTES
+def _row(tag: int) -> int:
+    return PAGE_NBYTES + tag * _ROW_NBYTES
 
 
-def _first_row(after: int) -> int:
-    """Return where the rows of a peer begin; of the number of ranks: the size of a table."""
-    return _row(after, 0)
+_NBYTES = _row(NUM_TAGS)  # of a table

@@ -1,0 +1,54 @@
+"""The transport for gloo on CPU between ranks that do not all share a host: values are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .gloo import GlooTransport
+from .transport import Handle, Kind, Work
+
+__all__ = ["MessageTransport"]
+
+
+class MessageTransport(GlooTransport):
+    """Sends values over gloo's connections."""
+
+    def _start(
+        self, sent: torch.Tensor, tag: int, into: Sequence[torch.Tensor] | None = None
+    ) -> Handle:
+        connections, outgoing = self.connections, self._outgoing(sent, tag % len(Kind))
+        own = outgoing[self.rank]
+        if into is None:
+            into = [own if r == self.rank else torch.empty_like(own) for r in range(self.ranks)]
+        number, gloo = self._begin(tag), connections.gloo
+        receives: list[Work] = []
+        sends: list[Work] = []
+        try:
+            for source, _ in connections.peers:
+                receives.append(gloo.recv([into[source]], source, tag))
+            for _, target in connections.peers:
+                sends.append(gloo.send([outgoing[target]], target, tag))
+        except RuntimeError as error:
+            receives.clear()
+            sends.clear()
+            connections.fail_wait(connections.names.get(tag, "parameters or gradients"), error)
+        connections.sent[tag, number] = sends, sent, (tag, number, own.nbytes, 0)
+        message = tag, number, own.nbytes, len(receives)
+        handle = connections.unfinished[tag] = Handle(receives, into, sent, message)
+        return handle
+
+    def _outgoing(self, sent: torch.Tensor, kind: int) -> list[torch.Tensor]:
+        """Return what each rank gets of ``sent``."""
+        if kind == Kind.GATHER:
+            return [sent] * self.ranks
+        pieces = self._pieces(sent)
+        return [pieces[self.rank]] * self.ranks if kind == Kind.REPLICATE_BACK else pieces
+
+    def _parts(self, handle: Handle, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+        self._end(handle, what)
+        return [own if r == self.rank else part for r, part in enumerate(handle.parts)]
+
+    def _fill(self, handle: Handle, what: str) -> None:
+        self._end(handle, what)

@@ -1,0 +1,229 @@
+"""The transport for gloo on CPU between ranks of one host: messages are read where they lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import UsageError, explain
+from ..gloo import GlooTransport
+from ..gloo_connections import ACK_TAG, GlooConnections, all_or_nothing, any_awaits_readers
+from ..mesh import Axis
+from ..transport import Handle, Kind, Mapping, Work
+from . import counters, shared_memory
+from .counters import Table
+from .mapping import map_shards, writes_are_found
+from .memory_files import refusal_of
+from .peers import Message, Peer, attach, introduce
+
+__all__ = ["SameHostTransport", "connect"]
+
+
+def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
+    """Return the transport of an axis whose ranks can all read each other's memory, or None on all
+    of them. Collective. values: the transport for other ranks. maps: see SameHostTransport."""
+    own = introduce()
+    told = values.gather_objects(None if own is None else own[0])
+    if own is None or None in told:
+        return None
+    peers = attach(told, axis.rank)
+    if not all(values.gather_objects(peers is not None)):
+        return None
+    assert peers is not None
+    table = own[1]
+    table.file = None  # the peers have opened it: a child would inherit the descriptor
+    return SameHostTransport(axis, values.device, values.connections, table, peers, maps)
+
+
+class SameHostTransport(GlooTransport):
+    """Peers read each other's messages in place.
+
+    A message lies in shared memory, or is copied there (shared_memory.py). The counters tell the
+    peers where (counters.py). A peer reads its part when it ends the exchange, and replies with an
+    *ack* by its own counters; the sender must not modify the memory before it arrives. Waits for
+    both have the same time limit and the same deadlock detection as waits for gloo.
+
+    A rank whose communication fails bumps an epoch in its shared memory, and a reader checks the
+    epoch after it has read.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        device: torch.device,
+        connections: GlooConnections,
+        table: Table,
+        peers: dict[int, Peer],
+        maps: bool,
+    ) -> None:
+        """table: of this rank. maps: large shards may be mapped (mapping.py)."""
+        super().__init__(axis, device, connections)
+        self._table, self._peers, self.maps = table, peers, maps
+        # no method: connections in a cycle would live on, and then be freed in a forked process
+        connections.on_close = functools.partial(_close, table, peers)
+
+    def new_tag(self) -> int:
+        tag = super().new_tag()
+        if tag + len(Kind) > counters.NUM_TAGS:
+            raise UsageError(
+                explain(
+                    "A process group has too many groups of parameters.",
+                    expected=f"at most {counters.NUM_TAGS // len(Kind) - 1}: of each unit one for "
+                    "each dtype and requires_grad",
+                    got="one more",
+                    where=f"global ranks {list(self.members)}",
+                    fix="wrap larger modules, or set FSDP_COMPAT_SAME_HOST=messages on all ranks",
+                )
+            )
+        return tag
+
+    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        return shared_memory.allocate(numel, dtype, zero=zero)
+
+    @all_or_nothing
+    def settle(self, what: str, only_reductions: bool = False) -> None:
+        super().settle(what, only_reductions)
+        if shared_memory.has_old_files() and not any_awaits_readers():
+            shared_memory.forget_old_files()
+
+    # -- a message
+
+    def _cast(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A peer casts what it reads, which saves a copy here."""
+        return own if shared_memory.locate(own) is not None else own.to(dtype)
+
+    def _start(
+        self, sent: torch.Tensor, tag: int, into: Sequence[torch.Tensor] | None = None
+    ) -> Handle:
+        connections = self.connections
+        what = connections.names.get(tag, "parameters or gradients")
+        block = shared_memory.located(sent)
+        location = shared_memory.locate(block)
+        if location is None:
+            rank = self.members[self.rank]
+            error = f"rank {rank} can get no more shared memory: {shared_memory.refusal()}"
+            connections.fail_wait(what, cause=error)
+        last = connections.activity.counts.get(tag, 0)
+        if (tag, last) in connections.sent:  # whose place the message takes
+            self._await_taken(tag, last, what)
+        number = self._begin(tag)
+        self._table.send(tag, number, Message.words(location, block))
+        tables = [self._peers[target].table for _, target in connections.peers]
+        acks: list[Work] = [table.read(tag, number) for table in tables]
+        connections.sent[tag, number] = acks, block, (tag + ACK_TAG, number, 0, 0)
+        message = tag, number, block.nbytes, len(acks)
+        handle = Handle(self._arrivals(tag, number), into or (), block, message)
+        connections.unfinished[tag] = handle
+        return handle
+
+    def _arrivals(self, tag: int, number: int) -> list[Work]:
+        """Return the waits for the peers' messages."""
+        return [self._peers[source].table.sent(tag, number) for source, _ in self.connections.peers]
+
+    def _parts(self, handle: Handle, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+        self._end(handle, what)
+        return [
+            own if r == self.rank else self._read(handle, r, own, what) for r in range(self.ranks)
+        ]
+
+    def _fill(self, handle: Handle, what: str) -> None:
+        self._end(handle, what)
+        for source in self._peers:
+            into = handle.parts[source]
+            into.copy_(self._read(handle, source, into, what).view(into.shape))
+
+    def _read(self, handle: Handle, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
+        """Return this rank's part of a message. like: a tensor of the expected length and dtype;
+        the dtype of what this rank sends is accepted, too."""
+        tag, peer, rank = handle.message[0], self._peers[source], self.members[source]
+        sent, numel = peer.message(tag), handle.keep.numel()
+        if (
+            sent.dtype is None
+            or sent.numel != numel
+            or sent.dtype not in (like.dtype, handle.keep.dtype)
+        ):
+            error = f"rank {rank} has sent {sent} for {numel} of {like.dtype}"
+            self.connections.fail_wait(what, cause=error)
+        first = self._first(tag % len(Kind), source, numel) * sent.dtype.itemsize
+        location = sent.location._replace(offset=sent.location.offset + first)
+        try:
+            return peer.memory.view(location, like.numel(), sent.dtype)
+        except OSError as error:
+            text = f"the memory of rank {rank} cannot be read: {refusal_of(error)}"
+            self.connections.fail_wait(what, cause=text)
+
+    def _first(self, kind: int, source: int, numel: int) -> int:
+        """Return the element at which this rank's part of a message [numel] begins."""
+        if kind == Kind.GATHER:
+            return 0
+        return (source if kind == Kind.REPLICATE_BACK else self.rank) * -(-numel // self.ranks)
+
+    def _finish(self, handle: Handle, what: str) -> None:
+        tag, number, _, _ = handle.message
+        for source, peer in self._peers.items():
+            if peer.has_failed(tag):
+                error = f"the communication of rank {self.members[source]} has failed"
+                self.connections.fail_wait(what, cause=error)
+        self.connections.activity.counts[tag + ACK_TAG] = number
+        self._table.acknowledge(tag, number)
+        super()._finish(handle, what)
+
+    # -- mapped shards
+
+    def places(self, shards: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)
+
+    @all_or_nothing
+    def map_shards(
+        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
+    ) -> Sequence[Mapping] | str:
+        places = [shared_memory.locate(shard) for shard in shards] if writes_are_found() else []
+        told = self.gather_objects(places)
+        absent = [
+            rank
+            for rank, its_places in zip(self.members, told, strict=True)
+            if not its_places or None in its_places
+        ]
+        if absent:
+            return (
+                f"no shared memory on ranks {absent}, for want of file descriptors (ulimit -n), "
+                "address space (ulimit -v) or mappings (sysctl vm.max_map_count), at the latest "
+                "fork or before"
+            )
+        found, refusal = list[Mapping](), ""
+        memories = {rank: peer.memory for rank, peer in self._peers.items()}
+        try:
+            found = map_shards(self.rank, memories, shards, told, mappings)
+        except OSError as error:
+            refusal = f"rank {self.members[self.rank]}: {refusal_of(error)}"
+        return "; ".join(filter(None, self.gather_objects(refusal))) or found
+
+    @all_or_nothing
+    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
+        number = self.connections.begin(tag)
+        self._table.send(tag, number, [word] * counters.NUM_WORDS)
+        works = self._arrivals(tag, number)
+        return Handle(works, message=(tag, number, 0, len(works)))
+
+    @all_or_nothing
+    def end_meeting(self, handle: Handle, what: str) -> list[int]:
+        self._end(handle, what)
+        tag = handle.message[0]
+        return [self._peers[source].table.words(tag)[0] for source, _ in self.connections.peers]
+
+    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
+        connections = self.connections
+        rank = self.members[connections.peers[index][0]]
+        cause = f"rank {rank} has left with an exception"
+        connections.fail_wait(what, waiting=(handle.message, index, what), cause=cause)
+
+
+def _close(table: Table, peers: dict[int, Peer], has_failed: bool) -> None:
+    """Let the waits of all peers fail; if communication has failed, also what they read now."""
+    if has_failed:
+        shared_memory.bump_epoch()
+    else:
+        table.close()
+        peers.clear()  # with their memory

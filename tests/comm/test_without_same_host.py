@@ -1,0 +1,48 @@
+"""The package works without the folder ``_comm/same_host`` where values are sent, as they are with
+FSDP_COMPAT_SAME_HOST=messages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SELECTED = (
+    "comm/test_backend.py",
+    "comm/test_deadlock.py::test_message_that_is_under_way_when_its_connection_closes_fails",
+    "engine/test_reduce.py",
+    "engine/test_counts.py::test_three_ranks_send_to_two_peers_each",
+    "engine/test_counts.py::test_hybrid_shard_also_all_reduces_shards",
+    "frontends/test_random_programs.py",
+)
+
+
+@pytest.mark.slow
+def test_ranks_that_send_values_need_no_folder_for_ranks_of_one_host(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "same_host", "corpus")
+    shutil.copytree(ROOT / "fsdp_compat", tmp_path / "fsdp_compat", ignore=ignored)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=ignored)
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n0",
+            "-x",
+            *(f"tests/{each}" for each in SELECTED),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"FSDP_COMPAT_SAME_HOST": "messages", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
