@@ -17,6 +17,7 @@ from . import _torch_patches, _torch_private
 from ._engine import hooks, rendezvous
 from ._engine.forward_methods import run_as_forward
 from ._engine.runtime import Runtime, runtime_of
+from ._engine.state_store import FLAT_PARAM
 from ._engine.unit import Unit
 from ._front_ends.flat import client_attributes as attributes
 from ._front_ends.flat import clipping, comm_hook, construction, conversion, copying, summon
@@ -29,7 +30,7 @@ from ._state import optim_legacy_state_dict as legacy
 from ._state import optim_state_dict as optim
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ._state.optim_legacy_state_dict import OptimStateKeyType
-from ._stores.registration import FLAT_PARAM, FlatParameter
+from ._stores.registration import FlatParameter
 from .api import (
     BackwardPrefetch,
     CPUOffload,

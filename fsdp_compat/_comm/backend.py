@@ -12,8 +12,6 @@ from .. import _torch_private
 from .mesh import Axis, is_in_python
 from .transport import Collectives, Handle, Kind, ProcessGroupTransport, communication_error
 
-__all__ = ["BackendTransport", "PythonGroupTransport", "gather_in_group"]
-
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -26,26 +26,14 @@ import torch.distributed as dist
 
 from .. import _torch_private
 from ..errors import UsageError, explain
-from .backend import BackendTransport, PythonGroupTransport, gather_in_group
+from .backend import BackendTransport, PythonGroupTransport
 from .gloo import GlooTransport
 from .gloo_connections import GlooConnections
 from .mesh import Axis, axis_of, is_in_python
 from .messages import MessageTransport
 from .single_rank import SingleRank
-from .transport import Handle, Kind, Mapping, Traffic, Transport
+from .transport import Transport
 from .two_stages import TwoStages, hosts_of
-
-__all__ = [
-    "Handle",
-    "Kind",
-    "Mapping",
-    "Traffic",
-    "Transport",
-    "allocate_shard",
-    "communicator",
-    "gather_in_group",
-    "max_in_group",
-]
 
 _LIMITS = "mapped", "counters", "messages"  # each includes the later ones
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = (

@@ -16,8 +16,6 @@ from .mesh import Axis
 from .summation import sum_in_rank_order
 from .transport import Collectives, Handle, Kind, ProcessGroupTransport
 
-__all__ = ["GlooTransport"]
-
 
 class GlooTransport(ProcessGroupTransport):
     """Exchanges of messages with tags. What is sent is kept until ``settle``, and must not change

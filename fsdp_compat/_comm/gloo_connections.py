@@ -27,8 +27,6 @@ from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Wai
 from .mesh import Axis
 from .transport import Collectives, Handle, Work, communication_error, group_destroyed
 
-__all__ = ["ACK_TAG", "GlooConnections", "all_or_nothing", "any_awaits_readers"]
-
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that of its ack
 
 # works, the tensors that they read, and the message

@@ -13,16 +13,6 @@ import torch
 
 from ..errors import UsageError, explain
 
-__all__ = [
-    "HUGE_NBYTES",
-    "give_back_freed",
-    "in_whole_pages",
-    "is_in_pages",
-    "memory_of",
-    "of_its_own_size",
-    "prefer_huge_pages",
-]
-
 HUGE_NBYTES = 1 << 21
 
 # None if the C library does not have the function.

@@ -12,23 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_private
 from ..errors import UsageError, explain
 
-__all__ = [
-    "Axis",
-    "Mesh",
-    "axis_by_name",
-    "axis_of",
-    "first_dimension",
-    "group_by_name",
-    "groups_node_by_node",
-    "is_in_python",
-    "mesh_from_device_mesh",
-    "mesh_from_group",
-    "mesh_from_groups",
-    "not_a_member",
-    "replicated",
-    "the_group",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Axis:

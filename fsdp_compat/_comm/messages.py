@@ -9,8 +9,6 @@ import torch
 from .gloo import GlooTransport
 from .transport import Handle, Kind, Work
 
-__all__ = ["MessageTransport"]
-
 
 class MessageTransport(GlooTransport):
     """Sends values over gloo's connections."""

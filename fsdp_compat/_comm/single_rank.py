@@ -9,8 +9,6 @@ import torch
 
 from .transport import Collectives, Handle, Transport
 
-__all__ = ["SingleRank"]
-
 
 class SingleRank(Transport):
     """Communication with nobody: every result is this rank's own value."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["sum_in_rank_order"]
-
 _CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: it stays in the cache until it is divided
 
 

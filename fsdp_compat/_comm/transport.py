@@ -24,19 +24,6 @@ from .divergence.waits import MessageId
 from .host_memory import memory_of
 from .mesh import Axis
 
-__all__ = [
-    "Collectives",
-    "Handle",
-    "Kind",
-    "Mapping",
-    "ProcessGroupTransport",
-    "Traffic",
-    "Transport",
-    "Work",
-    "communication_error",
-    "group_destroyed",
-]
-
 
 class Kind(enum.IntEnum):
     """What a message carries. The tag of a message is the tag of its group plus the kind."""

@@ -31,8 +31,6 @@ from .mesh import Axis
 from .messages import MessageTransport
 from .transport import Collectives, Handle, ProcessGroupTransport
 
-__all__ = ["TwoStages", "hosts_of"]
-
 
 class _Pending(Handle):
     """A collective of which one stage is in flight, which sends ``keep``."""

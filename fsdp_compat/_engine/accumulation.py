@@ -21,8 +21,6 @@ from .bulk_dict import exhaust
 from .reduce_policy import ReduceAxes
 from .store import ParamStore
 
-__all__ = ["ShardedGrads"]
-
 _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
 _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
 

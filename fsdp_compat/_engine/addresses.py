@@ -10,8 +10,6 @@ import torch
 from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
 
-__all__ = ["Addresses"]
-
 _dtype = operator.attrgetter("dtype")
 
 

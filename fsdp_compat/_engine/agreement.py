@@ -19,8 +19,6 @@ from .._comm.mesh import Mesh
 from ..errors import UsageError, explain
 from .unit import Unit
 
-__all__ = ["Facts", "keep", "parameter", "require_alike", "require_units_alike", "unit"]
-
 Facts = Sequence[str]  # in the order in which differences are reported
 
 _DIGEST_NBYTES = 16

@@ -37,8 +37,6 @@ from .group import Group
 from .mapped_shards import Pass
 from .unit import Call, Residency, Unit
 
-__all__ = ["BackwardRunner", "ThreadedBackwardRunner"]
-
 
 class Backward:
     """One outermost graph task. Only the callback queued at its end holds it: a dead reference

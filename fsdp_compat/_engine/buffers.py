@@ -11,8 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtypes import ComputeDtype
 
-__all__ = ["CastBuffers"]
-
 # {buffer that some unit has cast: its dtype before}. Several units may share a buffer.
 _dtypes_before: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -8,8 +8,6 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["BulkDict", "DictEntry", "swap_of", "exhaust"]
-
 DictEntry = tuple[dict[Any, Any], Any, Any]  # dictionary, key, value
 
 # exhaust(iterator): run it and keep nothing.

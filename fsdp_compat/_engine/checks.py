@@ -16,16 +16,6 @@ from .group import Group
 from .materialize import is_uninitialised
 from .unit import Residency, Unit
 
-__all__ = [
-    "Checks",
-    "refuse_in_pass",
-    "refuse_late_hook",
-    "refuse_meta",
-    "refuse_summoned",
-    "refuse_summoned_backward",
-    "require_own",
-]
-
 
 class Checks:
     """What is checked before each forward and backward of one runtime."""

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .._comm.communicator import Transport
+from .._comm.transport import Transport
 from .device import OffloadPolicy
 from .group import Group
-
-__all__ = ["Communicators"]
 
 
 class Communicators:

@@ -15,8 +15,6 @@ from .dtypes import ComputeDtype
 from .freshness import Freshness
 from .reduce_policy import ReducePolicy
 
-__all__ = ["Conduct", "PrefetchedUnit"]
-
 
 class PrefetchedUnit(typing.Protocol):
     """A unit, as prefetch lists use it."""

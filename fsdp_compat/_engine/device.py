@@ -20,21 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-__all__ = [
-    "HERE",
-    "ON_DEVICE",
-    "ComputeStreams",
-    "OffloadPolicy",
-    "SideStream",
-    "compute_streams",
-    "gather_stream",
-    "has_streams",
-    "offload_policy",
-    "read_later",
-    "reduce_stream",
-    "run_on",
-]
-
 
 class ComputeStreams(typing.Protocol):
     """The streams on which one runtime's units compute."""

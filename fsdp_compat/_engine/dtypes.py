@@ -9,16 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "ComputeDtype",
-    "Precision",
-    "cast_floats",
-    "is_packed",
-    "map_tensors",
-    "move_to",
-    "tensors_in",
-]
-
 
 class ComputeDtype(enum.IntEnum):
     """Which of its two dtypes a unit computes in. Also the index into lists of one entry each."""

@@ -34,8 +34,6 @@ from .._torch_private import dtensor as torch_dtensor
 from .freshness import count_fused_writes
 from .group import Group
 
-__all__ = ["ExternalChanges"]
-
 _grad, _requires_grad, _dtype, _version = map(
     operator.attrgetter, ("grad", "requires_grad", "dtype", "_version")
 )

@@ -12,8 +12,6 @@ import torch
 from .runtime import Runtime
 from .unit import Unit
 
-__all__ = ["run_as_forward"]
-
 
 def run_as_forward(
     locate: Callable[[], tuple[Runtime, Unit]],

@@ -24,8 +24,6 @@ from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
 from .store import ParamStore
 
-__all__ = ["Freshness", "count_fused_writes", "patch", "undo"]
-
 _version = operator.attrgetter("_version")
 
 

@@ -18,8 +18,6 @@ from .dtypes import ComputeDtype
 from .mapped_shards import MappedShards, Pass
 from .unit import NOT_UNSHARDED, Residency, Unit
 
-__all__ = ["Gathering", "Prefetch"]
-
 
 class Prefetch(enum.Enum):
     """When, in backward, the all-gather of the next unit starts."""

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _torch_private
-from .._comm.communicator import Transport
+from .._comm.transport import Transport
 from .group import Group
-
-__all__ = ["clip_by_norm", "dtype_of_norm", "gradients_of", "norm_of", "packed"]
 
 
 def gradients_of(group: Group) -> Sequence[torch.Tensor]:

@@ -24,8 +24,6 @@ from .reduce_policy import CommHook, ReduceAxes, ReducePolicy, predivisor
 from .storage import GroupMemory
 from .store import ParamStore, ReduceForm
 
-__all__ = ["LARGE", "Gradients", "InFlightReductions", "is_large"]
-
 # Elements. Parameters of this size have a hook each, and their gradients are taken as they come;
 # those of smaller ones are taken together in post-backward.
 LARGE = 65536

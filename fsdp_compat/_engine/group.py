@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .._comm.communicator import Handle, Transport, communicator
+from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
+from .._comm.transport import Handle, Transport
 from ..errors import AssertedStateError, explain
 from .conduct import Conduct
 from .device import gather_stream, offload_policy, reduce_stream
@@ -17,8 +18,6 @@ from .reduce_policy import ReduceAxes
 from .requires_grad import RequiresGrad
 from .storage import GroupMemory
 from .store import ParamStore
-
-__all__ = ["Group"]
 
 
 class Group:

@@ -18,22 +18,6 @@ from .dtypes import cast_floats, tensors_in
 from .group import Group
 from .unit import Call, Unit
 
-__all__ = [
-    "WITH_FAST_PATH",
-    "around_method",
-    "before_loading",
-    "cast_again",
-    "cast_around",
-    "guard_state_dicts",
-    "on_assignment",
-    "on_end_of_backward",
-    "on_gradient_of_output",
-    "on_gradient_of_param",
-    "on_gradients_of_inputs",
-    "on_state_dicts",
-    "without_fast_path",
-]
-
 
 class _CastAround:
     """Casts the inputs of a module's forward, and its outputs back."""

@@ -15,12 +15,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .._comm.communicator import Handle, Transport
 from .._comm.host_memory import is_in_pages
+from .._comm.transport import Handle, Transport
 from ..errors import StateError, explain
 from .group import Group
-
-__all__ = ["MappedShards", "Pass"]
 
 
 class Pass(enum.IntEnum):

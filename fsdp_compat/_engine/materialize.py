@@ -13,18 +13,6 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from ..errors import UsageError, explain
 
-__all__ = [
-    "broadcast_states",
-    "is_uninitialised",
-    "materialize",
-    "move_buffers",
-    "own_tensors",
-    "require_initial_values",
-    "restore_ties",
-    "ties",
-    "uninitialised",
-]
-
 Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
 
 

@@ -9,8 +9,6 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-__all__ = ["TensorAttributes", "mark"]
-
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _INTERNAL = frozenset((*nn.Module().__dict__, *_MARKS))
 

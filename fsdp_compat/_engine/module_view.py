@@ -19,8 +19,6 @@ from .dtypes import ComputeDtype
 from .placeholders import Placeholders, ViewedUnit
 from .store import ModuleSlot
 
-__all__ = ["ModuleView"]
-
 
 class ModuleView:
     """The parameters that one unit's modules show.

@@ -10,8 +10,6 @@ from torch import nn
 
 from .. import _torch_private
 
-__all__ = ["OrigParam", "ParamSlots", "assign_owners", "group_members", "named_within"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ParamSlots:

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.communicator import Handle, Transport, communicator
+from .._comm.communicator import communicator
 from .._comm.mesh import axis_of
+from .._comm.transport import Handle, Transport
 from .segments import Segments
 from .storage import GroupMemory, Storage
 from .store import ParamStore
-
-__all__ = ["PartialShard"]
 
 
 class PartialShard:

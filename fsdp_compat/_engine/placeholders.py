@@ -22,8 +22,6 @@ from ..errors import StateError, explain
 from .bulk_dict import BulkDict, DictEntry
 from .store import ModuleSlot
 
-__all__ = ["Placeholders", "ShardedPlaceholder", "UsedWhileSharded", "ViewedUnit"]
-
 _METADATA = frozenset(
     {
         "dim",

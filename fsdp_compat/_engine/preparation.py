@@ -15,8 +15,6 @@ from .ownership import OrigParam
 from .state_store import StateStore
 from .unit import Uninitialised
 
-__all__ = ["Preparation"]
-
 
 class Preparation:
     """Prepares modules unit by unit: initializes meta tensors, moves buffers to the device and

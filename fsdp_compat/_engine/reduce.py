@@ -22,8 +22,6 @@ from .segments import Segments
 from .storage import Storage
 from .store import ParamStore, ReduceForm
 
-__all__ = ["DirectGradBuffer", "GradBuffer", "Left", "ReduceBuffer", "Reduction", "Stages"]
-
 
 class Left(enum.Enum):
     """What the next stage of a reduction does, as long as there is one."""

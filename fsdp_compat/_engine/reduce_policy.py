@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._comm.communicator import Transport
+from .._comm.transport import Transport
 from .device import ON_DEVICE, OffloadPolicy
-
-__all__ = ["CommHook", "CustomReduceScatter", "Divisor", "ReduceAxes", "ReducePolicy", "predivisor"]
 
 
 class CommHook(typing.NamedTuple):

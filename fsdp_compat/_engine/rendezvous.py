@@ -19,14 +19,12 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._comm.communicator import Transport
 from .._comm.divergence import progress
 from .._comm.divergence.store_rendezvous import is_on, rendezvous_of
 from .._comm.divergence.time_limits import idle_limit_s
 from .._comm.mesh import Axis
+from .._comm.transport import Transport
 from .group import Group
-
-__all__ = ["nested", "register", "require_all_ranks"]
 
 
 class _Depth(threading.local):

@@ -11,8 +11,6 @@ from ..errors import StateError, explain
 from .storage import GroupMemory
 from .store import ParamStore
 
-__all__ = ["RequiresGrad", "follow_toggles"]
-
 
 class RequiresGrad:
     """Keeps requires_grad of one group's parameters in agreement."""

@@ -27,8 +27,6 @@ from .group import Group
 from .reduce_policy import CommHook
 from .unit import Call, Residency, Unit
 
-__all__ = ["Runtime", "RuntimeOptions", "live_runtimes", "runtime_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeOptions:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Segments"]
-
 
 class Segments(Sequence[torch.Tensor]):
     """The views [S] of a buffer [ranks * S], by rank, made at the first access and kept.

@@ -15,8 +15,6 @@ from .ownership import ParamSlots
 from .store import ModuleSlot, ParamStore
 from .tensor_parallel import TensorParallel
 
-__all__ = ["FLAT_PARAM", "StateStore", "flat_param_name", "store_of"]
-
 # The attribute under which a unit's first FlatParameter is registered, and its name in local state
 # dicts, as in torch.
 FLAT_PARAM = "_flat_param"

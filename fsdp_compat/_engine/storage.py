@@ -10,13 +10,12 @@ from collections.abc import Collection, Sequence
 import torch
 
 from .. import _torch_private
-from .._comm.communicator import Mapping, allocate_shard
+from .._comm.communicator import allocate_shard
 from .._comm.host_memory import HUGE_NBYTES, prefer_huge_pages
+from .._comm.transport import Mapping
 from .device import has_streams
 from .segments import Segments
 from .store import ParamStore
-
-__all__ = ["GroupMemory", "Storage", "new_shard"]
 
 _version = operator.attrgetter("_version")
 

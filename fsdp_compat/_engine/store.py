@@ -46,16 +46,6 @@ from .._comm.mesh import Axis
 from ..errors import StateError
 from .tensor_parallel import TensorParallel
 
-__all__ = [
-    "Extension",
-    "Kind",
-    "ModuleSlot",
-    "ParamStore",
-    "PartialRows",
-    "ReduceForm",
-    "ShardedParam",
-]
-
 
 class ShardedParam(typing.NamedTuple):
     """A parameter as the optimizer sees it, and the indices of the unsharded parameters that it

@@ -13,8 +13,6 @@ from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
 from .._torch_private import dtensor as torch_dtensor
 
-__all__ = ["TensorParallel"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:

@@ -24,15 +24,6 @@ from .module_attributes import TensorAttributes
 from .module_view import ModuleView
 from .store import ModuleSlot
 
-__all__ = [
-    "NOT_UNSHARDED",
-    "Call",
-    "Residency",
-    "Uninitialised",
-    "Unit",
-    "UnitOptions",
-]
-
 
 class Residency(enum.Enum):
     """What memory the groups of a unit hold."""

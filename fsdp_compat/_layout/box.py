@@ -7,8 +7,6 @@ import math
 
 from .spec import Interval
 
-__all__ = ["Box", "cut_into_boxes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Box:

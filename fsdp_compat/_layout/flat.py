@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from .spec import FlatLayout, ParamSpec, aligned
 
-__all__ = ["flat_layout"]
-
 
 def flat_layout(
     names: Sequence[str],

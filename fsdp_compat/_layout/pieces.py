@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator
 from .box import cut_into_boxes
 from .spec import Interval, row_major_strides
 
-__all__ = ["Piece", "Rows", "common_rows", "require_grid"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:

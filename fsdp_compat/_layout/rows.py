@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from .spec import FlatLayout, Interval, ParamSpec, Section, aligned, between
 
-__all__ = ["ALIGN_NBYTES", "CopiedLayout", "Cut", "RowLayout"]
-
 ALIGN_NBYTES = 16  # large parts start at a multiple of it
 LARGE_NBYTES = 4096  # parts of this size; in front of smaller ones a gap would cost too much
 

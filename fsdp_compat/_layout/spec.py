@@ -7,16 +7,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "FlatLayout",
-    "Interval",
-    "ParamSpec",
-    "Section",
-    "aligned",
-    "between",
-    "row_major_strides",
-]
-
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Interval:

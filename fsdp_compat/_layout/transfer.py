@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from .spec import FlatLayout, Interval
 
-__all__ = ["Run", "runs_of_part", "same_parts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:

@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
-from .._comm.communicator import gather_in_group
+from .._comm.backend import gather_in_group
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain

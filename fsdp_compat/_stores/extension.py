@@ -30,8 +30,6 @@ from .row_params import RowParam, present_in
 from .row_store import RowStore
 from .row_views import as_bytes
 
-__all__ = ["Context", "ExtensionStore", "has_extension"]
-
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in all of them
 

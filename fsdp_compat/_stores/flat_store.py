@@ -31,8 +31,6 @@ from .registration import (
     Registration,
 )
 
-__all__ = ["FlatStore"]
-
 ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
 
 

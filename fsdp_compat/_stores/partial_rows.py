@@ -15,8 +15,6 @@ from .._layout.rows import Cut, RowLayout
 from .row_params import RowParam
 from .row_views import RowViews, own_rows
 
-__all__ = ["PartialRows"]
-
 
 class PartialRows:
     """The rows that one of ``ranks`` ranks keeps of each unsharded parameter: every parameter is

@@ -17,8 +17,6 @@ from .._comm.mesh import Axis, Mesh, axis_of
 from .._engine.tensor_parallel import TensorParallel
 from .._torch_private import dtensor as torch_dtensor
 
-__all__ = ["DataMesh", "RowPlacement", "SpmdMesh", "place"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SpmdMesh:

@@ -14,15 +14,6 @@ from .._engine.store import ShardedParam
 from .._layout.spec import FlatLayout, between
 from ..errors import StateError, explain
 
-__all__ = [
-    "FLAT_PARAM",
-    "FlatParameter",
-    "FlatRegistration",
-    "OriginalRegistration",
-    "Registration",
-    "ShardParamInfo",
-]
-
 
 class ShardParamInfo(typing.NamedTuple):
     """Where this rank's elements of one parameter lie, with the field names that clients read. All

@@ -18,8 +18,6 @@ from .._layout.rows import Cut
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, explain
 
-__all__ = ["RowParam", "present_in", "require_one_kind", "sharded_param", "with_own_storage"]
-
 
 @dataclasses.dataclass
 class RowParam:

@@ -17,8 +17,6 @@ from .._layout.spec import aligned, row_major_strides
 from .._torch_private import dtensor as torch_dtensor
 from .row_views import RowViews, cut_up
 
-__all__ = ["RowReduceForm"]
-
 
 class RowReduceForm:
     """The layout of the reduce buffer for one set of trainable parameters. (A ReduceForm.)"""

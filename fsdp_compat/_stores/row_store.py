@@ -45,8 +45,6 @@ from .row_params import (
 from .row_reduce import RowReduceForm
 from .row_views import RowViews, as_bytes, cut_up, own_rows
 
-__all__ = ["RowStore"]
-
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
 _requires_grad = operator.attrgetter("requires_grad")
 

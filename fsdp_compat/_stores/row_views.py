@@ -11,8 +11,6 @@ from torch import nn
 from .. import _torch_private
 from .._layout.rows import Cut, RowLayout
 
-__all__ = ["RowViews", "as_bytes", "cut_up", "own_rows"]
-
 
 class RowViews:
     """The views by one layout."""

@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 from contenders import MIN_ROUNDS, OURS, Timings, measure, require_rounds
 
-from fsdp_compat._comm.communicator import Transport, communicator
+from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.gloo_connections import GlooConnections
 from fsdp_compat._comm.mesh import axis_of, mesh_from_group
 from fsdp_compat._comm.messages import MessageTransport
+from fsdp_compat._comm.transport import Transport
 
 GLOO, EXCHANGE = "gloo", "exchange"
 SIZES = [1 << power for power in range(16, 29)]  # 64 KB to 256 MB

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
 from fsdp_compat._comm import backend
 from fsdp_compat._comm.backend import BackendTransport
-from fsdp_compat._comm.communicator import Kind, communicator
+from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import axis_of
+from fsdp_compat._comm.transport import Kind
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.checks import Checks
 from fsdp_compat._engine.gradients import LARGE, Gradients
 from fsdp_compat._engine.group import Group

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compat._comm.communicator import Handle, Traffic, Transport, communicator
+from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
+from fsdp_compat._comm.transport import Handle, Traffic, Transport
 from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
 from fsdp_compat._engine.reduce_policy import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.store import ParamStore

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import MixedPrecision, ShardingStrategy
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from tests.support.models import DIM, Stack, Switch
 from tests.support.pairwise import each_value
 from tests.support.parity import (

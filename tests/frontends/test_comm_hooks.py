@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compat
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import each_value, pairs

@@ -26,7 +26,7 @@ from fsdp_compat import (
     UsageError,
     register_fsdp_forward_method,
 )
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about

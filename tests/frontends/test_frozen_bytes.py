@@ -25,7 +25,7 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Lora, Stack, chain

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Record, Stack, chain

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.transport import Kind
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import (
     DIM,

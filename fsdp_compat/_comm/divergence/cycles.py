@@ -21,8 +21,6 @@ import dataclasses
 from .status_store import Post, StatusStore
 from .waits import Report
 
-__all__ = ["find_cycle"]
-
 
 def find_cycle(store: StatusStore, own: Post) -> Report | None:
     """Return why a wait can never end, or None if it may end."""

@@ -39,8 +39,6 @@ from .status_store import Answer, Post, StatusStore, status_store
 from .time_limits import quiet_s
 from .waits import Report, Wait, Waiter, Waiting
 
-__all__ = ["PATIENCE", "failure_of_member", "give_up", "report_of_lost", "watch"]
-
 PATIENCE = 5.0  # seconds in the same wait before it is published
 LOOK_S = 1.0  # at most, between two looks of the thread
 FORGOTTEN_S = 10.0  # without a question: no rank waits for an answer any more

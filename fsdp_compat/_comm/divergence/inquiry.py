@@ -10,8 +10,6 @@ from .status_store import StatusStore
 from .time_limits import idle_limit_s, warn_after_s
 from .waits import Wait
 
-__all__ = ["MAX_ASKED", "Inquiry", "LongWait"]
-
 MAX_ASKED = 64  # of the missing ranks
 _MAX_NAMED = 4  # in a warning
 

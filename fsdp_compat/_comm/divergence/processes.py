@@ -8,8 +8,6 @@ import os
 import uuid
 from pathlib import Path
 
-__all__ = ["Process", "host"]
-
 # Among the fields of a process's stat after its name. The address of its stack is random, and
 # another one after an exec, which keeps all else; it is 0 for processes that may not know it.
 _STATE, _START_TIME, _STACK = 0, 19, 25

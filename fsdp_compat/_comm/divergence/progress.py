@@ -22,8 +22,6 @@ from pathlib import Path
 import torch
 from torch.distributed import distributed_c10d
 
-__all__ = ["Progress", "activity", "follow", "note_error", "place", "place_of"]
-
 _COMM = Path(__file__).absolute().parents[1]
 _PACKAGES = tuple(str(folder) + os.sep for folder in (_COMM.parent, Path(torch.__file__).parent))
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep

@@ -11,8 +11,6 @@ from ... import _torch_private
 from .processes import Process
 from .waits import Report, Wait
 
-__all__ = ["Answer", "Post", "StatusStore", "status_store"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Post:

@@ -44,8 +44,6 @@ from .status_store import StatusStore
 from .time_limits import idle_limit_s
 from .waits import RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
 
-__all__ = ["StoreRendezvous", "is_on", "rendezvous_of"]
-
 ASK_S = 1.0  # at most, between two questions to a missing rank
 PAUSE_S = 0.2  # at most, between two looks at the counter
 

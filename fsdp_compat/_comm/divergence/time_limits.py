@@ -7,8 +7,6 @@ import os
 
 from ...errors import UsageError, explain
 
-__all__ = ["idle_limit_s", "quiet_s", "warn_after_s"]
-
 
 def _seconds(name: str, default: str, zero: str = "") -> float:
     """zero: what 0 means, if it is allowed."""

@@ -22,17 +22,6 @@ import torch.distributed as dist
 
 from ... import _torch_private
 
-__all__ = [
-    "COLLECTIVE",
-    "MessageId",
-    "RENDEZVOUS",
-    "Activity",
-    "Report",
-    "Wait",
-    "Waiter",
-    "Waiting",
-]
-
 # In place of a tag:
 COLLECTIVE = -1  # a synchronous collective of all members
 RENDEZVOUS = -2  # a rendezvous: nothing has been sent yet

@@ -50,8 +50,6 @@ from .memory_files import (
     unmap_in,
 )
 
-__all__ = ["Arena", "Chunk"]
-
 # Pages of freed blocks that are kept for the next block; the rest goes back to the system.
 KEPT_NBYTES = 1 << 30
 # Of address space, at least: a chunk is as large as all before it together, so that there are few.

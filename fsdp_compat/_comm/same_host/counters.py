@@ -29,8 +29,6 @@ from . import memory_files
 from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
 from .peer_memory import MappedFile, PeerMemory
 
-__all__ = ["NUM_TAGS", "NUM_WORDS", "CounterWork", "PeerTable", "Table", "are_supported"]
-
 NUM_TAGS = 1 << 18
 NUM_WORDS = 7  # about a message
 SLICE_S = 0.1  # of a wait, between two looks at what may end it

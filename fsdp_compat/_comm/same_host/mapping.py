@@ -24,8 +24,6 @@ from ..transport import Mapping
 from .memory_files import FIXED, NORESERVE, PAGE_NBYTES, advise, map_memory, unmap_in
 from .peer_memory import Location, PeerMemory
 
-__all__ = ["MappedFiles", "map_shards", "writes_are_found"]
-
 # of the parts that all mappings of this process consist of; the system has a limit of 65,530
 MAX_PARTS = 1 << 14
 

@@ -14,24 +14,6 @@ import weakref
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "DONTFORK",
-    "FIXED",
-    "HEADER",
-    "NORESERVE",
-    "PAGE_NBYTES",
-    "REMOVE",
-    "SHARED",
-    "TOKEN_NBYTES",
-    "SealedFile",
-    "advise",
-    "are_supported",
-    "epoch_in",
-    "map_memory",
-    "refusal_of",
-    "unmap_in",
-]
-
 PAGE_NBYTES = mmap.PAGESIZE
 TOKEN_NBYTES = 16
 HEADER = struct.Struct(f"{TOKEN_NBYTES}sq")  # at the beginning of every file: token, number

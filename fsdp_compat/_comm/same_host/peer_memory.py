@@ -26,8 +26,6 @@ from .memory_files import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Location", "MappedFile", "PeerMemory"]
-
 
 class Location(typing.NamedTuple):
     """Where a message lies, in terms that other processes understand."""

@@ -10,9 +10,7 @@ import torch
 
 from ..divergence.processes import Process
 from . import counters, shared_memory
-from .shared_memory import Location, PeerMemory
-
-__all__ = ["Introduction", "Message", "Peer", "attach", "introduce"]
+from .peer_memory import Location, PeerMemory
 
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 

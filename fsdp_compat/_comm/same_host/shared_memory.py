@@ -15,23 +15,6 @@ import torch
 from .arena import Arena
 from .peer_memory import Location, PeerMemory
 
-__all__ = [
-    "Location",
-    "PeerMemory",
-    "allocate",
-    "any_chunk",
-    "attach",
-    "bump_epoch",
-    "control",
-    "forget_old_files",
-    "has_old_files",
-    "locate",
-    "located",
-    "num_forks",
-    "refusal",
-    "token",
-]
-
 _num_forks = 0
 _arena = Arena()
 _peers: weakref.WeakValueDictionary[bytes, PeerMemory] = weakref.WeakValueDictionary()

@@ -18,8 +18,6 @@ from .mapping import map_shards, writes_are_found
 from .memory_files import refusal_of
 from .peers import Message, Peer, attach, introduce
 
-__all__ = ["SameHostTransport", "connect"]
-
 
 def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
     """Return the transport of an axis whose ranks can all read each other's memory, or None on all
