@@ -392,7 +392,7 @@ BREAKS = (
     ),
     Break(
         "no wait for an all-reduce",
-        "        handle.work.wait()\n        if handle.divisor is not None:\n",
+        "        handle.keep[0].wait()\n        if handle.divisor is not None:\n",
         "        if handle.divisor is not None:\n",
         f"{ORDER} -k test_training",
     ),
