@@ -26,8 +26,10 @@ def why_not() -> str:
     if absent:
         return f"the commands {absent} are not installed"
     try:
-        with network(1):
-            return ""
+        with network(1) as [host]:
+            tried = host.start(["true"], {}, stderr=subprocess.PIPE)
+            message = tried.communicate(timeout=60)[1]
+            return f"process namespaces are refused: {message}" if tried.returncode else ""
     except subprocess.CalledProcessError as error:
         return f"network namespaces are refused: {error.stderr.strip()}"
 
