@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-__all__ = ["CONTENTION", "H100", "Contention", "Demand", "Link", "Machine", "Work", "speeds"]
-
 
 class Demand(NamedTuple):
     """What work takes while nothing else runs, as shares (0 to 1) of what there is."""

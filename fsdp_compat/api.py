@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fsdp_compat.errors import UsageError, explain
+from fsdp_compat.errors import UsageError
 
 __all__ = [
     "BackwardPrefetch",
@@ -265,14 +265,12 @@ def as_ours(value: object, expected: type[_T], argument_name: str) -> _T | None:
     ours = _translated(value, expected, argument_name)
     if isinstance(ours, expected):
         return ours
-    raise UsageError(
-        explain(
-            f"{argument_name} has the wrong type.",
-            expected=f"{_full_name(expected)}, torch's class of that name, or None",
-            got=f"{value!r} of type {_full_name(type(value))}",
-            where=f"argument {argument_name!r}",
-            fix=_how_to_write(expected),
-        )
+    raise UsageError.of(
+        f"{argument_name} has the wrong type.",
+        expected=f"{_full_name(expected)}, torch's class of that name, or None",
+        got=f"{value!r} of type {_full_name(type(value))}",
+        where=f"argument {argument_name!r}",
+        fix=_how_to_write(expected),
     )
 
 
@@ -326,14 +324,12 @@ def _candidates(expected: type) -> Iterator[Any]:
 
 
 def _has_no_equivalent(what: str, our_class: Any, argument_name: str) -> UsageError:
-    return UsageError(
-        explain(
-            f"{argument_name}: the installed torch's {what} has no equivalent in {_PACKAGE}.",
-            expected=f"a value of {_full_name(our_class)}: {_contents(our_class)}",
-            got=what,
-            where=f"argument {argument_name!r}",
-            fix=_how_to_write(our_class),
-        )
+    return UsageError.of(
+        f"{argument_name}: the installed torch's {what} has no equivalent in {_PACKAGE}.",
+        expected=f"a value of {_full_name(our_class)}: {_contents(our_class)}",
+        got=what,
+        where=f"argument {argument_name!r}",
+        fix=_how_to_write(our_class),
     )
 
 

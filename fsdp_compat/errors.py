@@ -14,17 +14,25 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CheckpointError", "FsdpCompatError", "StateError", "UsageError"]
 
 
 class FsdpCompatError(Exception):
     """Base of all errors that fsdp_compat raises on purpose."""
+
+    @classmethod
+    def of(cls, what: str, *, expected: str, got: str, where: str, fix: str) -> Self:
+        """Return the error with the text that ``explain`` makes of these facts."""
+        return cls(explain(what, expected=expected, got=got, where=where, fix=fix))
 
 
 class UsageError(FsdpCompatError, ValueError):
@@ -84,27 +92,23 @@ class TypeUsageError(UsageError, TypeError):
 
 def wrong_type(name: str, expected: str, got: object, where: str) -> TypeUsageError:
     """Return the error for an argument ``name`` of the function ``where``."""
-    return TypeUsageError(
-        explain(
-            f"{name} has the wrong type.",
-            expected=expected,
-            got=_shown(got),
-            where=f"argument {name!r} of {where}",
-            fix=f"pass {expected}",
-        )
+    return TypeUsageError.of(
+        f"{name} has the wrong type.",
+        expected=expected,
+        got=_shown(got),
+        where=f"argument {name!r} of {where}",
+        fix=f"pass {expected}",
     )
 
 
 def unusable(what: str, expected: str, got: object, where: str, fix: str = "") -> TypeUsageError:
     """Return the error for a value of the wrong type, given or returned by the user."""
-    return TypeUsageError(
-        explain(
-            f"{what} cannot be used.",
-            expected=expected,
-            got=_shown(got),
-            where=where,
-            fix=fix or f"pass {expected}",
-        )
+    return TypeUsageError.of(
+        f"{what} cannot be used.",
+        expected=expected,
+        got=_shown(got),
+        where=where,
+        fix=fix or f"pass {expected}",
     )
 
 

@@ -41,7 +41,6 @@ from .api import (
 from .errors import (
     UsageError,
     ValueStateError,
-    explain,
     require_bools,
     require_module,
     truth,
@@ -470,14 +469,12 @@ def register_fsdp_forward_method(
     same number of items. Collective: each call of the method, not the registration.
     """
     if not isinstance(module, nn.Module) or not isinstance(method_name, str):
-        raise UsageError(
-            explain(
-                "register_fsdp_forward_method needs a module and a method name.",
-                expected="an nn.Module, and the name of one of its methods",
-                got=f"({type(module).__name__}, {method_name!r})",
-                where="register_fsdp_forward_method(module, method_name)",
-                fix="register_fsdp_forward_method(model, 'generate')",
-            )
+        raise UsageError.of(
+            "register_fsdp_forward_method needs a module and a method name.",
+            expected="an nn.Module, and the name of one of its methods",
+            got=f"({type(module).__name__}, {method_name!r})",
+            where="register_fsdp_forward_method(module, method_name)",
+            fix="register_fsdp_forward_method(model, 'generate')",
         )
     if synced is not None:
         synced = truth("synced", synced, "register_fsdp_forward_method")
@@ -489,14 +486,11 @@ def register_fsdp_forward_method(
     if not callable(getattr(inner, method_name, None)) or hasattr(
         FullyShardedDataParallel, method_name
     ):
-        raise UsageError(
-            explain(
-                f"{method_name!r} cannot be registered.",
-                expected="a method of the wrapped module that FullyShardedDataParallel does not "
-                "have",
-                got=f"{method_name!r} of a {type(inner).__name__}",
-                where="register_fsdp_forward_method(module, method_name)",
-                fix="check the name; forward needs no registration",
-            )
+        raise UsageError.of(
+            f"{method_name!r} cannot be registered.",
+            expected="a method of the wrapped module that FullyShardedDataParallel does not have",
+            got=f"{method_name!r} of a {type(inner).__name__}",
+            where="register_fsdp_forward_method(module, method_name)",
+            fix="check the name; forward needs no registration",
         )
     module._forward_methods[method_name] = synced

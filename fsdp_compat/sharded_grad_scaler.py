@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ._comm.communicator import max_in_group
 from ._comm.mesh import is_in_python
-from .errors import StateError, UsageError, explain, truth, wrong_type
+from .errors import StateError, UsageError, truth, wrong_type
 
 __all__ = ["ShardedGradScaler"]
 
@@ -149,16 +149,14 @@ class ShardedGradScaler(GradScaler):
                 make = getattr(outputs, "_make", type(outputs))  # of a named tuple
                 return make(scaled)
             return scaled
-        raise UsageError(
-            explain(
-                "outputs cannot be scaled.",
-                expected="a floating-point tensor, or a nested iterable of such",
-                got=f"a tensor of {outputs.dtype}"
-                if isinstance(outputs, torch.Tensor)
-                else f"a {type(outputs).__name__}",
-                where="ShardedGradScaler.scale(outputs)",
-                fix="pass the loss, for example output['loss'] of a model's output",
-            )
+        raise UsageError.of(
+            "outputs cannot be scaled.",
+            expected="a floating-point tensor, or a nested iterable of such",
+            got=f"a tensor of {outputs.dtype}"
+            if isinstance(outputs, torch.Tensor)
+            else f"a {type(outputs).__name__}",
+            where="ShardedGradScaler.scale(outputs)",
+            fix="pass the loss, for example output['loss'] of a model's output",
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -247,15 +245,13 @@ class ShardedGradScaler(GradScaler):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None:
-            raise StateError(
-                explain(
-                    "ShardedGradScaler needs a process group.",
-                    expected="process_group=, or the default process group",
-                    got="neither",
-                    where="ShardedGradScaler.unscale_() or .step(), on this process",
-                    fix="call torch.distributed.init_process_group(...) first, or use "
-                    "torch.amp.GradScaler on a single process",
-                )
+            raise StateError.of(
+                "ShardedGradScaler needs a process group.",
+                expected="process_group=, or the default process group",
+                got="neither",
+                where="ShardedGradScaler.unscale_() or .step(), on this process",
+                fix="call torch.distributed.init_process_group(...) first, or use "
+                "torch.amp.GradScaler on a single process",
             )
         return group
 
@@ -268,15 +264,13 @@ class ShardedGradScaler(GradScaler):
                     "optimizer", "a torch.optim.Optimizer", optimizer, f"ShardedGradScaler.{method}"
                 )
         if self._scale is None:
-            raise StateError(
-                explain(
-                    "No loss was scaled yet.",
-                    expected="scaler.scale(loss).backward() first",
-                    got=f"{method}() as the first call",
-                    where=f"ShardedGradScaler.{method}()",
-                    fix="call scaler.scale(loss).backward() on every rank, or pass enabled=False "
-                    "to train without scaling",
-                )
+            raise StateError.of(
+                "No loss was scaled yet.",
+                expected="scaler.scale(loss).backward() first",
+                got=f"{method}() as the first call",
+                where=f"ShardedGradScaler.{method}()",
+                fix="call scaler.scale(loss).backward() on every rank, or pass enabled=False "
+                "to train without scaling",
             )
 
 
@@ -322,15 +316,13 @@ def _checked_scale(new_scale: float | torch.Tensor) -> float | torch.Tensor:
             f"{values}, a tensor {tuple(new_scale.shape)} of {new_scale.dtype}, "
             f"requires_grad={new_scale.requires_grad}"
         )
-    raise UsageError(
-        explain(
-            "new_scale cannot be used.",
-            expected="a finite number > 0, or a floating-point tensor with 1 such element and "
-            "requires_grad=False",
-            got=shown,
-            where="ShardedGradScaler.update(new_scale)",
-            fix="pass the same number on all ranks, or nothing to adapt the scale",
-        )
+    raise UsageError.of(
+        "new_scale cannot be used.",
+        expected="a finite number > 0, or a floating-point tensor with 1 such element and "
+        "requires_grad=False",
+        got=shown,
+        where="ShardedGradScaler.update(new_scale)",
+        fix="pass the same number on all ranks, or nothing to adapt the scale",
     )
 
 
@@ -347,14 +339,12 @@ def _refuse_number(
     name: str, value: Any, expected: str, low: float, high: float, kind: Any = Real
 ) -> None:
     if not (isinstance(value, kind) and low < value < high):
-        raise UsageError(
-            explain(
-                f"{name} is out of range.",
-                expected=expected,
-                got=repr(value),
-                where=f"ShardedGradScaler({name}=)",
-                fix="leave it out to use the default",
-            )
+        raise UsageError.of(
+            f"{name} is out of range.",
+            expected=expected,
+            got=repr(value),
+            where=f"ShardedGradScaler({name}=)",
+            fix="leave it out to use the default",
         )
 
 
@@ -364,24 +354,20 @@ def _refuse_group(group: Any) -> None:
         return
     outside = group is dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on other ranks
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise UsageError(
-            explain(
-                "process_group has the wrong type.",
-                expected="a torch.distributed.ProcessGroup, or None for the default one",
-                got=f"a {type(group).__name__}",
-                where="ShardedGradScaler(process_group=)",
-                fix="pass torch.distributed.new_group(ranks), model.process_group, or "
-                "mesh.get_group() of a device mesh",
-            )
+        raise UsageError.of(
+            "process_group has the wrong type.",
+            expected="a torch.distributed.ProcessGroup, or None for the default one",
+            got=f"a {type(group).__name__}",
+            where="ShardedGradScaler(process_group=)",
+            fix="pass torch.distributed.new_group(ranks), model.process_group, or "
+            "mesh.get_group() of a device mesh",
         )
     if outside or (dist.is_initialized() and not is_in_python(group) and dist.get_rank(group) < 0):
-        raise UsageError(
-            explain(
-                "This process is not in the process group.",
-                expected="a process group that contains this process",
-                got=f"a group without global rank {dist.get_rank()}",
-                where="ShardedGradScaler(process_group=)",
-                fix="create the scaler only on ranks of the group, or pass the group that the "
-                "model is sharded over",
-            )
+        raise UsageError.of(
+            "This process is not in the process group.",
+            expected="a process group that contains this process",
+            got=f"a group without global rank {dist.get_rank()}",
+            where="ShardedGradScaler(process_group=)",
+            fix="create the scaler only on ranks of the group, or pass the group that the "
+            "model is sharded over",
         )

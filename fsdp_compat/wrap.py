@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compat.errors import StateError, UsageError, explain, truth, unusable
+from fsdp_compat.errors import StateError, UsageError, truth, unusable
 
 __all__ = [
     "CustomPolicy",
@@ -271,15 +271,13 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         )
     outer = _enabled.get()
     if outer is not None:
-        raise _NestedEnableWrapError(
-            explain(
-                "enable_wrap blocks cannot be nested.",
-                expected="no enable_wrap block around this one",
-                got=f"a block with wrapper_cls={outer[0]!r}",
-                where=f"enable_wrap(wrapper_cls={wrapper_cls!r})",
-                fix="leave the outer block first, or override settings for one module: "
-                "wrap(module, name=value)",
-            )
+        raise _NestedEnableWrapError.of(
+            "enable_wrap blocks cannot be nested.",
+            expected="no enable_wrap block around this one",
+            got=f"a block with wrapper_cls={outer[0]!r}",
+            where=f"enable_wrap(wrapper_cls={wrapper_cls!r})",
+            fix="leave the outer block first, or override settings for one module: "
+            "wrap(module, name=value)",
         )
     _enabled.set((wrapper_cls, wrapper_kwargs))
     try:
@@ -338,15 +336,13 @@ def _recursive_wrap(
     cls = wrapper_cls if isinstance(wrapper_cls, type) else ()
     for name, inner in module.named_modules():
         if isinstance(inner, cls) and inner not in ignored_modules:
-            raise UsageError(
-                explain(
-                    f"A module to wrap with {wrapper_cls.__name__} contains one already.",
-                    expected=f"no instance of {wrapper_cls.__name__} at or below the module",
-                    got=f"one, in a {type(module).__name__}",
-                    where=f"submodule {name!r}" if name else "the module itself",
-                    fix="wrap either by hand or by policy, or put the wrapped module into "
-                    "ignored_modules",
-                )
+            raise UsageError.of(
+                f"A module to wrap with {wrapper_cls.__name__} contains one already.",
+                expected=f"no instance of {wrapper_cls.__name__} at or below the module",
+                got=f"one, in a {type(module).__name__}",
+                where=f"submodule {name!r}" if name else "the module itself",
+                fix="wrap either by hand or by policy, or put the wrapped module into "
+                "ignored_modules",
             )
     units, numel = modules_chosen_by(
         checked_function(auto_wrap_policy),

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_private
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from .backend import BackendTransport, PythonGroupTransport
 from .gloo import GlooTransport
 from .gloo_connections import GlooConnections
@@ -96,14 +96,12 @@ def _limit() -> str:
     """Return what FSDP_COMPAT_SAME_HOST allows. Raises UsageError for anything else."""
     found = os.environ.get("FSDP_COMPAT_SAME_HOST", _LIMITS[0])
     if found not in _LIMITS:
-        raise UsageError(
-            explain(
-                "FSDP_COMPAT_SAME_HOST is not a way to exchange data.",
-                expected=", ".join(map(repr, _LIMITS)),
-                got=repr(found),
-                where="the environment of this process",
-                fix="set it to the same one on all ranks, or unset it",
-            )
+        raise UsageError.of(
+            "FSDP_COMPAT_SAME_HOST is not a way to exchange data.",
+            expected=", ".join(map(repr, _LIMITS)),
+            got=repr(found),
+            where="the environment of this process",
+            fix="set it to the same one on all ranks, or unset it",
         )
     return found
 

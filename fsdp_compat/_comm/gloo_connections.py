@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
-from ..errors import StateError, explain
+from ..errors import StateError
 from .divergence import deadlock, progress
 from .divergence.status_store import status_store
 from .divergence.store_rendezvous import rendezvous_of
@@ -119,15 +119,13 @@ class GlooConnections(Waiter):
         turns, between one pass and the next."""
         activity, thread = self.activity, get_ident()
         if thread != activity.thread and (activity.waiting is not None or self.awaits_readers):
-            raise StateError(
-                explain(
-                    "Two threads communicate over one process group at once.",
-                    expected="one thread at a time, because all ranks must send in the same order",
-                    got="a call from a second thread during a forward or backward of the first",
-                    where=self._where(),
-                    fix="give each model that has its own thread a process group of its own: "
-                    "process_group=torch.distributed.new_group()",
-                )
+            raise StateError.of(
+                "Two threads communicate over one process group at once.",
+                expected="one thread at a time, because all ranks must send in the same order",
+                got="a call from a second thread during a forward or backward of the first",
+                where=self._where(),
+                fix="give each model that has its own thread a process group of its own: "
+                "process_group=torch.distributed.new_group()",
             )
         activity.thread = thread
 
@@ -271,15 +269,13 @@ class GlooConnections(Waiter):
     def _refuse(self) -> typing.NoReturn:
         if not self._failure:
             raise group_destroyed()
-        raise StateError(
-            explain(
-                "Communication between the ranks has failed before, and stays failed.",
-                expected="no further use of this process group after the first error",
-                got=self._failure,
-                where=self._where(),
-                fix="end the process, so that torchrun restarts all ranks from a checkpoint; or "
-                "wrap the model again over a new process group, on all ranks",
-            )
+        raise StateError.of(
+            "Communication between the ranks has failed before, and stays failed.",
+            expected="no further use of this process group after the first error",
+            got=self._failure,
+            where=self._where(),
+            fix="end the process, so that torchrun restarts all ranks from a checkpoint; or "
+            "wrap the model again over a new process group, on all ranks",
         )
 
     def _where(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError, explain
+from ..errors import UsageError
 
 HUGE_NBYTES = 1 << 21
 
@@ -76,14 +76,12 @@ def _min_nbytes() -> int:
     """
     text = os.environ.get("FSDP_COMPAT_MAP_FROM", str(1 << 19))
     if not text.isdecimal() or not int(text):
-        raise UsageError(
-            explain(
-                "FSDP_COMPAT_MAP_FROM is not a number of bytes.",
-                expected="a positive whole number",
-                got=repr(text),
-                where="the environment of this process",
-                fix="set it to the same number on all ranks, or unset it for 524288",
-            )
+        raise UsageError.of(
+            "FSDP_COMPAT_MAP_FROM is not a number of bytes.",
+            expected="a positive whole number",
+            got=repr(text),
+            where="the environment of this process",
+            fix="set it to the same number on all ranks, or unset it for 524288",
         )
     return int(text)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
-from ..errors import UsageError, explain
+from ..errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,39 +55,33 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return ``group``, or the default one; raises UsageError if torch.distributed is not
     initialised."""
     if not dist.is_available() or not dist.is_initialized():
-        raise UsageError(
-            explain(
-                "torch.distributed is not initialised.",
-                expected="a default process group before a module is wrapped",
-                got="no default process group",
-                where="this process",
-                fix="call torch.distributed.init_process_group('gloo') on CPU, or 'nccl' on CUDA, "
-                "first",
-            )
+        raise UsageError.of(
+            "torch.distributed is not initialised.",
+            expected="a default process group before a module is wrapped",
+            got="no default process group",
+            where="this process",
+            fix="call torch.distributed.init_process_group('gloo') on CPU, or 'nccl' on CUDA, "
+            "first",
         )
     found = dist.group.WORLD if group is None else group
     if found is not None and is_in_python(found) and not _torch_private.is_registered(found):
         if found.size() == dist.get_world_size():
             return found
-        raise UsageError(
-            explain(
-                "The ranks of this Python process group are unknown.",
-                expected="one over all ranks, or one made by torch.distributed.new_group",
-                got=f"a {type(found).__name__} of {found.size()} ranks that was made directly",
-                where=f"process_group=, global rank {dist.get_rank()}",
-                fix="register its backend with torch.distributed.Backend.register_backend, and "
-                "make it with new_group",
-            )
+        raise UsageError.of(
+            "The ranks of this Python process group are unknown.",
+            expected="one over all ranks, or one made by torch.distributed.new_group",
+            got=f"a {type(found).__name__} of {found.size()} ranks that was made directly",
+            where=f"process_group=, global rank {dist.get_rank()}",
+            fix="register its backend with torch.distributed.Backend.register_backend, and "
+            "make it with new_group",
         )
     if found is not None and not _torch_private.is_registered(found):
-        raise UsageError(
-            explain(
-                "The process group was destroyed.",
-                expected="a process group that exists",
-                got="one that destroy_process_group has destroyed",
-                where=f"process_group=, global rank {dist.get_rank()}",
-                fix="make a new group, or omit process_group",
-            )
+        raise UsageError.of(
+            "The process group was destroyed.",
+            expected="a process group that exists",
+            got="one that destroy_process_group has destroyed",
+            where=f"process_group=, global rank {dist.get_rank()}",
+            fix="make a new group, or omit process_group",
         )
     if found is None or dist.get_rank(found) < 0:
         raise not_a_member()
@@ -96,14 +90,12 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def not_a_member() -> UsageError:
     """Return the error for a process outside of the group that it was given."""
-    return UsageError(
-        explain(
-            "This process is not a member of the process group.",
-            expected="a process group with this process",
-            got=f"a group without global rank {dist.get_rank()}",
-            where=f"process_group=, global rank {dist.get_rank()}",
-            fix="wrap the module only on the ranks of the group, or pass another group",
-        )
+    return UsageError.of(
+        "This process is not a member of the process group.",
+        expected="a process group with this process",
+        got=f"a group without global rank {dist.get_rank()}",
+        where=f"process_group=, global rank {dist.get_rank()}",
+        fix="wrap the module only on the ranks of the group, or pass another group",
     )
 
 
@@ -131,18 +123,16 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
     if group is None or (
         members is not None and tuple(dist.get_process_group_ranks(group)) != members
     ):
-        raise UsageError(
-            explain(
-                "A process group of a pickled module does not exist.",
-                expected=f"a process group named {name!r}"
-                + (f" of the ranks {list(members)}" if members is not None else ""),
-                got="none of that name"
-                if group is None
-                else f"one of the ranks {dist.get_process_group_ranks(group)}",
-                where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
-                fix="unpickle with the same number of ranks, after making the same process groups; "
-                "to change them, save state_dict() instead",
-            )
+        raise UsageError.of(
+            "A process group of a pickled module does not exist.",
+            expected=f"a process group named {name!r}"
+            + (f" of the ranks {list(members)}" if members is not None else ""),
+            got="none of that name"
+            if group is None
+            else f"one of the ranks {dist.get_process_group_ranks(group)}",
+            where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
+            fix="unpickle with the same number of ranks, after making the same process groups; "
+            "to change them, save state_dict() instead",
         )
     return group
 
@@ -153,15 +143,13 @@ def axis_by_name(name: str | None, members: tuple[int, ...], rank: int | None = 
     group = group_by_name(name, members)
     axis = _alone() if group is None else _axis(group)
     if rank is not None and rank != axis.rank:
-        raise UsageError(
-            explain(
-                "A pickled module holds the shards of another rank.",
-                expected=f"the shards of rank {axis.rank} of {axis.ranks}",
-                got=f"those of rank {rank}",
-                where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
-                fix="save the module on every rank, to a file per rank, and load this rank's file; "
-                "for one file for all ranks, save state_dict() instead",
-            )
+        raise UsageError.of(
+            "A pickled module holds the shards of another rank.",
+            expected=f"the shards of rank {axis.rank} of {axis.ranks}",
+            got=f"those of rank {rank}",
+            where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
+            fix="save the module on every rank, to a file per rank, and load this rank's file; "
+            "for one file for all ranks, save state_dict() instead",
         )
     return axis
 
@@ -193,15 +181,13 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
     mesh = Mesh(_axis(the_group(shard)), _axis(the_group(replica)))
     both = set(mesh.shard.members) & set(mesh.replica.members)
     if both != {dist.get_rank()}:
-        raise UsageError(
-            explain(
-                "The two process groups of a hybrid strategy overlap.",
-                expected="a shard group and a replica group that share only this rank",
-                got=f"global ranks {sorted(both)} in both",
-                where=f"process_group=, global rank {dist.get_rank()}",
-                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), "
-                "which makes both groups",
-            )
+        raise UsageError.of(
+            "The two process groups of a hybrid strategy overlap.",
+            expected="a shard group and a replica group that share only this rank",
+            got=f"global ranks {sorted(both)} in both",
+            where=f"process_group=, global rank {dist.get_rank()}",
+            fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), "
+            "which makes both groups",
         )
     return mesh
 
@@ -230,16 +216,14 @@ def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
         return Mesh(_axis(mesh.get_group()), _alone())
     if mesh.ndim == 2:
         return Mesh(_axis(mesh.get_group(1)), _axis(mesh.get_group(0)))
-    raise UsageError(
-        explain(
-            "The device mesh does not fit the sharding strategy.",
-            expected="a 2-D mesh (replica, shard), or a 1-D one (shard)",
-            got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
-            where="device_mesh=",
-            fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two "
-            "dimensions of a named mesh: "
-            "mesh['replica', 'shard']",
-        )
+    raise UsageError.of(
+        "The device mesh does not fit the sharding strategy.",
+        expected="a 2-D mesh (replica, shard), or a 1-D one (shard)",
+        got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
+        where="device_mesh=",
+        fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two "
+        "dimensions of a named mesh: "
+        "mesh['replica', 'shard']",
     )
 
 
@@ -259,14 +243,12 @@ def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.Pr
     default = the_group(None)
     world = dist.get_world_size(default)
     if world % ranks_per_node:
-        raise UsageError(
-            explain(
-                "The world size is not a multiple of the ranks per node.",
-                expected=f"a multiple of {ranks_per_node} ranks",
-                got=f"{world} ranks",
-                where="a hybrid sharding strategy without device_mesh and process_group",
-                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
-            )
+        raise UsageError.of(
+            "The world size is not a multiple of the ranks per node.",
+            expected=f"a multiple of {ranks_per_node} ranks",
+            got=f"{world} ranks",
+            where="a hybrid sharding strategy without device_mesh and process_group",
+            fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
         )
     known = _node_groups.setdefault(default, {})
     if ranks_per_node not in known:

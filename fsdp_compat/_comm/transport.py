@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import StateError, explain
+from ..errors import StateError
 from .divergence import progress
 from .divergence.waits import MessageId
 from .host_memory import memory_of
@@ -316,14 +316,12 @@ class Transport(ValueCollectives):
 
 def group_destroyed() -> StateError:
     """The error for communication over a process group that was destroyed."""
-    return StateError(
-        explain(
-            "The process group of this module was destroyed.",
-            expected="communication before destroy_process_group",
-            got="a process group that no longer exists",
-            where=progress.place(),
-            fix="wrap the model again after init_process_group",
-        )
+    return StateError.of(
+        "The process group of this module was destroyed.",
+        expected="communication before destroy_process_group",
+        got="a process group that no longer exists",
+        where=progress.place(),
+        fix="wrap the model again after init_process_group",
     )
 
 
@@ -355,14 +353,12 @@ def communication_error(
     look = "look for a rank that raised or skipped a unit"
     if culprit is not None:
         look = f"look at rank {culprit}'s own error first; without one, it skipped a unit or step"
-    return StateError(
-        explain(
-            first,
-            expected="every rank alive, and using the same units in the same order",
-            got=got,
-            where=f"rank {rank} of {len(members)} (global ranks {list(members)})",
-            fix=f"{look}; if ranks may use different units, pass allow_unused_units=True",
-        )
+    return StateError.of(
+        first,
+        expected="every rank alive, and using the same units in the same order",
+        got=got,
+        where=f"rank {rank} of {len(members)} (global ranks {list(members)})",
+        fix=f"{look}; if ranks may use different units, pass allow_unused_units=True",
     )
 
 

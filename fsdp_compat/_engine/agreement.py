@@ -16,7 +16,7 @@ import torch
 from .._comm.communicator import communicator
 from .._comm.divergence import progress
 from .._comm.mesh import Mesh
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from .unit import Unit
 
 Facts = Sequence[str]  # in the order in which differences are reported
@@ -77,16 +77,14 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
     told = [(mesh.shard.members[mesh.shard.rank], list(facts))]
     for each in communicators:
         told = [pair for pairs in each.gather_objects(told) for pair in pairs]
-    raise UsageError(
-        explain(
-            "The models of the ranks differ.",
-            expected="the same units, parameters and settings, in the same order, on all of the "
-            f"ranks {sorted(rank for rank, _ in told)}",
-            got=_difference(dict(told)),
-            where=f"{where}, at {progress.place()}",
-            fix="build the model in the same way on every rank; give modules that only some ranks "
-            "have a process group of these ranks",
-        )
+    raise UsageError.of(
+        "The models of the ranks differ.",
+        expected="the same units, parameters and settings, in the same order, on all of the "
+        f"ranks {sorted(rank for rank, _ in told)}",
+        got=_difference(dict(told)),
+        where=f"{where}, at {progress.place()}",
+        fix="build the model in the same way on every rank; give modules that only some ranks "
+        "have a process group of these ranks",
     )
 
 

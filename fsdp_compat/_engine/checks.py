@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..errors import AssertedStateError, StateError, UsageError, explain
+from ..errors import AssertedStateError, StateError, UsageError
 from . import agreement, hooks
 from .communicators import Communicators
 from .external_changes import ExternalChanges
@@ -80,17 +80,15 @@ class Checks:
         if some_missing:
             # Where another rank lacks values, this one names its own from the meta device.
             shown = missing or names or ["tensors of another rank"]
-            raise UsageError(
-                explain(
-                    "Parameters or buffers from the meta device were never given values.",
-                    expected="reset_parameters() or param_init_fn to fill all tensors of a module, "
-                    "including non-persistent buffers; or load_state_dict(); or "
-                    "sync_module_states=True with values on the first rank",
-                    got=f"uninitialised memory in {', '.join(shown[:5])}"
-                    f"{' and more' if len(shown) > 5 else ''}",
-                    where=self._root.label,
-                    fix="fill them in reset_parameters() or param_init_fn",
-                )
+            raise UsageError.of(
+                "Parameters or buffers from the meta device were never given values.",
+                expected="reset_parameters() or param_init_fn to fill all tensors of a module, "
+                "including non-persistent buffers; or load_state_dict(); or "
+                "sync_module_states=True with values on the first rank",
+                got=f"uninitialised memory in {', '.join(shown[:5])}"
+                f"{' and more' if len(shown) > 5 else ''}",
+                where=self._root.label,
+                fix="fill them in reset_parameters() or param_init_fn",
             )
         self._has_values = True
         for unit in self._units:
@@ -129,14 +127,12 @@ def require_own(units: Iterable[Unit]) -> None:
 
 def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoReturn:
     """``what`` was called inside forward or backward."""
-    raise error(
-        explain(
-            f"{what} was called while the model runs.",
-            expected="a call between steps",
-            got="a call inside forward or backward",
-            where=where,
-            fix="call it before forward, or after backward has returned",
-        )
+    raise error.of(
+        f"{what} was called while the model runs.",
+        expected="a call between steps",
+        got="a call inside forward or backward",
+        where=where,
+        fix="call it before forward, or after backward has returned",
     )
 
 
@@ -147,97 +143,81 @@ def refuse_meta(
     the meta device."""
     for dtype, device in {(shard.dtype, shard.device) for shard in shards if not shard.is_meta}:
         if fn(torch.empty(0, dtype=dtype, device=device)).is_meta:
-            raise StateError(
-                explain(
-                    "A sharded model cannot be moved to the meta device.",
-                    expected="a device with memory",
-                    got=f"a move of shards from {str(device)!r} to 'meta'",
-                    where=where,
-                    fix="delete the model to free its memory, or build it on the meta device, then "
-                    "shard it",
-                )
+            raise StateError.of(
+                "A sharded model cannot be moved to the meta device.",
+                expected="a device with memory",
+                got=f"a move of shards from {str(device)!r} to 'meta'",
+                where=where,
+                fix="delete the model to free its memory, or build it on the meta device, then "
+                "shard it",
             )
 
 
 def refuse_summoned(what: str, where: str) -> typing.NoReturn:
     """``what`` was called inside summon_full_params."""
-    raise StateError(
-        explain(
-            f"{what} was called inside summon_full_params, where parameters and gradients are "
-            "whole.",
-            expected="a call outside the context",
-            got="a call inside it",
-            where=where,
-            fix="leave the context first",
-        )
+    raise StateError.of(
+        f"{what} was called inside summon_full_params, where parameters and gradients are whole.",
+        expected="a call outside the context",
+        got="a call inside it",
+        where=where,
+        fix="leave the context first",
     )
 
 
 def refuse_summoned_backward(unit: Unit) -> typing.NoReturn:
-    raise StateError(
-        explain(
-            "Backward reached a forward that ran inside summon_full_params.",
-            expected="forward and backward outside the context: gradients cannot reach the "
-            "parameters that it shows",
-            got="a backward through a forward inside it",
-            where=unit.label,
-            fix="leave the context before the forward; for evaluation inside it use "
-            "torch.no_grad()",
-        )
+    raise StateError.of(
+        "Backward reached a forward that ran inside summon_full_params.",
+        expected="forward and backward outside the context: gradients cannot reach the "
+        "parameters that it shows",
+        got="a backward through a forward inside it",
+        where=unit.label,
+        fix="leave the context before the forward; for evaluation inside it use torch.no_grad()",
     )
 
 
 def refuse_late_hook(where: str) -> typing.NoReturn:
     """A communication hook was registered after a backward inside no_sync."""
-    raise StateError(
-        explain(
-            "Gradients were already received.",
-            expected="a communication hook that is registered before the first backward",
-            got="gradients of a backward inside no_sync",
-            where=where,
-            fix="register the hook right after wrapping",
-        )
+    raise StateError.of(
+        "Gradients were already received.",
+        expected="a communication hook that is registered before the first backward",
+        got="gradients of a backward inside no_sync",
+        where=where,
+        fix="register the hook right after wrapping",
     )
 
 
 def _refuse_written(group: Group) -> typing.NoReturn:
-    raise AssertedStateError(
-        explain(
-            "Parameters were changed between forward and backward, but backward uses the values of "
-            "forward.",
-            expected="optimizer.step() and other changes before forward or after backward",
-            got="a parameter that was written to after the forward",
-            where=group.name,
-            fix="call backward() before optimizer.step(), and forward again after it",
-        )
+    raise AssertedStateError.of(
+        "Parameters were changed between forward and backward, but backward uses the values of "
+        "forward.",
+        expected="optimizer.step() and other changes before forward or after backward",
+        got="a parameter that was written to after the forward",
+        where=group.name,
+        fix="call backward() before optimizer.step(), and forward again after it",
     )
 
 
 def _refuse_moved(group: Group) -> typing.NoReturn:
-    raise AssertedStateError(
-        explain(
-            "Parameters were changed between forward and backward, but backward uses the values of "
-            "forward.",
-            expected="changes by `.data =` before forward or after backward: this unit stays "
-            "unsharded in between",
-            got="a parameter that has other memory than in forward",
-            where=group.name,
-            fix="move the change, or choose a strategy that reshards after forward (FULL_SHARD)",
-        )
+    raise AssertedStateError.of(
+        "Parameters were changed between forward and backward, but backward uses the values of "
+        "forward.",
+        expected="changes by `.data =` before forward or after backward: this unit stays "
+        "unsharded in between",
+        got="a parameter that has other memory than in forward",
+        where=group.name,
+        fix="move the change, or choose a strategy that reshards after forward (FULL_SHARD)",
     )
 
 
 def _refuse_stray(group: Group, index: int) -> typing.NoReturn:
     group.gradients.discard()
-    raise StateError(
-        explain(
-            "A gradient bypassed FSDP's hooks and was never reduced across ranks.",
-            expected="backward from the outputs of a unit's forward, or from tensors that its "
-            "modules keep as attributes",
-            got=f"a gradient on parameter {index} "
-            f"(shape {tuple(group.unsharded_params[index].shape)}) left by an earlier backward",
-            where=group.name,
-            fix="return the tensor that the loss is computed from from forward, or keep it as an "
-            "attribute of a module of the unit",
-        )
+    raise StateError.of(
+        "A gradient bypassed FSDP's hooks and was never reduced across ranks.",
+        expected="backward from the outputs of a unit's forward, or from tensors that its "
+        "modules keep as attributes",
+        got=f"a gradient on parameter {index} "
+        f"(shape {tuple(group.unsharded_params[index].shape)}) left by an earlier backward",
+        where=group.name,
+        fix="return the tensor that the loss is computed from from forward, or keep it as an "
+        "attribute of a module of the unit",
     )

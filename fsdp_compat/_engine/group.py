@@ -8,7 +8,7 @@ from torch import nn
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._comm.transport import Handle, Transport
-from ..errors import AssertedStateError, explain
+from ..errors import AssertedStateError
 from .conduct import Conduct
 from .device import gather_stream, offload_policy, reduce_stream
 from .dtypes import ComputeDtype, Precision
@@ -214,17 +214,15 @@ class Group:
             if strayed:
                 memory.bring_back(self.store, strayed)
                 shape = tuple(memory.unsharded_params[strayed[0]].shape)
-                raise AssertedStateError(
-                    explain(
-                        "An unsharded parameter was given other memory, which the next all-gather "
-                        "would ignore.",
-                        expected="changes by `.data =` between steps only, not from forward until "
-                        "backward has ended",
-                        got=f"other memory for parameter {strayed[0]} (shape {shape})",
-                        where=self.name,
-                        fix="change it between steps, in place inside summon_full_params; this "
-                        "change was dropped",
-                    )
+                raise AssertedStateError.of(
+                    "An unsharded parameter was given other memory, which the next all-gather "
+                    "would ignore.",
+                    expected="changes by `.data =` between steps only, not from forward until "
+                    "backward has ended",
+                    got=f"other memory for parameter {strayed[0]} (shape {shape})",
+                    where=self.name,
+                    fix="change it between steps, in place inside summon_full_params; this "
+                    "change was dropped",
                 )
 
     # -- gradients

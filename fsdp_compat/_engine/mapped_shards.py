@@ -17,7 +17,7 @@ import torch
 
 from .._comm.host_memory import is_in_pages
 from .._comm.transport import Handle, Transport
-from ..errors import StateError, explain
+from ..errors import StateError
 from .group import Group
 
 
@@ -150,16 +150,14 @@ class MappedShards:
         return ""
 
     def _refuse(self, refusal: str) -> typing.NoReturn:
-        raise StateError(
-            explain(
-                "Shards that have moved, as they do when a process forks, cannot be mapped again.",
-                expected="as many file descriptors, mappings and as much address space as before, "
-                "on all ranks",
-                got=refusal,
-                where=self._label,
-                fix="raise the limit that is named, or set FSDP_COMPAT_SAME_HOST=counters on all "
-                "ranks: nothing is mapped then",
-            )
+        raise StateError.of(
+            "Shards that have moved, as they do when a process forks, cannot be mapped again.",
+            expected="as many file descriptors, mappings and as much address space as before, "
+            "on all ranks",
+            got=refusal,
+            where=self._label,
+            fix="raise the limit that is named, or set FSDP_COMPAT_SAME_HOST=counters on all "
+            "ranks: nothing is mapped then",
         )
 
 

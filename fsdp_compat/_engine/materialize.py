@@ -11,7 +11,7 @@ from torch import nn
 from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
-from ..errors import UsageError, explain
+from ..errors import UsageError
 
 Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
 
@@ -55,16 +55,14 @@ def materialize(
         if tensor.is_meta
     ]
     if left:
-        raise UsageError(
-            explain(
-                "Tensors are still on the meta device after initialisation.",
-                expected="param_init_fn to materialise every parameter and buffer of the module it "
-                "is given",
-                got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
-                where=f"a {type(root).__name__}",
-                fix="call module.to_empty(device=..., recurse=False) and fill the values in "
-                "param_init_fn",
-            )
+        raise UsageError.of(
+            "Tensors are still on the meta device after initialisation.",
+            expected="param_init_fn to materialise every parameter and buffer of the module it "
+            "is given",
+            got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
+            where=f"a {type(root).__name__}",
+            fix="call module.to_empty(device=..., recurse=False) and fill the values in "
+            "param_init_fn",
         )
     # Includes tensors that were not on the meta device: ``to_empty`` replaces all of a module's.
     return {slot for slot, address in _addresses(on_meta).items() if before.get(slot) != address}
@@ -104,16 +102,13 @@ def uninitialised(slots: set[Slot]) -> set[Slot]:
 def _require_reset(root: nn.Module, module: nn.Module) -> None:
     if callable(getattr(module, "reset_parameters", None)):
         return
-    raise UsageError(
-        explain(
-            "A module on the meta device cannot be initialised.",
-            expected="a method reset_parameters() that fills the module's own parameters and "
-            "buffers",
-            got=f"{type(module).__name__} without one, with "
-            f"{[name for name, t in own_tensors(module) if t.is_meta]} on the meta device",
-            where=f"module {_name_of(root, module)!r}",
-            fix="pass param_init_fn=, or give the class a reset_parameters method",
-        )
+    raise UsageError.of(
+        "A module on the meta device cannot be initialised.",
+        expected="a method reset_parameters() that fills the module's own parameters and buffers",
+        got=f"{type(module).__name__} without one, with "
+        f"{[name for name, t in own_tensors(module) if t.is_meta]} on the meta device",
+        where=f"module {_name_of(root, module)!r}",
+        fix="pass param_init_fn=, or give the class a reset_parameters method",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import StateError, explain
+from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, swap_of
 from .dtypes import ComputeDtype
 from .placeholders import Placeholders, ViewedUnit
@@ -227,17 +227,15 @@ class ModuleView:
         flat or partial parameters."""
         if self.in_state_dict or self.summoned:
             return
-        raise StateError(
-            explain(
-                f"{method}() was called on a module inside a sharded one, which holds only parts "
-                "of its parameters.",
-                expected=f"{method}() of the FullyShardedDataParallel around it, or a call inside "
-                "summon_full_params",
-                got=f"{method}() of a {type(module).__name__}",
-                where=self._label,
-                fix=f"call {method}() on the wrapper: its names are those of the module before "
-                "wrapping",
-            )
+        raise StateError.of(
+            f"{method}() was called on a module inside a sharded one, which holds only parts "
+            "of its parameters.",
+            expected=f"{method}() of the FullyShardedDataParallel around it, or a call inside "
+            "summon_full_params",
+            got=f"{method}() of a {type(module).__name__}",
+            where=self._label,
+            fix=f"call {method}() on the wrapper: its names are those of the module before "
+            "wrapping",
         )
 
     def require_own(self) -> None:
@@ -255,19 +253,17 @@ class ModuleView:
     def _refuse_foreign(self, slot: _Slot) -> typing.NoReturn:
         module, parameters, attribute, _, expected = slot
         found = parameters.get(attribute)
-        raise StateError(
-            explain(
-                "A managed parameter was replaced by another object.",
-                expected="the parameter that FSDP put there"
-                if expected is not None
-                else "no such attribute while the unit is sharded",
-                got=f"an object of type {type(found).__name__}" if found is not None else "nothing",
-                where=f"{self._label}, {type(module).__name__}.{attribute}",
-                fix="put the parameter back and change values in place, inside summon_full_params "
-                "or, with use_orig_params=True, by assigning a Parameter to the attribute between "
-                "steps. Deleting parameters, parametrizations made after wrapping and "
-                "torch.func.functional_call do not work on sharded parameters",
-            )
+        raise StateError.of(
+            "A managed parameter was replaced by another object.",
+            expected="the parameter that FSDP put there"
+            if expected is not None
+            else "no such attribute while the unit is sharded",
+            got=f"an object of type {type(found).__name__}" if found is not None else "nothing",
+            where=f"{self._label}, {type(module).__name__}.{attribute}",
+            fix="put the parameter back and change values in place, inside summon_full_params "
+            "or, with use_orig_params=True, by assigning a Parameter to the attribute between "
+            "steps. Deleting parameters, parametrizations made after wrapping and "
+            "torch.func.functional_call do not work on sharded parameters",
         )
 
 

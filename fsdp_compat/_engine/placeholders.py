@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import StateError, explain
+from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry
 from .store import ModuleSlot
 
@@ -80,21 +80,18 @@ class ShardedPlaceholder:
                 "",
             )
         label = unit.label if unit is not None else "a unit that no longer exists"
-        raise UsedWhileSharded(
-            explain(
-                f"Parameter {path + attribute!r} was used while its unit is sharded: this rank "
-                "holds at most a part of it.",
-                expected="a use inside the unit's forward, where its parameters are whole",
-                got=use,
-                where=label,
-                fix="pass use_orig_params=True, to change requires_grad of some of a unit's "
-                "parameters"
-                if use in _FREEZING
-                else "call the FullyShardedDataParallel itself instead of the module inside it; "
-                "for another entry point (generate, encode, ...) call "
-                "register_fsdp_forward_method(wrapped_model, 'name') once; or wrap the use in "
-                "`with FullyShardedDataParallel.summon_full_params(model):`",
-            )
+        raise UsedWhileSharded.of(
+            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank "
+            "holds at most a part of it.",
+            expected="a use inside the unit's forward, where its parameters are whole",
+            got=use,
+            where=label,
+            fix="pass use_orig_params=True, to change requires_grad of some of a unit's parameters"
+            if use in _FREEZING
+            else "call the FullyShardedDataParallel itself instead of the module inside it; "
+            "for another entry point (generate, encode, ...) call "
+            "register_fsdp_forward_method(wrapped_model, 'name') once; or wrap the use in "
+            "`with FullyShardedDataParallel.summon_full_params(model):`",
         )
 
     def refuse_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:

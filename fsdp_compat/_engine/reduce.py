@@ -15,7 +15,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 import torch
 
 from .. import _torch_private
-from ..errors import StateError, explain
+from ..errors import StateError
 from .device import has_streams, read_later, run_on
 from .reduce_policy import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
 from .segments import Segments
@@ -192,15 +192,13 @@ class ReduceBuffer:
         Raises StateError if it holds gradients that are summed over the shard axis only.
         """
         if other._partial is not None:
-            raise StateError(
-                explain(
-                    "requires_grad was changed while gradients wait for their all-reduce.",
-                    expected="the same trainable parameters from set_requires_all_reduce(False) to "
-                    "the backward that all-reduces",
-                    got="other ones",
-                    where="a unit of fully_shard",
-                    fix="change requires_grad after a backward with set_requires_all_reduce(True)",
-                )
+            raise StateError.of(
+                "requires_grad was changed while gradients wait for their all-reduce.",
+                expected="the same trainable parameters from set_requires_all_reduce(False) to "
+                "the backward that all-reduces",
+                got="other ones",
+                where="a unit of fully_shard",
+                fix="change requires_grad after a backward with set_requires_all_reduce(True)",
             )
         kept = sorted(other.received.intersection(self._all_indices))
         if kept:

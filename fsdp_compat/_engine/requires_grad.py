@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from ..errors import StateError, explain
+from ..errors import StateError
 from .storage import GroupMemory
 from .store import ParamStore
 
@@ -63,14 +63,11 @@ def follow_toggles(sharded_param: nn.Parameter, toggled: Sequence[bool], where: 
         return
     before = sharded_param.requires_grad
     if not all(toggled):
-        raise StateError(
-            explain(
-                "requires_grad was changed for only some of the parameters in a FlatParameter.",
-                expected="a change for all parameters of the FlatParameter, or "
-                "use_orig_params=True",
-                got=f"{sum(toggled)} of {len(toggled)} parameters with requires_grad={not before}",
-                where=where,
-                fix="set requires_grad before wrapping, or pass use_orig_params=True",
-            )
+        raise StateError.of(
+            "requires_grad was changed for only some of the parameters in a FlatParameter.",
+            expected="a change for all parameters of the FlatParameter, or use_orig_params=True",
+            got=f"{sum(toggled)} of {len(toggled)} parameters with requires_grad={not before}",
+            where=where,
+            fix="set requires_grad before wrapping, or pass use_orig_params=True",
         )
     sharded_param.requires_grad_(not before)

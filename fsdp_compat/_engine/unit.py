@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import StateError, explain
+from ..errors import StateError
 from .buffers import CastBuffers
 from .conduct import Conduct
 from .dtypes import ComputeDtype
@@ -121,14 +121,12 @@ class Call:
         """Return the unit, for another backward through the call."""
         unit = self.unit = self._unit_reference()
         if unit is None:
-            raise StateError(
-                explain(
-                    "backward() reached a graph whose FSDP model has been garbage-collected.",
-                    expected="a model that lives as long as there are backwards through it",
-                    got="a graph that retain_graph=True kept longer than its model",
-                    where="an output of a sharded module",
-                    fix="keep the model until the last backward",
-                )
+            raise StateError.of(
+                "backward() reached a graph whose FSDP model has been garbage-collected.",
+                expected="a model that lives as long as there are backwards through it",
+                got="a graph that retain_graph=True kept longer than its model",
+                where="an output of a sharded module",
+                fix="keep the model until the last backward",
             )
         return unit
 

@@ -13,9 +13,7 @@ from .. import _torch_private
 from .._engine import hooks
 from .._state import optimizers
 from .._state.model_units import is_lazy
-from ..errors import UsageError, explain
-
-__all__ = ["patch", "undo"]
+from ..errors import UsageError
 
 _undo: list[Callable[[], None]] = []
 
@@ -55,14 +53,12 @@ def _refuse_sharded(module: nn.Module) -> None:
     }
     for name, parameter in module.named_parameters():
         if name not in ignored and (optimizers.is_held(parameter) or parameter in in_place):
-            raise UsageError(
-                explain(
-                    "DistributedDataParallel cannot synchronize sharded parameters.",
-                    expected="a module without FullyShardedDataParallel and fully_shard, or with "
-                    "their parameters in _ddp_params_and_buffers_to_ignore",
-                    got=f"the sharded parameter {name!r}",
-                    where=f"DistributedDataParallel({type(module).__name__})",
-                    fix="leave out DistributedDataParallel: sharding averages the gradients, too; "
-                    "to replicate shards over groups of ranks, use HYBRID_SHARD or a 2-D mesh",
-                )
+            raise UsageError.of(
+                "DistributedDataParallel cannot synchronize sharded parameters.",
+                expected="a module without FullyShardedDataParallel and fully_shard, or with "
+                "their parameters in _ddp_params_and_buffers_to_ignore",
+                got=f"the sharded parameter {name!r}",
+                where=f"DistributedDataParallel({type(module).__name__})",
+                fix="leave out DistributedDataParallel: sharding averages the gradients, too; "
+                "to replicate shards over groups of ranks, use HYBRID_SHARD or a 2-D mesh",
             )

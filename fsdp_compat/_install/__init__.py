@@ -21,8 +21,6 @@ from .modules import Modules
 from .rebinding import Rebinding
 from .refusals import require_replaceable, require_supported_torch
 
-__all__ = ["install", "is_installed", "uninstall"]
-
 _lock = threading.RLock()
 _installed: tuple[Modules, Rebinding] | None = None
 

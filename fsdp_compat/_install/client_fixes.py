@@ -25,8 +25,6 @@ from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import log
 
-__all__ = ["patch", "undo"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Fix:

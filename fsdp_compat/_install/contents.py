@@ -11,8 +11,6 @@ from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHa
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
 from . import private_names as private
 
-__all__ = ["INSTEAD", "KEPT", "contents", "fully_shard_names"]
-
 # What to use in place of a private name that has no meaning here, by module.
 INSTEAD = {
     "_flat_param": "the attributes of module._handle",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["begin", "changed", "read"]
-
 _logger = logging.getLogger("fsdp_compat.install")
 _seen: set[tuple[str, str]] = set()
 

@@ -19,8 +19,6 @@ from .. import _torch_private
 from . import log
 from .contents import INSTEAD, KEPT, contents
 
-__all__ = ["ROOT", "Modules"]
-
 ROOT = "torch.distributed.fsdp"
 
 _PUBLIC = "public names of torch.distributed.fsdp"

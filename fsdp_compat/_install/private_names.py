@@ -21,7 +21,7 @@ from .._front_ends.flat.client_attributes import (
 )
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
-from ..errors import StateError, explain
+from ..errors import StateError
 from ..fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel
 
 __all__ = [
@@ -114,15 +114,13 @@ def finish_backward(state: nn.Module, module: nn.Module) -> None:
 
 def post_backward_hook(*unused: Any) -> NoReturn:
     """Clients read it, to put a function around it in its place. Nothing calls either."""
-    raise StateError(
-        explain(
-            "_post_backward_hook() was called.",
-            expected="no call: backward reduces gradients and reshards by itself",
-            got="a call of torch.distributed.fsdp._runtime_utils._post_backward_hook",
-            where="fsdp_compat.install()",
-            fix="leave the call out; to change how gradients are reduced, use "
-            "model.register_comm_hook(state, hook)",
-        )
+    raise StateError.of(
+        "_post_backward_hook() was called.",
+        expected="no call: backward reduces gradients and reshards by itself",
+        got="a call of torch.distributed.fsdp._runtime_utils._post_backward_hook",
+        where="fsdp_compat.install()",
+        fix="leave the call out; to change how gradients are reduced, use "
+        "model.register_comm_hook(state, hook)",
     )
 
 

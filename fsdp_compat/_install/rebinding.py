@@ -11,8 +11,6 @@ from typing import Any
 from . import log
 from .modules import ROOT, Modules
 
-__all__ = ["Rebinding"]
-
 # Parts of torch that need torch's own classes, as they look into them.
 _OF_TORCH = (
     "torch.distributed._composable.replicate_with_fsdp",

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import StateError, explain
-
-__all__ = ["require_replaceable", "require_supported_torch"]
+from ..errors import StateError
 
 OLDEST = 2, 11
 
@@ -25,14 +23,12 @@ def require_supported_torch() -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise StateError(
-            explain(
-                "This torch is too old for fsdp_compat.",
-                expected=f"torch {oldest} or newer",
-                got=f"torch {torch.__version__}",
-                where="fsdp_compat.install()",
-                fix=f"pip install 'torch>={oldest}', or use torch's own FSDP",
-            )
+        raise StateError.of(
+            "This torch is too old for fsdp_compat.",
+            expected=f"torch {oldest} or newer",
+            got=f"torch {torch.__version__}",
+            where="fsdp_compat.install()",
+            fix=f"pip install 'torch>={oldest}', or use torch's own FSDP",
         )
 
 
@@ -99,12 +95,10 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _too_late(got: str) -> StateError:
-    return StateError(
-        explain(
-            "install() came too late: what torch's FSDP has made stays torch's.",
-            expected="no class derived from torch's FSDP, and no model sharded by it",
-            got=got,
-            where="fsdp_compat.install()",
-            fix="call install() earlier, or start the program with python -m fsdp_compat run",
-        )
+    return StateError.of(
+        "install() came too late: what torch's FSDP has made stays torch's.",
+        expected="no class derived from torch's FSDP, and no model sharded by it",
+        got=got,
+        where="fsdp_compat.install()",
+        fix="call install() earlier, or start the program with python -m fsdp_compat run",
     )

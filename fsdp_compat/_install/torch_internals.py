@@ -21,8 +21,6 @@ from .._torch_patches.on_import import cancel, on_import
 from .contents import fully_shard_names
 from .modules import ROOT, Modules
 
-__all__ = ["patch", "undo"]
-
 _MISSING = object()
 _changed: list[tuple[types.ModuleType, str, Any]] = []  # module, name, what it was
 

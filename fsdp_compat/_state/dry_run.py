@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import StateError, explain
+from ..errors import StateError
 from .param_ownership import ParamOwnership
-
-__all__ = ["first_states", "states_to_be"]
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
@@ -91,15 +89,13 @@ def _tried_alone(
     except Exception as error:
         if not parameter.numel():  # some steps divide by the number of elements
             return {}
-        raise StateError(
-            explain(
-                "The optimizer's step failed on a copy of a parameter.",
-                expected="an optimizer whose step() needs nothing but gradients",
-                got=f"{type(error).__name__}: {error}",
-                where=f"check_optimizer, {ownership.where}",
-                fix="call check_optimizer after the first step: it looks at the states that are "
-                "there then",
-            )
+        raise StateError.of(
+            "The optimizer's step failed on a copy of a parameter.",
+            expected="an optimizer whose step() needs nothing but gradients",
+            got=f"{type(error).__name__}: {error}",
+            where=f"check_optimizer, {ownership.where}",
+            fix="call check_optimizer after the first step: it looks at the states that are "
+            "there then",
         ) from error
 
 

@@ -32,14 +32,12 @@ from .._layout.box import Box, cut_into_boxes
 from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from .names import clean_name
 
 if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.checkpoint calls
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-__all__ = ["BoxedTensor", "FlatOfParameters", "LocalPart", "Place", "place_of"]
 
 
 _PROPERTIES = (
@@ -300,15 +298,13 @@ class BoxedTensor(ShardedTensor):
 
     def _require_fitting_shards(self) -> None:
         if (wrong := self.wrong_shard()) is not None:
-            raise CheckpointError(
-                explain(
-                    "A local shard of a sharded tensor does not fit.",
-                    expected="tensors of the shapes that the metadata of local_shards() have",
-                    got=wrong,
-                    where=f"a sharded tensor of shape {self.whole_shape}, rank "
-                    f"{self._members[self._rank]}",
-                    fix="put tensors of the same shape as before into local_shards()",
-                )
+            raise CheckpointError.of(
+                "A local shard of a sharded tensor does not fit.",
+                expected="tensors of the shapes that the metadata of local_shards() have",
+                got=wrong,
+                where=f"a sharded tensor of shape {self.whole_shape}, rank "
+                f"{self._members[self._rank]}",
+                fix="put tensors of the same shape as before into local_shards()",
             )
 
     def wrong_shard(self) -> str | None:

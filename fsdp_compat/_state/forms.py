@@ -20,7 +20,6 @@ from ..errors import (
     AssertedUsageError,
     RuntimeUsageError,
     UsageError,
-    explain,
     require_module,
     truth,
     wrong_type,
@@ -36,8 +35,6 @@ from .model_units import (
     wrapped_units_in,
 )
 
-__all__ = ["get_state_dict_type", "set_state_dict_type", "state_dict_type"]
-
 
 def set_state_dict_type(
     module: nn.Module,
@@ -52,14 +49,12 @@ def set_state_dict_type(
     if kind is None:
         raise wrong_type("state_dict_type", "a StateDictType", kind, "set_state_dict_type")
     if kind is StateDictType.LOCAL_STATE_DICT and any(map(is_lazy, module.modules())):
-        raise UsageError(
-            explain(
-                "There are no local state dicts of modules that fully_shard was applied to.",
-                expected="SHARDED_STATE_DICT or FULL_STATE_DICT",
-                got=kind.name,
-                where="set_state_dict_type(module, state_dict_type)",
-                fix="use SHARDED_STATE_DICT: DTensors, of which each rank holds its part",
-            )
+        raise UsageError.of(
+            "There are no local state dicts of modules that fully_shard was applied to.",
+            expected="SHARDED_STATE_DICT or FULL_STATE_DICT",
+            got=kind.name,
+            where="set_state_dict_type(module, state_dict_type)",
+            fix="use SHARDED_STATE_DICT: DTensors, of which each rank holds its part",
         )
     units = model_units_in(module)
     default = default_form(kind)
@@ -80,27 +75,23 @@ def set_state_dict_type(
         if getattr(given, "_use_dtensor", False) and any(
             each.device_mesh is None for each in units
         ):
-            raise UsageError(
-                explain(
-                    "DTensors in sharded state dicts need a device mesh.",
-                    expected=f"{type(given).__name__}() without _use_dtensor, or a model wrapped "
-                    "with device_mesh=",
-                    got=f"{given}, and a model without a mesh",
-                    where=f"set_state_dict_type(..., {name})",
-                    fix="leave out _use_dtensor: it is automatic for a model with a mesh; without "
-                    "a mesh the values are ShardedTensors, which torch.distributed.checkpoint "
-                    "accepts",
-                )
+            raise UsageError.of(
+                "DTensors in sharded state dicts need a device mesh.",
+                expected=f"{type(given).__name__}() without _use_dtensor, or a model wrapped "
+                "with device_mesh=",
+                got=f"{given}, and a model without a mesh",
+                where=f"set_state_dict_type(..., {name})",
+                fix="leave out _use_dtensor: it is automatic for a model with a mesh; without "
+                "a mesh the values are ShardedTensors, which torch.distributed.checkpoint "
+                "accepts",
             )
         if not isinstance(given, type(wanted)):
-            raise RuntimeUsageError(
-                explain(
-                    f"{name} does not match the state dict type.",
-                    expected=f"a {type(wanted).__name__}, or None",
-                    got=f"a {type(given).__name__}",
-                    where=f"set_state_dict_type(..., {kind.name})",
-                    fix=f"pass {type(wanted).__name__}(...)",
-                )
+            raise RuntimeUsageError.of(
+                f"{name} does not match the state dict type.",
+                expected=f"a {type(wanted).__name__}, or None",
+                got=f"a {type(given).__name__}",
+                where=f"set_state_dict_type(..., {kind.name})",
+                fix=f"pass {type(wanted).__name__}(...)",
             )
     before = _one_form(wrapped_units_in(module) or units, module)
     settings = StateDictSettings(kind, model_config, optim_config)
@@ -122,15 +113,13 @@ def _one_form(units: Sequence[ModelUnit], module: nn.Module) -> StateDictSetting
     forms = [unit.form for unit in units]
     if not forms or any(settings != forms[0] for settings in forms):
         kinds = sorted({settings.state_dict_type.name for settings in forms})
-        raise AssertedUsageError(
-            explain(
-                "The module does not have one state dict type.",
-                expected="at least one unit in the module, all with the same state dict type and "
-                "configurations",
-                got=f"{len(forms)} units with the types {kinds}",
-                where=type(module).__name__,
-                fix="call FullyShardedDataParallel.set_state_dict_type(module, ...)",
-            )
+        raise AssertedUsageError.of(
+            "The module does not have one state dict type.",
+            expected="at least one unit in the module, all with the same state dict type and "
+            "configurations",
+            got=f"{len(forms)} units with the types {kinds}",
+            where=type(module).__name__,
+            fix="call FullyShardedDataParallel.set_state_dict_type(module, ...)",
         )
     return forms[0]
 

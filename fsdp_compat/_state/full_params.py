@@ -15,8 +15,6 @@ from .._engine.requires_grad import follow_toggles
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 
-__all__ = ["Options", "full_parameters", "shown_stores"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -24,7 +24,6 @@ from ..api import (
 from ..errors import (
     FsdpCompatError,
     TypeUsageError,
-    explain,
     require_bools,
     wrong_type,
 )
@@ -46,8 +45,6 @@ from .unit_loading import load_unit
 from .unmanaged import owners_in
 from .validation import EVERYWHERE, not_loaded, refuse_values
 from .values import is_sharded
-
-__all__ = ["follow_loading", "load_state_dict", "state_dict"]
 
 
 def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -207,14 +204,12 @@ def load_state_dict(
     if rank0_loading.is_on(own.form):
         state_dict = rank0_loading.fill(wrapper, state_dict, strict, assign)
     if not isinstance(state_dict, Mapping):
-        raise TypeUsageError(
-            explain(
-                "This is not a state dict.",
-                expected="a dict from names to tensors, as state_dict() returns it",
-                got=f"a {type(state_dict).__name__}",
-                where="load_state_dict(state_dict)",
-                fix=EVERYWHERE,
-            )
+        raise TypeUsageError.of(
+            "This is not a state dict.",
+            expected="a dict from names to tensors, as state_dict() returns it",
+            got=f"a {type(state_dict).__name__}",
+            where="load_state_dict(state_dict)",
+            fix=EVERYWHERE,
         )
     refuse_values(wrapper, own.unit.label, state_dict, strict)
     rendezvous.require_all_ranks("load_state_dict", _groups_to_load(wrapper, state_dict))

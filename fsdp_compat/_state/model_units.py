@@ -33,25 +33,6 @@ from ..api import (
 from .names import Wanted, clean_name, everything, flat_names, shows_originals
 from .param_ownership import NamedUnit
 
-__all__ = [
-    "ATTRIBUTE",
-    "ModelUnit",
-    "attribute_order_of",
-    "default_form",
-    "in_form",
-    "is_lazy",
-    "keeping_forms",
-    "managed_in",
-    "model_unit_of",
-    "model_units_in",
-    "names_before",
-    "names_in_order",
-    "register",
-    "runtimes_of",
-    "units_of",
-    "wrapped_units_in",
-]
-
 # The module attribute that holds a registered ModelUnit, or the function that returns it.
 ATTRIBUTE = "_fsdp_model_unit"
 

@@ -12,21 +12,6 @@ from .._layout.rows import CopiedLayout
 from .._layout.spec import Section
 from ..errors import takes, wrong_type
 
-__all__ = [
-    "FSDP_WRAPPED_MODULE",
-    "Wanted",
-    "clean_name",
-    "everything",
-    "flat_names",
-    "in_module_order",
-    "is_flat_name",
-    "named_sections",
-    "param_names",
-    "shows_originals",
-    "wanted_by",
-    "without_checkpoint_wrapper",
-]
-
 Wanted = Callable[
     [str, bool], bool
 ]  # (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import FsdpCompatError, RuntimeUsageError, UsageError, explain
+from ..errors import FsdpCompatError, RuntimeUsageError, UsageError
 from .optim_alike import Agreed
 from .optim_values import StateKind, classify_all, copied, snapshot
 from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
@@ -108,7 +108,7 @@ def not_a_state_dict(
     one."""
     shown = f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
     first = "This is not an optimizer state dict."
-    return kind(explain(first, expected=expected, got=shown, where=where, fix=fix))
+    return kind.of(first, expected=expected, got=shown, where=where, fix=fix)
 
 
 def is_user_state(ownership: ParamOwnership, key: object) -> bool:
@@ -172,17 +172,15 @@ def _parameter_of(ownership: ParamOwnership, key: object, where: str) -> nn.Para
         return ownership.by_current_name[key]
     if isinstance(key, int) and 0 <= key < len(parameters):
         return parameters[key]
-    raise UsageError(
-        explain(
-            "The optimizer's state is not keyed by its parameters.",
-            expected="what optimizer.state_dict() returns: parameters by number, 0 to "
-            f"{len(parameters) - 1}, or by the names that "
-            "model.named_parameters() gives",
-            got=f"the key {textwrap.shorten(repr(key), 300)}",
-            where=where,
-            fix="leave the third argument out; a dict that optim_state_dict returned needs no "
-            "second conversion",
-        )
+    raise UsageError.of(
+        "The optimizer's state is not keyed by its parameters.",
+        expected="what optimizer.state_dict() returns: parameters by number, 0 to "
+        f"{len(parameters) - 1}, or by the names that "
+        "model.named_parameters() gives",
+        got=f"the key {textwrap.shorten(repr(key), 300)}",
+        where=where,
+        fix="leave the third argument out; a dict that optim_state_dict returned needs no "
+        "second conversion",
     )
 
 
@@ -306,15 +304,13 @@ class _GroupStates:
         for rank, has in enumerate(present):
             shapes = [store_of(self.group).sharded_shape(index, rank) for index, _ in names]
             if not has and (is_flat(self.group) or any(map(math.prod, shapes))):
-                raise RuntimeUsageError(
-                    explain(
-                        "The optimizers do not keep the same state on all ranks.",
-                        expected="every state of a parameter on all ranks that have a part of it",
-                        got=f"the state {key!r} of {names[0][1]!r}: on rank "
-                        f"{members[present.index(True)]}, not on {members[rank]}",
-                        where=f"{self.ownership.where}, {self.group.name}",
-                        fix="step the optimizer, and load its state, in the same way on every rank",
-                    )
+                raise RuntimeUsageError.of(
+                    "The optimizers do not keep the same state on all ranks.",
+                    expected="every state of a parameter on all ranks that have a part of it",
+                    got=f"the state {key!r} of {names[0][1]!r}: on rank "
+                    f"{members[present.index(True)]}, not on {members[rank]}",
+                    where=f"{self.ownership.where}, {self.group.name}",
+                    fix="step the optimizer, and load its state, in the same way on every rank",
                 )
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:

@@ -19,17 +19,8 @@ from torch import nn
 from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
-from ..errors import RuntimeUsageError, explain
+from ..errors import RuntimeUsageError
 from .param_ownership import ParamOwnership
-
-__all__ = [
-    "Agreed",
-    "OptimizerFacts",
-    "agree_together",
-    "describe",
-    "held_by_any",
-    "require_alike",
-]
 
 _Runs = tuple[tuple[int, int], ...]  # (start, stop), in order
 
@@ -216,7 +207,7 @@ def _elsewhere(problem: Exception, call: str) -> RuntimeUsageError:
 
 
 def _mismatch(what: str, expected: str, got: str, where: str, fix: str) -> RuntimeUsageError:
-    return RuntimeUsageError(explain(what, expected=expected, got=got, where=where, fix=fix))
+    return RuntimeUsageError.of(what, expected=expected, got=got, where=where, fix=fix)
 
 
 def _global_rank() -> int:

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from .._engine.state_store import store_of
-from ..errors import CheckpointError, UsageError, ValueCheckpointError, explain
+from ..errors import CheckpointError, UsageError, ValueCheckpointError
 from .optim import is_user_state, not_a_state_dict, other_form
 from .optim_values import StateKind, classify
 from .param_ownership import ParamOwnership, is_whole, numbered_names
 from .rank0 import Outline
 from .rank_local import RankState, check_layout
 from .values import dtype_of, is_sharded, misfit, shape_of
-
-__all__ = ["LATER", "GivenState", "LoadOptions", "outline", "read_given", "refuse_sharded"]
 
 
 class _Later(enum.Enum):
@@ -165,17 +163,15 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
     dicts."""
     unknown = [name for name in named if name not in ownership.by_name]
     if unknown:
-        raise CheckpointError(
-            explain(
-                "The optimizer state belongs to another model.",
-                expected="names of the model's parameters, such as "
-                f"{next(iter(ownership.by_name), 'none')!r}",
-                got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
-                where="the 'state' of the optimizer state dict",
-                fix="load the optimizer state that optim_state_dict returned for this model, keyed "
-                "by parameter names; for state that belongs to no parameter, pass "
-                "is_named_optimizer=True",
-            )
+        raise CheckpointError.of(
+            "The optimizer state belongs to another model.",
+            expected="names of the model's parameters, such as "
+            f"{next(iter(ownership.by_name), 'none')!r}",
+            got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
+            where="the 'state' of the optimizer state dict",
+            fix="load the optimizer state that optim_state_dict returned for this model, keyed "
+            "by parameter names; for state that belongs to no parameter, pass "
+            "is_named_optimizer=True",
         )
     for name, entry in named.items():
         if not isinstance(entry, Mapping):
@@ -203,16 +199,14 @@ def _refuse_missing(
             value for name in names for value in entries.get(name, {}).values() if value is not None
         ]
         if missing and not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
-            raise ValueCheckpointError(
-                explain(
-                    "A parameter of a FlatParameter has no optimizer state.",
-                    expected=f"state of all {len(names)} parameters of the FlatParameter, or of "
-                    "none of them",
-                    got=f"none of {len(missing)}, such as {missing[0]!r}",
-                    where=call,
-                    fix="load the state of this model, or use optim_state_dict_to_load, which "
-                    "counts all of them alike",
-                )
+            raise ValueCheckpointError.of(
+                "A parameter of a FlatParameter has no optimizer state.",
+                expected=f"state of all {len(names)} parameters of the FlatParameter, or of "
+                "none of them",
+                got=f"none of {len(missing)}, such as {missing[0]!r}",
+                where=call,
+                fix="load the state of this model, or use optim_state_dict_to_load, which "
+                "counts all of them alike",
             )
 
 
@@ -233,17 +227,14 @@ def _by_name(
     for number, expected in enumerate(wanted):
         given = list(saved[number]["params"]) if number < len(saved) else []
         if len(given) != len(expected) or len(saved) != len(wanted):
-            raise CheckpointError(
-                explain(
-                    "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                    expected=f"{len(wanted)} parameter group(s), number {number} of "
-                    f"{len(expected)} parameters",
-                    got=f"{len(saved)} parameter group(s), number {number} of {len(given)} "
-                    "parameters",
-                    where=f"optim_state_dict_to_load, parameter group {number}, {ownership.where}",
-                    fix="create the optimizer with the same parameter groups as the saved one, or "
-                    "load state that is keyed by names",
-                )
+            raise CheckpointError.of(
+                "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
+                expected=f"{len(wanted)} parameter group(s), number {number} of "
+                f"{len(expected)} parameters",
+                got=f"{len(saved)} parameter group(s), number {number} of {len(given)} parameters",
+                where=f"optim_state_dict_to_load, parameter group {number}, {ownership.where}",
+                fix="create the optimizer with the same parameter groups as the saved one, or "
+                "load state that is keyed by names",
             )
         names.update(zip(given, expected, strict=True))
         groups.append({**saved[number], "params": expected})
@@ -314,15 +305,13 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
         )
     else:
         return
-    raise CheckpointError(
-        explain(
-            "An optimizer state does not fit its parameter.",
-            expected=f"a tensor of shape {shape}",
-            got=got,
-            where=where,
-            fix="load the optimizer state that was saved with this model; a state whose shape is "
-            "not its parameter's can only be loaded with the layout that it was saved with",
-        )
+    raise CheckpointError.of(
+        "An optimizer state does not fit its parameter.",
+        expected=f"a tensor of shape {shape}",
+        got=got,
+        where=where,
+        fix="load the optimizer state that was saved with this model; a state whose shape is "
+        "not its parameter's can only be loaded with the layout that it was saved with",
     )
 
 
@@ -330,15 +319,13 @@ def _check_scalar(value: object, param: nn.Parameter, where: str) -> None:
     """Raise CheckpointError for an object that belongs to a whole parameter if this parameter is
     sharded."""
     if classify(value, param) is StateKind.RANK_LOCAL:
-        raise CheckpointError(
-            explain(
-                "An optimizer state belongs to a whole parameter and cannot be sharded.",
-                expected="tensors of the parameter's shape, and numbers",
-                got=f"a {type(value).__name__}",
-                where=where,
-                fix="load it into a model with the layout that it was saved with, or remove such "
-                "states from the dict",
-            )
+        raise CheckpointError.of(
+            "An optimizer state belongs to a whole parameter and cannot be sharded.",
+            expected="tensors of the parameter's shape, and numbers",
+            got=f"a {type(value).__name__}",
+            where=where,
+            fix="load it into a model with the layout that it was saved with, or remove such "
+            "states from the dict",
         )
 
 
@@ -346,13 +333,11 @@ def refuse_sharded(plan: GivenState, call: str) -> None:
     for name, entry in plan.entries.items():
         for key, value in entry.items():
             if is_sharded(value):
-                raise CheckpointError(
-                    explain(
-                        "Rank 0 cannot send a sharded optimizer state dict.",
-                        expected="whole tensors, as FULL_STATE_DICT gives them",
-                        got=f"a {type(value).__name__}",
-                        where=f"{call}, state {key!r} of {name!r}",
-                        fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for "
-                        "the model",
-                    )
+                raise CheckpointError.of(
+                    "Rank 0 cannot send a sharded optimizer state dict.",
+                    expected="whole tensors, as FULL_STATE_DICT gives them",
+                    got=f"a {type(value).__name__}",
+                    where=f"{call}, state {key!r} of {name!r}",
+                    fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for "
+                    "the model",
                 )

@@ -13,8 +13,6 @@ from torch import nn
 from ..errors import AssertedUsageError, CheckpointError, TypeUsageError, UsageError, explain
 from .names import clean_name
 
-__all__ = ["Numbering", "groups_of_input"]
-
 
 def groups_of_input(
     optim_input: Iterable[Any] | None,
@@ -122,15 +120,13 @@ def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
     """Return the types of the keys: int or str, or none for an empty dict."""
     kinds = {type(key) for key in _keys(state_dict)}
     if len(kinds) > 1 or not kinds <= {int, str}:
-        raise UsageError(
-            explain(
-                "The keys of the optimizer state dict are of several kinds.",
-                expected="parameter names everywhere, or numbers everywhere",
-                got=", ".join(sorted(kind.__name__ for kind in kinds)),
-                where="rekey_optim_state_dict",
-                fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
-                "unchanged",
-            )
+        raise UsageError.of(
+            "The keys of the optimizer state dict are of several kinds.",
+            expected="parameter names everywhere, or numbers everywhere",
+            got=", ".join(sorted(kind.__name__ for kind in kinds)),
+            where="rekey_optim_state_dict",
+            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
+            "unchanged",
         )
     return kinds
 
@@ -138,16 +134,14 @@ def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
 def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     for key in _keys(state_dict):
         if keys.get(key) is None:
-            raise CheckpointError(
-                explain(
-                    "The optimizer state dict does not belong to the model and the optimizer.",
-                    expected="state of parameters that the optimizer holds and the model has under "
-                    "one name",
-                    got=f"the key {key!r}",
-                    where="rekey_optim_state_dict",
-                    fix="pass the model and the optimizer that the dict comes from, or the ones "
-                    "that will load it",
-                )
+            raise CheckpointError.of(
+                "The optimizer state dict does not belong to the model and the optimizer.",
+                expected="state of parameters that the optimizer holds and the model has under "
+                "one name",
+                got=f"the key {key!r}",
+                where="rekey_optim_state_dict",
+                fix="pass the model and the optimizer that the dict comes from, or the ones "
+                "that will load it",
             )
     result: dict[str, Any] = {
         "state": {keys[key]: value for key, value in state_dict["state"].items()}

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ..api import as_ours
 from ..errors import (
     CheckpointError,
-    explain,
     require_bools,
     require_group,
     require_model_and_optimizer,
@@ -27,16 +26,6 @@ from .optim import Values, other_form
 from .optim_legacy import Numbering, groups_of_input
 from .optim_state_dict import export_optim_state, import_optim_state
 from .param_ownership import numbered_names, ownership_of
-
-__all__ = [
-    "OptimStateKeyType",
-    "flatten_sharded_optim_state_dict",
-    "full_optim_state_dict",
-    "rekey_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "shard_full_optim_state_dict",
-    "sharded_optim_state_dict",
-]
 
 
 class OptimStateKeyType(enum.Enum):
@@ -171,14 +160,12 @@ def rekey_optim_state_dict(
         )
     _require_model(model, optim, where)
     if (found := other_form(optim_state_dict)) is not None:
-        raise CheckpointError(
-            explain(
-                "This is not an optimizer state dict.",
-                expected=found[0],
-                got=f"a {type(found[1]).__name__}",
-                where=where,
-                fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned",
-            )
+        raise CheckpointError.of(
+            "This is not an optimizer state dict.",
+            expected=found[0],
+            got=f"a {type(found[1]).__name__}",
+            where=where,
+            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned",
         )
     groups = groups_of_input(optim_input, optim, model, where)
     units, names = units_of(model), None

@@ -23,8 +23,6 @@ from .rank0 import Rank0Broadcast
 from .rank_local import restored
 from .values import dtype_of, read_part
 
-__all__ = ["optim_state_to_load"]
-
 
 def optim_state_to_load(
     ownership: ParamOwnership | None,
@@ -105,21 +103,19 @@ def _refuse_together(
         )
     missing = [rank for rank, (has, *_) in enumerate(statuses) if not has]
     if missing and (not from_rank0 or 0 in missing):
-        raise UsageError(
-            explain(
-                "The optimizer state dict is missing on other ranks."
-                if given
-                else "This is not an optimizer state dict.",
-                expected="a dict with 'state' and 'param_groups' on the first rank"
-                if from_rank0
-                else "a dict with 'state' and 'param_groups' on every rank",
-                got=f"nothing on rank(s) {textwrap.shorten(str(missing), 100)} of {len(statuses)}, "
-                f"here a {type(given).__name__}",
-                where=call,
-                fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
-                "order of the arguments. To load a dict that only rank 0 has, set "
-                "FullOptimStateDictConfig(rank0_only=True) for the model",
-            )
+        raise UsageError.of(
+            "The optimizer state dict is missing on other ranks."
+            if given
+            else "This is not an optimizer state dict.",
+            expected="a dict with 'state' and 'param_groups' on the first rank"
+            if from_rank0
+            else "a dict with 'state' and 'param_groups' on every rank",
+            got=f"nothing on rank(s) {textwrap.shorten(str(missing), 100)} of {len(statuses)}, "
+            f"here a {type(given).__name__}",
+            where=call,
+            fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
+            "order of the arguments. To load a dict that only rank 0 has, set "
+            "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
 
 
@@ -133,15 +129,13 @@ def _refuse_other_ranks(ownership: ParamOwnership, first: Rank0Broadcast, call: 
             else held.group.shard.ranks * held.group.replica.ranks
         )
         if num_ranks != first.num_ranks:
-            raise UsageError(
-                explain(
-                    "Units that are sharded over different ranks cannot be loaded from one rank.",
-                    expected=f"all units sharded over the same {first.num_ranks} ranks, or a dict "
-                    "on every rank",
-                    got=f"a unit sharded over {num_ranks} ranks, with {held.names[0][1]!r}",
-                    where=call,
-                    fix="load the optimizer state dict on every rank, without rank0_only=True",
-                )
+            raise UsageError.of(
+                "Units that are sharded over different ranks cannot be loaded from one rank.",
+                expected=f"all units sharded over the same {first.num_ranks} ranks, or a dict "
+                "on every rank",
+                got=f"a unit sharded over {num_ranks} ranks, with {held.names[0][1]!r}",
+                where=call,
+                fix="load the optimizer state dict on every rank, without rank0_only=True",
             )
 
 

@@ -29,16 +29,6 @@ from .rank0 import Rank0Broadcast
 from .rank_local import unshardable
 from .validation import refuse_extensions
 
-__all__ = [
-    "check_optimizer",
-    "export_optim_state",
-    "form_set",
-    "import_optim_state",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "warn_of_layout",
-]
-
 # Optimizers whose rank-local states this process has warned of.
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

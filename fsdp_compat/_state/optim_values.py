@@ -15,8 +15,6 @@ from torch import nn
 
 from .. import _torch_private
 
-__all__ = ["StateKind", "classify", "classify_all", "copied", "snapshot"]
-
 
 class StateKind(enum.Enum):
     """How a value of an optimizer's state relates to the (sharded) parameter that it is kept

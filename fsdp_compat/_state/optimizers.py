@@ -20,20 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
-from ..errors import StateError, UsageError, explain
+from ..errors import StateError, UsageError
 from .full_params import shown_stores
-
-__all__ = [
-    "convert",
-    "is_held",
-    "is_managed",
-    "note",
-    "note_assigned",
-    "note_replaced",
-    "patch",
-    "store_of_param",
-    "undo",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +161,12 @@ def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: 
         for parameter in group["params"]:
             place = _managed.get(parameter)
             if isinstance(place, tuple) and place[0]() in stores:
-                raise StateError(
-                    explain(
-                        f"optimizer.step() was called {when}.",
-                        expected="a step between backward and the next forward",
-                        got=f"a step {when}, where parameters are not sharded",
-                        where=f"parameter group {number} of {type(optimizer).__name__}",
-                        fix="call optimizer.step() later",
-                    )
+                raise StateError.of(
+                    f"optimizer.step() was called {when}.",
+                    expected="a step between backward and the next forward",
+                    got=f"a step {when}, where parameters are not sharded",
+                    where=f"parameter group {number} of {type(optimizer).__name__}",
+                    fix="call optimizer.step() later",
                 )
 
 
@@ -199,39 +185,33 @@ def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Par
 
 
 def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
-    return UsageError(
-        explain(
-            "The optimizer holds copies of sharded parameters that no model trains.",
-            expected="an optimizer created from the parameters of the unpickled model",
-            got="parameters that were pickled separately from their model",
-            where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="create the optimizer from model.parameters() after unpickling, and load the "
-            "optimizer's state_dict()",
-        )
+    return UsageError.of(
+        "The optimizer holds copies of sharded parameters that no model trains.",
+        expected="an optimizer created from the parameters of the unpickled model",
+        got="parameters that were pickled separately from their model",
+        where=f"parameter group {number} of {type(optimizer).__name__}",
+        fix="create the optimizer from model.parameters() after unpickling, and load the "
+        "optimizer's state_dict()",
     )
 
 
 def _not_trained(optimizer: torch.optim.Optimizer, number: int, name: str) -> UsageError:
-    return UsageError(
-        explain(
-            "The optimizer holds a parameter that the model does not train.",
-            expected="an optimizer created from wrapped_model.parameters()",
-            got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, "
-            "which copied its value",
-            where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="create the optimizer from wrapped_model.parameters(); to train that parameter "
-            "elsewhere, assign a copy of it",
-        )
+    return UsageError.of(
+        "The optimizer holds a parameter that the model does not train.",
+        expected="an optimizer created from wrapped_model.parameters()",
+        got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, "
+        "which copied its value",
+        where=f"parameter group {number} of {type(optimizer).__name__}",
+        fix="create the optimizer from wrapped_model.parameters(); to train that parameter "
+        "elsewhere, assign a copy of it",
     )
 
 
 def _orphaned(optimizer: torch.optim.Optimizer, number: int, replaced: _Replaced) -> UsageError:
-    return UsageError(
-        explain(
-            f"The optimizer holds parameters that {replaced.by} has replaced.",
-            expected=replaced.expected,
-            got=replaced.what,
-            where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix=replaced.fix,
-        )
+    return UsageError.of(
+        f"The optimizer holds parameters that {replaced.by} has replaced.",
+        expected=replaced.expected,
+        got=replaced.what,
+        where=f"parameter group {number} of {type(optimizer).__name__}",
+        fix=replaced.fix,
     )

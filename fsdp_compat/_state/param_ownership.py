@@ -15,20 +15,8 @@ from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._engine.unit import Unit
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from .names import clean_name
-
-__all__ = [
-    "NamedUnit",
-    "ParamContents",
-    "ParamOwnership",
-    "contents_of",
-    "is_flat",
-    "is_whole",
-    "numbered_names",
-    "ownership_of",
-    "require_units",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,15 +114,13 @@ class ParamOwnership:
 def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> None:
     """Raise UsageError for a model without units."""
     if not units:
-        raise UsageError(
-            explain(
-                "The model is not wrapped.",
-                expected="a model that FullyShardedDataParallel or fully_shard was applied to",
-                got=f"a {type(model).__name__} without any",
-                where=where,
-                fix="wrap the model first, or use optimizer.state_dict() and "
-                "optimizer.load_state_dict(...), which do not need a wrapped model",
-            )
+        raise UsageError.of(
+            "The model is not wrapped.",
+            expected="a model that FullyShardedDataParallel or fully_shard was applied to",
+            got=f"a {type(model).__name__} without any",
+            where=where,
+            fix="wrap the model first, or use optimizer.state_dict() and "
+            "optimizer.load_state_dict(...), which do not need a wrapped model",
         )
 
 
@@ -178,15 +164,13 @@ def ownership_of(
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
             if parameter not in held:
-                raise UsageError(
-                    explain(
-                        "The optimizer holds a parameter that is not the model's.",
-                        expected="an optimizer created from the parameters of the wrapped model",
-                        got=f"a parameter of shape {tuple(parameter.shape)}",
-                        where=f"parameter group {position}, {where}",
-                        fix="create the optimizer after wrapping, from model.parameters(), or wrap "
-                        "with use_orig_params=True",
-                    )
+                raise UsageError.of(
+                    "The optimizer holds a parameter that is not the model's.",
+                    expected="an optimizer created from the parameters of the wrapped model",
+                    got=f"a parameter of shape {tuple(parameter.shape)}",
+                    where=f"parameter group {position}, {where}",
+                    fix="create the optimizer after wrapping, from model.parameters(), or wrap "
+                    "with use_orig_params=True",
                 )
     return ParamOwnership(where, groups, held, names)
 

@@ -13,8 +13,6 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .rank_local import packed_bytes, unpacked
 
-__all__ = ["Rank0Broadcast", "Outline"]
-
 _ALIGN_NBYTES = 16  # every tensor in a message starts at a multiple of it
 
 

@@ -10,13 +10,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._engine import rendezvous
 from .._engine.state_store import store_of
 from ..api import StateDictSettings, StateDictType
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from .model_units import ModelUnit, model_unit_of, model_units_in
 from .names import clean_name
 from .rank0_values import fill_from_rank0
 from .validation import others_in, refuse_values
-
-__all__ = ["fill", "follow", "is_followed", "is_on"]
 
 
 def is_on(settings: StateDictSettings) -> bool:
@@ -35,14 +33,12 @@ def fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
     own = model_unit_of(model)
     label = type(model).__name__ if own is None else own.unit.label
     if any(_ranks_of(each) != _ranks_of(units[0]) for each in units):
-        raise UsageError(
-            explain(
-                "Units on different ranks cannot be loaded from one rank.",
-                expected="all units in the module on the same ranks, or rank0_only=False",
-                got=f"units on {sorted({_ranks_of(each) for each in units})}",
-                where=label,
-                fix="load the state dict on every rank, without rank0_only=True",
-            )
+        raise UsageError.of(
+            "Units on different ranks cannot be loaded from one rank.",
+            expected="all units in the module on the same ranks, or rank0_only=False",
+            got=f"units on {sorted({_ranks_of(each) for each in units})}",
+            where=label,
+            fix="load the state dict on every rank, without rank0_only=True",
         )
     managed = {
         f"{clean_name(path)}.{clean_name(name)}".lstrip(".")

@@ -17,12 +17,10 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._engine.materialize import broadcast_states
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from .names import clean_name
 from .unit_loading import Rank0Value
 from .values import is_sharded, is_tensor, materialised
-
-__all__ = ["fill_from_rank0"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,13 +179,11 @@ def _filled(
 
 
 def _refused(what: str, expected: str, got: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            what,
-            expected=expected,
-            got=got,
-            where=where,
-            fix="call load_state_dict(...) on all ranks, on rank 0 with the whole state dict, on "
-            "the others with it or with {}",
-        )
+    return CheckpointError.of(
+        what,
+        expected=expected,
+        got=got,
+        where=where,
+        fix="call load_state_dict(...) on all ranks, on rank 0 with the whole state dict, on "
+        "the others with it or with {}",
     )

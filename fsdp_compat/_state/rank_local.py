@@ -19,22 +19,9 @@ from torch import nn
 from .._comm.host_memory import memory_of
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from .optim_values import StateKind, classify_all, snapshot
 from .param_ownership import ParamOwnership
-
-__all__ = [
-    "Part",
-    "RankState",
-    "check_layout",
-    "gather_states",
-    "rank_local_states",
-    "packed_bytes",
-    "part_of",
-    "restored",
-    "unpacked",
-    "unshardable",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,19 +180,17 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankSt
                 ),
             )
             if (now := _part_now(ownership, name, saved.rank)) != saved:
-                raise CheckpointError(
-                    explain(
-                        f"The state {state.key!r} of {name!r} belongs to one rank's part and "
-                        "cannot be resharded.",
-                        expected=f"the layout that it was saved with: {saved}",
-                        got="a parameter that no unit manages"
-                        if held.group is None
-                        else str(now or _part_now(ownership, name, 0)),
-                        where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
-                        fix="load with the number of ranks, strategy, wrapping and use_orig_params "
-                        "that it was saved with, or remove such states from the dict if the "
-                        "optimizer can do without them",
-                    )
+                raise CheckpointError.of(
+                    f"The state {state.key!r} of {name!r} belongs to one rank's part and "
+                    "cannot be resharded.",
+                    expected=f"the layout that it was saved with: {saved}",
+                    got="a parameter that no unit manages"
+                    if held.group is None
+                    else str(now or _part_now(ownership, name, 0)),
+                    where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
+                    fix="load with the number of ranks, strategy, wrapping and use_orig_params "
+                    "that it was saved with, or remove such states from the dict if the "
+                    "optimizer can do without them",
                 )
 
 

@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 
 from .._engine import hooks
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from .optimizers import store_of_param
 from .values import misfit
-
-__all__ = ["patch", "undo"]
 
 _KEY = "fsdp_compat"
 _undo: list[Callable[[], None]] = []
@@ -91,17 +89,15 @@ def _require_own(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
         for value in state.values() if isinstance(state, Mapping) else ():
             got = got or misfit(value) or ""
     if got:
-        raise CheckpointError(
-            explain(
-                "An optimizer's own state dict belongs to one rank.",
-                expected=expected,
-                got=got,
-                where=f"{type(optimizer).__name__}.load_state_dict"
-                + (f", global rank {dist.get_rank()}" if dist.is_initialized() else ""),
-                fix="save FSDP.optim_state_dict(model, optimizer), or use fsdp_compat.checkpoint: "
-                "any number of ranks can load them. To load what optimizer.state_dict() returned, "
-                "save it on every rank, and load this rank's file in an equal layout",
-            )
+        raise CheckpointError.of(
+            "An optimizer's own state dict belongs to one rank.",
+            expected=expected,
+            got=got,
+            where=f"{type(optimizer).__name__}.load_state_dict"
+            + (f", global rank {dist.get_rank()}" if dist.is_initialized() else ""),
+            fix="save FSDP.optim_state_dict(model, optimizer), or use fsdp_compat.checkpoint: "
+            "any number of ranks can load them. To load what optimizer.state_dict() returned, "
+            "save it on every rank, and load this rank's file in an equal layout",
         )
 
 

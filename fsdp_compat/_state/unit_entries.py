@@ -15,13 +15,11 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from .formats import BoxedTensor, LocalPart
 from .names import Wanted, clean_name, everything, named_sections, shows_originals
 from .optim_values import copied
 from .values import local_value, mesh_sharded_value, sharded_value
-
-__all__ = ["full_entries", "gathered_unit", "local_entries", "sharded_entries"]
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
@@ -249,14 +247,12 @@ def local_entries(
 def _no_parallel_boxes(where: str, name: str, form: str = "SHARDED_STATE_DICT") -> UsageError:
     """The error for values of a unit (``where``) in a form that a DTensor parameter ``name`` does
     not go into."""
-    return UsageError(
-        explain(
-            f"A {form.lower().split('_')[0]} state dict of tensor-parallel parameters is not "
-            "available in this version.",
-            expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
-            got=f"StateDictType.{form}, and a DTensor parameter {clean_name(name)!r}",
-            where=where,
-            fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, "
-            "rank0_only=True) for large models",
-        )
+    return UsageError.of(
+        f"A {form.lower().split('_')[0]} state dict of tensor-parallel parameters is not "
+        "available in this version.",
+        expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
+        got=f"StateDictType.{form}, and a DTensor parameter {clean_name(name)!r}",
+        where=where,
+        fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, "
+        "rank0_only=True) for large models",
     )

@@ -30,8 +30,6 @@ from .values import (
     shape_of,
 )
 
-__all__ = ["Rank0Value", "check_unit", "load_unit", "other_local", "wrong_value"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Rank0Value:
@@ -134,9 +132,7 @@ def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[s
     if not isinstance(value, torch.Tensor):
         return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
     if (got := dtype_of(value)).is_complex and not store.dtype.is_complex:
-        return [
-            f"{key}: expected {store.dtype}, got {got}, whose imaginary part would be lost"
-        ]
+        return [f"{key}: expected {store.dtype}, got {got}, whose imaginary part would be lost"]
     if (wrong := misfit(value)) is not None:
         return [f"{key}: {wrong}"]
     if group.shard.ranks > 1 and is_local(value, section.layout):

@@ -14,8 +14,6 @@ from ..api import StateDictType
 from .model_units import default_form, in_form, managed_in, model_unit_of, model_units_in, units_of
 from .names import clean_name, everything, flat_names, param_names
 
-__all__ = ["Unmanaged", "load_unmanaged", "owners_in", "unmanaged_in", "unmanaged_state"]
-
 
 class Unmanaged(typing.NamedTuple):
     """One such entry."""

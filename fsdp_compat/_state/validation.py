@@ -10,13 +10,11 @@ from torch import nn
 
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import CheckpointError, UsageError, explain
+from ..errors import CheckpointError, UsageError
 from .model_units import model_unit_of, model_units_in, names_in_order, units_of
 from .names import clean_name, flat_names, is_flat_name
 from .unit_loading import check_unit, other_local, wrong_value
 from .unmanaged import unmanaged_in
-
-__all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_extensions", "refuse_values"]
 
 _PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
 
@@ -113,15 +111,13 @@ def refuse_extensions(groups: Iterable[Group], where: str) -> None:
     computed with, not saved."""
     for group in groups:
         if group.store.extension is not None:
-            raise UsageError(
-                explain(
-                    "Whole values of tensor subclasses with fsdp_pre_all_gather are not available.",
-                    expected="plain parameters",
-                    got=f"parameter {store_of(group).orig_params[0].name!r}",
-                    where=f"{where}, {group.name}",
-                    fix="use DTensors: model.state_dict() as it is by default, and "
-                    "StateDictType.SHARDED_STATE_DICT for optimizers",
-                )
+            raise UsageError.of(
+                "Whole values of tensor subclasses with fsdp_pre_all_gather are not available.",
+                expected="plain parameters",
+                got=f"parameter {store_of(group).orig_params[0].name!r}",
+                where=f"{where}, {group.name}",
+                fix="use DTensors: model.state_dict() as it is by default, and "
+                "StateDictType.SHARDED_STATE_DICT for optimizers",
             )
 
 
@@ -138,13 +134,11 @@ def not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> Checkpoi
         "holds the model); "
         "strict=False lets keys differ, not shapes"
     )
-    return CheckpointError(
-        explain(
-            what,
-            expected="a state dict of this model, full or sharded, with the names it had before "
-            "wrapping",
-            got="the differences above",
-            where=where,
-            fix=fix if state_dict else EVERYWHERE,
-        )
+    return CheckpointError.of(
+        what,
+        expected="a state dict of this model, full or sharded, with the names it had before "
+        "wrapping",
+        got="the differences above",
+        where=where,
+        fix=fix if state_dict else EVERYWHERE,
     )

@@ -18,27 +18,11 @@ from .. import _torch_private
 from .._comm.backend import gather_in_group
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.spec import FlatLayout, ParamSpec
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from .formats import BoxedTensor, FlatOfParameters, place_of
 
 if typing.TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "dtype_of",
-    "is_local",
-    "is_readable",
-    "is_sharded",
-    "is_tensor",
-    "local_value",
-    "materialised",
-    "mesh_sharded_value",
-    "misfit",
-    "read_local",
-    "read_part",
-    "shape_of",
-    "sharded_value",
-]
 
 
 def sharded_value(
@@ -199,16 +183,14 @@ def materialised(value: Any, name: str) -> torch.Tensor:
             )
     except Exception as error:  # reading a file may fail in any way
         got, cause = f"{type(error).__name__}: {error}", error
-    raise CheckpointError(
-        explain(
-            "A lazy value did not load.",
-            expected=f"{wanted}, as it says of itself",
-            got=got,
-            where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are "
-            "loaded already",
-            fix="load the file as a whole (torch.load), and see whether it is complete and has not "
-            "changed",
-        )
+    raise CheckpointError.of(
+        "A lazy value did not load.",
+        expected=f"{wanted}, as it says of itself",
+        got=got,
+        where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are "
+        "loaded already",
+        fix="load the file as a whole (torch.load), and see whether it is complete and has not "
+        "changed",
     ) from cause
 
 

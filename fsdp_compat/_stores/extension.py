@@ -23,7 +23,6 @@ from ..errors import (
     StateError,
     TypeUsageError,
     UsageError,
-    explain,
 )
 from .placement import RowPlacement
 from .row_params import RowParam, present_in
@@ -113,16 +112,13 @@ class _Hooks:
             module = place.slots[0][0]
             tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
         if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
-            raise AssertedUsageError(
-                explain(
-                    "A parameter is not cut evenly, and what fsdp_pre_all_gather returns is not "
-                    "padded.",
-                    expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
-                    got=_described([(each.size(), each.dtype) for each in tensors]),
-                    where=f"parameter {place.name!r}, of which this rank holds "
-                    f"{tuple(local.shape)}",
-                    fix="pad what fsdp_pre_all_gather returns",
-                )
+            raise AssertedUsageError.of(
+                "A parameter is not cut evenly, and what fsdp_pre_all_gather returns is not "
+                "padded.",
+                expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
+                got=_described([(each.size(), each.dtype) for each in tensors]),
+                where=f"parameter {place.name!r}, of which this rank holds {tuple(local.shape)}",
+                fix="pad what fsdp_pre_all_gather returns",
             )
         return list(tensors), metadata
 
@@ -144,15 +140,13 @@ class _Hooks:
         wanted = [(each.size, each.dtype) for each in inputs]
         found = [(tensor.size(), tensor.dtype) for tensor in tensors]
         if found != wanted:
-            raise StateError(
-                explain(
-                    "fsdp_pre_all_gather returned other tensors than before.",
-                    expected=_described(wanted),
-                    got=_described(found),
-                    where=f"parameter {self._places[index].name!r}",
-                    fix="return tensors of the same number, shapes and dtypes each time; other "
-                    "facts go into the metadata",
-                )
+            raise StateError.of(
+                "fsdp_pre_all_gather returned other tensors than before.",
+                expected=_described(wanted),
+                got=_described(found),
+                where=f"parameter {self._places[index].name!r}",
+                fix="return tensors of the same number, shapes and dtypes each time; other "
+                "facts go into the metadata",
             )
 
     @torch.no_grad()
@@ -181,15 +175,13 @@ class _Hooks:
         return found
 
     def _wrong_result(self, index: int, got: str) -> TypeUsageError:
-        return TypeUsageError(
-            explain(
-                "fsdp_post_all_gather returned something else than the unsharded parameter.",
-                expected="(a tensor of shape "
-                f"{self._params[index].cut.shape}, the tensors whose memory it uses)",
-                got=got,
-                where=f"parameter {self._places[index].name!r}",
-                fix="return both when out= is None",
-            )
+        return TypeUsageError.of(
+            "fsdp_post_all_gather returned something else than the unsharded parameter.",
+            expected="(a tensor of shape "
+            f"{self._params[index].cut.shape}, the tensors whose memory it uses)",
+            got=got,
+            where=f"parameter {self._places[index].name!r}",
+            fix="return both when out= is None",
         )
 
     @torch.no_grad()
@@ -327,14 +319,12 @@ class ExtensionStore(RowStore):
         return [*(each for outputs in hooks.outputs for each in outputs), *hooks.inner]
 
     def partial_rows(self, mesh: Any, rank: int, ranks: int) -> typing.NoReturn:
-        raise NotImplementedUsageError(
-            explain(
-                "reshard_after_forward=<int> does not support tensors with fsdp_pre_all_gather.",
-                expected="plain parameters",
-                got=f"parameter {self.orig_params[0].name!r}",
-                where="fully_shard(reshard_after_forward=...)",
-                fix="pass True or False",
-            )
+        raise NotImplementedUsageError.of(
+            "reshard_after_forward=<int> does not support tensors with fsdp_pre_all_gather.",
+            expected="plain parameters",
+            got=f"parameter {self.orig_params[0].name!r}",
+            where="fully_shard(reshard_after_forward=...)",
+            fix="pass True or False",
         )
 
     def is_intact(self) -> bool:
@@ -344,39 +334,32 @@ class ExtensionStore(RowStore):
 
     @property
     def sections(self) -> typing.NoReturn:
-        raise UsageError(
-            explain(
-                "This form of checkpoint does not support tensor subclasses with "
-                "fsdp_pre_all_gather.",
-                expected="plain parameters",
-                got=f"parameter {self.orig_params[0].name!r}",
-                where="the checkpoint of a model with fully_shard",
-                fix="save model.state_dict() with torch.distributed.checkpoint",
-            )
+        raise UsageError.of(
+            "This form of checkpoint does not support tensor subclasses with fsdp_pre_all_gather.",
+            expected="plain parameters",
+            got=f"parameter {self.orig_params[0].name!r}",
+            where="the checkpoint of a model with fully_shard",
+            fix="save model.state_dict() with torch.distributed.checkpoint",
         )
 
 
 def _require_extension(local: torch.Tensor, cut: Cut, name: str) -> None:
     if not hasattr(local, _AFTER):
-        raise AssertedUsageError(
-            explain(
-                "A tensor subclass has only one of the two methods of an all-gather.",
-                expected="fsdp_pre_all_gather and fsdp_post_all_gather",
-                got=f"{type(local).__name__} without fsdp_post_all_gather",
-                where=f"parameter {name!r}",
-                fix="define both",
-            )
+        raise AssertedUsageError.of(
+            "A tensor subclass has only one of the two methods of an all-gather.",
+            expected="fsdp_pre_all_gather and fsdp_post_all_gather",
+            got=f"{type(local).__name__} without fsdp_post_all_gather",
+            where=f"parameter {name!r}",
+            fix="define both",
         )
     if not cut.numel or cut.dim is None or (cut.dim and not cut.is_even):
-        raise NotImplementedUsageError(
-            explain(
-                "A tensor subclass with fsdp_pre_all_gather cannot be cut like this.",
-                expected=f"a dim 0, or another one whose size is a multiple of {cut.ranks} ranks",
-                got=f"shape {cut.shape}",
-                where=f"parameter {name!r}",
-                fix="pad the parameter, pass another dim by shard_placement_fn, or list the "
-                "parameter in ignored_params",
-            )
+        raise NotImplementedUsageError.of(
+            "A tensor subclass with fsdp_pre_all_gather cannot be cut like this.",
+            expected=f"a dim 0, or another one whose size is a multiple of {cut.ranks} ranks",
+            got=f"shape {cut.shape}",
+            where=f"parameter {name!r}",
+            fix="pad the parameter, pass another dim by shard_placement_fn, or list the "
+            "parameter in ignored_params",
         )
 
 

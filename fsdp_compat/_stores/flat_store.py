@@ -23,7 +23,7 @@ from .._engine.store import Kind, ModuleSlot
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout, Section
-from ..errors import StateError, explain
+from ..errors import StateError
 from .registration import (
     FlatParameter,
     FlatRegistration,
@@ -194,15 +194,13 @@ class FlatStore(StateStore):
 
     def check(self, where: str) -> None:
         if self.shard.device != self._device:
-            raise StateError(
-                explain(
-                    "A shard was moved to another device and not moved back.",
-                    expected=f"the shard on {self._device}",
-                    got=f"the shard on {self.shard.device}",
-                    where=where,
-                    fix="move it back before the next use of the model: "
-                    f"handle.flat_param_to({str(self._device)!r})",
-                )
+            raise StateError.of(
+                "A shard was moved to another device and not moved back.",
+                expected=f"the shard on {self._device}",
+                got=f"the shard on {self.shard.device}",
+                where=where,
+                fix="move it back before the next use of the model: "
+                f"handle.flat_param_to({str(self._device)!r})",
             )
         if not self.is_intact():
             self._registration.repair(self.shard, where)

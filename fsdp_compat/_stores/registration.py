@@ -12,7 +12,7 @@ from torch import nn
 from .._engine.state_store import FLAT_PARAM
 from .._engine.store import ShardedParam
 from .._layout.spec import FlatLayout, between
-from ..errors import StateError, explain
+from ..errors import StateError
 
 
 class ShardParamInfo(typing.NamedTuple):
@@ -154,15 +154,13 @@ def _adopt(parameter: nn.Parameter, data: torch.Tensor, view: torch.Tensor, wher
     """Copy what the user gave ``parameter`` (by ``.data =``, ``.to()``), or this rank's part
     ``data`` of it, into the shard, and make the parameter a view of the shard again."""
     if data.dtype != view.dtype or data.device != view.device or data.numel() != view.numel():
-        raise StateError(
-            explain(
-                "A sharded parameter no longer fits its shard.",
-                expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
-                got=f"{data.numel()} elements of {data.dtype} on {data.device}",
-                where=where,
-                fix="convert and move the model before it is wrapped; for computing in another "
-                "dtype pass mixed_precision=",
-            )
+        raise StateError.of(
+            "A sharded parameter no longer fits its shard.",
+            expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
+            got=f"{data.numel()} elements of {data.dtype} on {data.device}",
+            where=where,
+            fix="convert and move the model before it is wrapped; for computing in another "
+            "dtype pass mixed_precision=",
         )
     with torch.no_grad():
         if data.data_ptr() != view.data_ptr():

@@ -16,7 +16,7 @@ from .._comm.host_memory import of_its_own_size
 from .._engine.store import Kind
 from .._layout.rows import Cut
 from .._torch_private import dtensor as torch_dtensor
-from ..errors import StateError, explain
+from ..errors import StateError
 
 
 @dataclasses.dataclass
@@ -47,15 +47,13 @@ class RowParam:
                 got += f" of shape {tuple(parameter.shape)}"
             if is_dtensor:
                 got += f", placed as {tuple(parameter.placements)}"
-            raise StateError(
-                explain(
-                    "A sharded parameter was replaced by one that does not fit.",
-                    expected=wanted,
-                    got=got,
-                    where=f"parameter {name!r}",
-                    fix="load into the sharded model without assign=True, or assign DTensors as "
-                    "state_dict() of the sharded model returns them",
-                )
+            raise StateError.of(
+                "A sharded parameter was replaced by one that does not fit.",
+                expected=wanted,
+                got=got,
+                where=f"parameter {name!r}",
+                fix="load into the sharded model without assign=True, or assign DTensors as "
+                "state_dict() of the sharded model returns them",
             )
 
 
@@ -64,14 +62,12 @@ def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> No
     kinds = {(value.dtype, value.device): index for index, value in enumerate(values)}
     if len(kinds) > 1:
         (_, first), (_, other) = list(kinds.items())[:2]
-        raise StateError(
-            explain(
-                "Some parameters of a unit changed their dtype or device, and others did not.",
-                expected="the same change of all parameters that fully_shard manages together",
-                got=", ".join(f"{dtype} on {device}" for dtype, device in kinds),
-                where=f"parameters {names[first]!r} and {names[other]!r}",
-                fix="convert single parameters before fully_shard",
-            )
+        raise StateError.of(
+            "Some parameters of a unit changed their dtype or device, and others did not.",
+            expected="the same change of all parameters that fully_shard manages together",
+            got=", ".join(f"{dtype} on {device}" for dtype, device in kinds),
+            where=f"parameters {names[first]!r} and {names[other]!r}",
+            fix="convert single parameters before fully_shard",
         )
 
 

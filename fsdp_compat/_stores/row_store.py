@@ -32,7 +32,7 @@ from .._engine.store import Kind, ModuleSlot, ShardedParam
 from .._layout.rows import Cut, RowLayout
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
-from ..errors import StateError, UsageError, explain
+from ..errors import StateError, UsageError
 from .partial_rows import PartialRows
 from .placement import RowPlacement
 from .row_params import (
@@ -222,14 +222,12 @@ class RowStore(StateStore):
         """
         for param, place in zip(self._params, self.orig_params, strict=True):
             if param.kind.parallel is not None:
-                raise UsageError(
-                    explain(
-                        "reshard_after_forward=<int> does not support tensor-parallel parameters.",
-                        expected="plain parameters",
-                        got=f"a DTensor parameter {place.name!r}",
-                        where="fully_shard(reshard_after_forward=...)",
-                        fix="pass True or False",
-                    )
+                raise UsageError.of(
+                    "reshard_after_forward=<int> does not support tensor-parallel parameters.",
+                    expected="plain parameters",
+                    got=f"a DTensor parameter {place.name!r}",
+                    where="fully_shard(reshard_after_forward=...)",
+                    fix="pass True or False",
                 )
         dtype = self._gather_dtype or self.dtype
         return PartialRows(self._params, mesh, rank=rank, ranks=ranks, dtype=dtype)
@@ -247,15 +245,13 @@ class RowStore(StateStore):
 
     def check(self, where: str) -> None:
         if not self.is_intact() and self.adopt():
-            raise StateError(
-                explain(
-                    "Parameters changed their dtype or device while their model was in use.",
-                    expected=f"{self.dtype} on {self.shard.device}",
-                    got="other tensors than the unit was made for",
-                    where=where,
-                    fix="convert and move the model between steps, by a method of the module that "
-                    "fully_shard was applied to",
-                )
+            raise StateError.of(
+                "Parameters changed their dtype or device while their model was in use.",
+                expected=f"{self.dtype} on {self.shard.device}",
+                got="other tensors than the unit was made for",
+                where=where,
+                fix="convert and move the model between steps, by a method of the module that "
+                "fully_shard was applied to",
             )
 
     # -- changes by the user
@@ -336,16 +332,14 @@ class RowStore(StateStore):
         """One per parameter. Raises UsageError if one is cut along another dim than the first."""
         for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
             if not (cut.is_contiguous or cut.dim is None):
-                raise UsageError(
-                    explain(
-                        "This form of checkpoint does not support parameters that are cut along "
-                        "another dim than the first one.",
-                        expected="Shard(0)",
-                        got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
-                        where=f"parameter {place.name!r}",
-                        fix="save model.state_dict() with torch.distributed.checkpoint, which "
-                        "knows DTensors",
-                    )
+                raise UsageError.of(
+                    "This form of checkpoint does not support parameters that are cut along "
+                    "another dim than the first one.",
+                    expected="Shard(0)",
+                    got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
+                    where=f"parameter {place.name!r}",
+                    fix="save model.state_dict() with torch.distributed.checkpoint, which "
+                    "knows DTensors",
                 )
         return [
             self.layout.section(index, place.name) for index, place in enumerate(self.orig_params)

@@ -18,8 +18,6 @@ from .._state import optimizers, raw_optimizer_state
 from .._state.model_units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, local_parts
 
-__all__ = ["PATCHES", "patch_torch", "undo"]
-
 PATCHES: tuple[types.ModuleType, ...] = (
     clip_grad,
     dcp_adapter,

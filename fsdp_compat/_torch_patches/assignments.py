@@ -28,9 +28,7 @@ from .._engine import hooks
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
 from .._state import optimizers
-from ..errors import StateError, explain
-
-__all__ = ["patch", "undo", "watch"]
+from ..errors import StateError
 
 
 class _Place(typing.NamedTuple):
@@ -87,17 +85,14 @@ def _on_requires_grad(
                 continue  # shown whole, as in summon_full_params
             reached = set(module.parameters()) if reached is None else reached
             if flat not in reached:
-                raise StateError(
-                    explain(
-                        "requires_grad of a part of a FlatParameter cannot be changed.",
-                        expected="requires_grad_ of all parameters of a unit, or "
-                        "use_orig_params=True",
-                        got=f"requires_grad_({requires_grad}) of a {type(module).__name__} inside "
-                        "a unit",
-                        where=f"{unit.label}, {type(child).__name__}.{name}",
-                        fix="pass use_orig_params=True, or call it before wrapping: parameters "
-                        "that require grad and those that do not get a FlatParameter each",
-                    )
+                raise StateError.of(
+                    "requires_grad of a part of a FlatParameter cannot be changed.",
+                    expected="requires_grad_ of all parameters of a unit, or use_orig_params=True",
+                    got=f"requires_grad_({requires_grad}) of a {type(module).__name__} inside "
+                    "a unit",
+                    where=f"{unit.label}, {type(child).__name__}.{name}",
+                    fix="pass use_orig_params=True, or call it before wrapping: parameters "
+                    "that require grad and those that do not get a FlatParameter each",
                 )
     return original(requires_grad)
 
@@ -185,16 +180,14 @@ def _does_not_fit(
 
 
 def _refused(unit: Unit, module: nn.Module, name: str, got: str) -> StateError:
-    return StateError(
-        explain(
-            "A sharded parameter cannot be replaced like this.",
-            expected="with use_orig_params=True, between steps: a Parameter of the whole shape and "
-            "the same dtype, for one that is "
-            "not tied",
-            got=got,
-            where=f"{unit.label}, {type(module).__name__}.{name}",
-            fix="write the values in place: `with "
-            "FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
-            "parameter.copy_(value)`; what changes a model's structure belongs before wrapping",
-        )
+    return StateError.of(
+        "A sharded parameter cannot be replaced like this.",
+        expected="with use_orig_params=True, between steps: a Parameter of the whole shape and "
+        "the same dtype, for one that is "
+        "not tied",
+        got=got,
+        where=f"{unit.label}, {type(module).__name__}.{name}",
+        fix="write the values in place: `with "
+        "FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
+        "parameter.copy_(value)`; what changes a model's structure belongs before wrapping",
     )

@@ -20,9 +20,6 @@ from .._engine.group import Group
 from .._engine.runtime import live_runtimes
 from .._front_ends.flat.clipping import checked_norm_type
 
-__all__ = ["patch", "undo"]
-
-
 _undo: Callable[[], None] | None = None
 
 

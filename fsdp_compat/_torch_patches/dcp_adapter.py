@@ -25,8 +25,6 @@ from .dcp_options import mixed, unknown_argument
 from .dcp_state_dict import FUNCTIONS
 from .on_import import cancel, on_import
 
-__all__ = ["patch", "undo"]
-
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _ROUTE = "_fsdp_compat_route"  # the keyword whose default tells replaced code what to call
 

@@ -16,8 +16,6 @@ from .._state.param_ownership import ParamContents
 from .._state.rank_local import RankState
 from ..errors import explain
 
-__all__ = ["Names", "flattened", "names_in", "unflattened"]
-
 
 class Names:
     """The names that torch's functions use, which are without the parts of compilers and

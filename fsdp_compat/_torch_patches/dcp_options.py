@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError, explain, wrong_type
-
-__all__ = ["Options", "mixed", "resolve", "unknown_argument"]
+from ..errors import UsageError, wrong_type
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -65,14 +63,12 @@ def resolve(options: Any, call: str) -> Options:
         }
     )
     if found.from_rank0 and not found.full:
-        raise UsageError(
-            explain(
-                "Loading from rank 0 needs a full state dict.",
-                expected="full_state_dict=True with broadcast_from_rank0=True",
-                got="full_state_dict=False",
-                where=f"{call}(..., options=StateDictOptions(...))",
-                fix="set both, or leave broadcast_from_rank0 out: sharded values need no rank 0",
-            )
+        raise UsageError.of(
+            "Loading from rank 0 needs a full state dict.",
+            expected="full_state_dict=True with broadcast_from_rank0=True",
+            got="full_state_dict=False",
+            where=f"{call}(..., options=StateDictOptions(...))",
+            fix="set both, or leave broadcast_from_rank0 out: sharded values need no rank 0",
         )
     return found
 
@@ -80,30 +76,26 @@ def resolve(options: Any, call: str) -> Options:
 def unknown_argument(name: str, call: str) -> UsageError:
     """Return the error for an argument of the installed torch's function that ours does not
     know."""
-    return UsageError(
-        explain(
-            f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
-            f"{name}.",
-            expected=f"a call without {name}, or a {_PACKAGE} that was made for this torch",
-            got=f"{name}, for a model with a FullyShardedDataParallel of {_PACKAGE} in it",
-            where=call,
-            fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with "
-            "state_dict()",
-        )
+    return UsageError.of(
+        f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
+        f"{name}.",
+        expected=f"a call without {name}, or a {_PACKAGE} that was made for this torch",
+        got=f"{name}, for a model with a FullyShardedDataParallel of {_PACKAGE} in it",
+        where=call,
+        fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with "
+        "state_dict()",
     )
 
 
 def mixed(call: str) -> UsageError:
     """Return the error for a model with torch's FSDP modules beside ours."""
-    return UsageError(
-        explain(
-            f"The model has FullyShardedDataParallel modules of torch and of {_PACKAGE}.",
-            expected="modules of one of them",
-            got="both",
-            where=call,
-            fix="import FullyShardedDataParallel from one place, or take the state dicts of the "
-            "parts one by one",
-        )
+    return UsageError.of(
+        f"The model has FullyShardedDataParallel modules of torch and of {_PACKAGE}.",
+        expected="modules of one of them",
+        got="both",
+        where=call,
+        fix="import FullyShardedDataParallel from one place, or take the state dicts of the "
+        "parts one by one",
     )
 
 

@@ -36,12 +36,9 @@ from ..api import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from ..errors import CheckpointError, RuntimeUsageError, explain, wrong_type
+from ..errors import CheckpointError, RuntimeUsageError, wrong_type
 from .dcp_names import Names, flattened, names_in, unflattened
 from .dcp_options import Options, resolve
-
-__all__ = ["FUNCTIONS"]
-
 
 # --- the form -------------------------------------------------------------------------------------
 
@@ -105,14 +102,12 @@ def _each(
         if not isinstance(optimizer, Optimizer):
             raise wrong_type("optimizers", "an optimizer, or several", optimizer, call)
     if needed and not found:
-        raise RuntimeUsageError(
-            explain(
-                "There is no optimizer.",
-                expected="at least one",
-                got="none",
-                where=call,
-                fix="pass the model's optimizer",
-            )
+        raise RuntimeUsageError.of(
+            "There is no optimizer.",
+            expected="at least one",
+            got="none",
+            where=call,
+            fix="pass the model's optimizer",
         )
     return found
 
@@ -383,16 +378,14 @@ def _part_of(
     entries = {first[name]: entry for name, entry in state["state"].items() if name in first}
     missing = [name for name, trained in needed.items() if trained and name not in entries]
     if strict and missing and state["state"]:
-        raise CheckpointError(
-            explain(
-                "The optimizer state dict has no state for some of the parameters.",
-                expected=f"state for the {sum(needed.values())} parameters of "
-                f"{type(optimizer).__name__} that are trained",
-                got=f"none for {len(missing)}, such as {names.public(missing[0])!r}",
-                where="the 'state' of the optimizer state dict",
-                fix="load the state that was saved with this model, or allow it with "
-                "StateDictOptions(strict=False)",
-            )
+        raise CheckpointError.of(
+            "The optimizer state dict has no state for some of the parameters.",
+            expected=f"state for the {sum(needed.values())} parameters of "
+            f"{type(optimizer).__name__} that are trained",
+            got=f"none for {len(missing)}, such as {names.public(missing[0])!r}",
+            where="the 'state' of the optimizer state dict",
+            fix="load the state that was saved with this model, or allow it with "
+            "StateDictOptions(strict=False)",
         )
     groups = [
         {**group, "params": [first[name] for name in group["params"] if name in first]}
@@ -403,15 +396,13 @@ def _part_of(
 
 
 def _empty(what: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            f"The {what} is empty.",
-            expected="a dict with the names of the model's parameters, on every rank",
-            got="{}",
-            where="torch.distributed.checkpoint.state_dict",
-            fix="load the dict on all ranks, or set full_state_dict=True and "
-            "broadcast_from_rank0=True if rank 0 alone has it",
-        )
+    return CheckpointError.of(
+        f"The {what} is empty.",
+        expected="a dict with the names of the model's parameters, on every rank",
+        got="{}",
+        where="torch.distributed.checkpoint.state_dict",
+        fix="load the dict on all ranks, or set full_state_dict=True and "
+        "broadcast_from_rank0=True if rank 0 alone has it",
     )
 
 

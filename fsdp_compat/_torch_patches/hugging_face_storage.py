@@ -18,14 +18,12 @@ from typing import Any
 from torch.futures import Future
 
 from .._engine import hooks
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from .on_import import cancel, on_import
 
 if typing.TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-
-__all__ = ["patch", "undo"]
 
 # The writer numbers its files by rank, from 1. The number of a rank's k-th further file is larger
 # by k times this.
@@ -61,17 +59,15 @@ def _prepare_global_plan(
     for rank, plan in enumerate(plans):
         parts = _without_repetition(plan.items, None)
         if len(parts) > 1 and (not writer.save_distributed or len(plans) >= _FILES_OF_FIRST_PIECES):
-            raise CheckpointError(
-                explain(
-                    "Sharded values cannot be written into one safetensors file.",
-                    expected="HuggingFaceStorageWriter(..., save_distributed=True), and fewer "
-                    f"than {_FILES_OF_FIRST_PIECES} ranks",
-                    got=f"save_distributed={writer.save_distributed}, {len(plans)} ranks, and "
-                    f"several shards of {parts[1][0].index.fqn!r} on rank {rank}",
-                    where="torch.distributed.checkpoint.save",
-                    fix="set save_distributed=True, or save a full state dict "
-                    "(StateDictType.FULL_STATE_DICT) from one rank",
-                )
+            raise CheckpointError.of(
+                "Sharded values cannot be written into one safetensors file.",
+                expected="HuggingFaceStorageWriter(..., save_distributed=True), and fewer "
+                f"than {_FILES_OF_FIRST_PIECES} ranks",
+                got=f"save_distributed={writer.save_distributed}, {len(plans)} ranks, and "
+                f"several shards of {parts[1][0].index.fqn!r} on rank {rank}",
+                where="torch.distributed.checkpoint.save",
+                fix="set save_distributed=True, or save a full state dict "
+                "(StateDictType.FULL_STATE_DICT) from one rank",
             )
     return original(plans)
 

@@ -13,8 +13,6 @@ from typing import Any
 from .._state.formats import LocalPart
 from .on_import import cancel, on_import
 
-__all__ = ["patch", "undo"]
-
 _MODULE = "torch.distributed.checkpoint.default_planner"
 _PLANS = ("create_default_local_load_plan", "create_default_local_save_plan")
 _before: dict[str, tuple[types.ModuleType, Callable[..., Any]]] = {}

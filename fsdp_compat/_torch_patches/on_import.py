@@ -8,8 +8,6 @@ import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 
-__all__ = ["cancel", "on_import"]
-
 Change = Callable[[types.ModuleType], None]
 
 

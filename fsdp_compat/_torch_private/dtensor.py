@@ -11,19 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "dtensors",
-    "joined_mesh",
-    "local_parts",
-    "local_version",
-    "mesh_of_dims",
-    "set_local_part",
-    "shards",
-    "spec_for",
-    "spec_of",
-    "strided_shard",
-]
-
 
 def dtensors(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[torch.Tensor]:
     """Return the DTensors over ``parts``, without a graph. ``DTensor.from_local`` costs ten times

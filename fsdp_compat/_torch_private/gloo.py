@@ -20,15 +20,6 @@ from torch._C._distributed_c10d import (
     PrefixStore,
 )
 
-__all__ = [
-    "GlooCollectives",
-    "abort_wait",
-    "break_connections",
-    "gloo_of_its_own",
-    "is_closed",
-    "is_timeout",
-]
-
 
 def gloo_of_its_own(
     group: dist.ProcessGroup, name: str, rank: int, ranks: int, timeout: datetime.timedelta
@@ -40,9 +31,7 @@ def gloo_of_its_own(
     groups that each process has made; and its groups live until the world ends. Collective: the
     ranks of the group.
     """
-    store = PrefixStore(
-        f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1]
-    )
+    store = PrefixStore(f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1])
     gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     # What is sent through a group around the backend passes the dispatcher, where profilers and
     # dispatch modes see it.

@@ -12,9 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from ..errors import CheckpointError, explain
-
-__all__ = ["begin", "end", "mark_reported", "report_failed", "unreported", "wait_for_current"]
+from ..errors import CheckpointError
 
 
 class _Saves:
@@ -71,15 +69,13 @@ def report_failed(failed: Mapping[str, str], call: str) -> CheckpointError:
         for identity in failed:
             if _saves.failed.pop(identity, None) is None and _saves.is_current(identity):
                 _saves.reported_early.add(identity)
-    return CheckpointError(
-        explain(
-            "An earlier async_save failed, and its wait() was not called.",
-            expected="a complete checkpoint",
-            got="; ".join(failed.values()),
-            where=call,
-            fix=f"fix the cause and repeat this call, which has done nothing: {call}. Call wait() "
-            "to see a failure earlier",
-        )
+    return CheckpointError.of(
+        "An earlier async_save failed, and its wait() was not called.",
+        expected="a complete checkpoint",
+        got="; ".join(failed.values()),
+        where=call,
+        fix=f"fix the cause and repeat this call, which has done nothing: {call}. Call wait() "
+        "to see a failure earlier",
     )
 
 

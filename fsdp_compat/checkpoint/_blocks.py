@@ -22,24 +22,8 @@ import torch
 from .._comm.host_memory import memory_of
 from .._layout.pieces import Rows
 from .._layout.spec import Interval
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._texts import open_file
-
-__all__ = [
-    "BLOCK_NBYTES",
-    "BlockWriter",
-    "FileFacts",
-    "ReadRequest",
-    "changed_meanwhile",
-    "check",
-    "damaged",
-    "make_directories",
-    "merged",
-    "nbytes_to_check",
-    "read_checked",
-    "read_plain",
-    "sync_directory",
-]
 
 BLOCK_NBYTES = 4 << 20
 QUEUED = 8  # calls that wait for the second thread, at most
@@ -485,15 +469,13 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
 def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
     """Return the error for files that were intact when they were checked, and no longer are:
     ``error`` says why."""
-    result = CheckpointError(
-        explain(
-            "The files changed while they were being loaded.",
-            expected="files that do not change before the load returns",
-            got=" ".join(line.strip() for line in str(error).splitlines()[:3]),
-            where=str(path),
-            fix="the model and its optimizer may be partly changed: load this or another "
-            "checkpoint before continuing",
-        )
+    result = CheckpointError.of(
+        "The files changed while they were being loaded.",
+        expected="files that do not change before the load returns",
+        got=" ".join(line.strip() for line in str(error).splitlines()[:3]),
+        where=str(path),
+        fix="the model and its optimizer may be partly changed: load this or another "
+        "checkpoint before continuing",
     )
     result.__cause__ = error
     return result
@@ -501,13 +483,10 @@ def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
 
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:
     """Return the error for a file that was damaged or replaced."""
-    return CheckpointError(
-        explain(
-            f"{path.name} is not what was saved.",
-            expected=expected,
-            got=got,
-            where=str(path),
-            fix="load an older checkpoint, or restore this one from an intact copy; nothing was "
-            "loaded",
-        )
+    return CheckpointError.of(
+        f"{path.name} is not what was saved.",
+        expected=expected,
+        got=got,
+        where=str(path),
+        fix="load an older checkpoint, or restore this one from an intact copy; nothing was loaded",
     )

@@ -32,19 +32,6 @@ from ._blocks import make_directories, sync_directory
 from ._manifest import MANIFEST, Manifest, read_manifest
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of
 
-__all__ = [
-    "Fresh",
-    "NotSynced",
-    "directory_of",
-    "fresh_name",
-    "latest",
-    "make_fresh",
-    "remove",
-    "remove_leftovers",
-    "remove_older",
-    "steps_in",
-]
-
 _NAME = re.compile(r"step-([0-9]{8,})")
 _FRESH = re.compile(r"\.step-[0-9]{8,}-[0-9a-f]{32}")
 _REMOVED = re.compile(r"\.removed-step-[0-9]{8,}-[0-9a-f]+")

@@ -23,8 +23,6 @@ from .._state.unit_entries import gathered_unit
 from .._state.unmanaged import owners_in, unmanaged_in
 from ..errors import require_module
 
-__all__ = ["iter_full_state_dict"]
-
 
 def iter_full_state_dict(
     model: nn.Module, *, filter: Callable[[str], bool] | Literal["trainable"] | None = None

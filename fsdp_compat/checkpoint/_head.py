@@ -12,8 +12,6 @@ import torch
 from ._header import TensorInfo, dtype_of
 from ._texts import listed, parse_json, size, sizes, text_in, texts
 
-__all__ = ["TEXT", "Head", "StateTensor", "parse_head"]
-
 TEXT = "fsdp_compat"  # the key of the text in the metadata of the file
 
 _T = TypeVar("_T")

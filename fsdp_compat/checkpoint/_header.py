@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._texts import (
     MAX_TEXT_NBYTES,
     brief,
@@ -33,19 +33,6 @@ from ._texts import (
     sizes,
     text_in,
 )
-
-__all__ = [
-    "METADATA",
-    "TensorInfo",
-    "dtype_name",
-    "dtype_of",
-    "encode_header",
-    "is_known",
-    "is_quantized",
-    "length_of_header",
-    "parse_header",
-    "read_header",
-]
 
 METADATA = "__metadata__"
 _MAX_DEPTH = 127  # the library's limit
@@ -268,12 +255,10 @@ def _refuse_constant(text: str) -> None:
 
 
 def _not_safetensors(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            f"{path.name} is not a safetensors file, or not a complete one.",
-            expected="a JSON header with the offsets of all tensors, without gaps",
-            got=got,
-            where=str(path),
-            fix="restore the file from an intact copy; nothing was loaded",
-        )
+    return CheckpointError.of(
+        f"{path.name} is not a safetensors file, or not a complete one.",
+        expected="a JSON header with the offsets of all tensors, without gaps",
+        got=got,
+        where=str(path),
+        fix="restore the file from an intact copy; nothing was loaded",
     )

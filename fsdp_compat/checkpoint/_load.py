@@ -21,15 +21,13 @@ from torch import nn
 
 from .. import errors
 from .._state.optimizers import convert
-from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
+from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._load_plan import LoadPlan
 from ._optimizers import SharedOptimizer
 from ._progress import require_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
 from ._report import LoadReport, deliver, require_report
 from ._texts import brief
-
-__all__ = ["load"]
 
 
 def load(
@@ -115,15 +113,13 @@ def load(
         shared.require_alike([facts for _, facts in answers], call)
         identities = {identity for identity, _ in answers}
         if len(identities) > 1:
-            raise CheckpointError(
-                explain(
-                    "The ranks load different checkpoints.",
-                    expected="the same checkpoint on all ranks",
-                    got=f"{len(identities)} different ones; this rank: {path}",
-                    where=call,
-                    fix="pass the same path on all ranks; with a folder per node, or during a "
-                    "save, pass latest(folder, model)",
-                )
+            raise CheckpointError.of(
+                "The ranks load different checkpoints.",
+                expected="the same checkpoint on all ranks",
+                got=f"{len(identities)} different ones; this rank: {path}",
+                where=call,
+                fix="pass the same path on all ranks; with a folder per node, or during a "
+                "save, pass latest(folder, model)",
             )
         deliver(plan.report, report, strict, call, path)
         extra = None
@@ -145,28 +141,24 @@ def load(
 
 
 def _no_path(call: str) -> UsageError:
-    return UsageError(
-        explain(
-            "There is no checkpoint to load.",
-            expected="the path of a checkpoint",
-            got="None, which latest(folder) returns if the folder holds no complete checkpoint",
-            where=f"argument 'path' of {call}",
-            fix="call load only if latest(folder) is not None: on the first run there is nothing "
-            "to load; or check the folder",
-        )
+    return UsageError.of(
+        "There is no checkpoint to load.",
+        expected="the path of a checkpoint",
+        got="None, which latest(folder) returns if the folder holds no complete checkpoint",
+        where=f"argument 'path' of {call}",
+        fix="call load only if latest(folder) is not None: on the first run there is nothing "
+        "to load; or check the folder",
     )
 
 
 def _refused(error: Exception, path: object) -> CheckpointError:
-    result = CheckpointError(
-        explain(
-            "The model or the optimizer refused a value of the checkpoint.",
-            expected="values that load_state_dict of both accepts",
-            got=brief(error),
-            where=str(path),
-            fix="the model and its optimizer may be partly changed: load another checkpoint before "
-            "continuing",
-        )
+    result = CheckpointError.of(
+        "The model or the optimizer refused a value of the checkpoint.",
+        expected="values that load_state_dict of both accepts",
+        got=brief(error),
+        where=str(path),
+        fix="the model and its optimizer may be partly changed: load another checkpoint before "
+        "continuing",
     )
     result.__cause__ = error
     return result

@@ -13,7 +13,7 @@ from .. import _torch_private
 from .._engine.state_store import store_of
 from .._layout.spec import Interval
 from .._layout.transfer import same_parts
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._load_settings import settings_for
 from ._named_groups import NamedGroup, held_by
 from ._optimizers import classes_of, is_of_another_kind
@@ -21,8 +21,6 @@ from ._part_source import OwnPart, PartSource, PieceSource, TensorSource
 from ._rank_files import RankFiles
 from ._report import LoadReport
 from ._values import decode, tensor_from_text, tensor_in
-
-__all__ = ["OptimizerLoadPlan"]
 
 
 class OptimizerLoadPlan:
@@ -308,41 +306,35 @@ class OptimizerLoadPlan:
     def _parts_have_changed(
         self, name: str, key: Any, source: PieceSource, ranks: int
     ) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                "An optimizer state belongs to one rank's part of a parameter, and the "
-                "parts have changed.",
-                expected=f"{source.group.layout.ranks} ranks and the wrapping that it was saved "
-                f"with, for state {key!r}",
-                got=f"{ranks} ranks, or another wrapping or use_orig_params",
-                where=f"{name}, in {self._files.path}",
-                fix="load with as many ranks and the same wrapping, or without the optimizer",
-            )
+        return CheckpointError.of(
+            "An optimizer state belongs to one rank's part of a parameter, and the "
+            "parts have changed.",
+            expected=f"{source.group.layout.ranks} ranks and the wrapping that it was saved "
+            f"with, for state {key!r}",
+            got=f"{ranks} ranks, or another wrapping or use_orig_params",
+            where=f"{name}, in {self._files.path}",
+            fix="load with as many ranks and the same wrapping, or without the optimizer",
         )
 
 
 def _no_state(files: RankFiles) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "The checkpoint holds no optimizer state.",
-            expected="a checkpoint that was saved with an optimizer",
-            got="one that was saved without",
-            where=str(files.path),
-            fix="pass optimizer=None, and continue with the optimizer as it is",
-        )
+    return CheckpointError.of(
+        "The checkpoint holds no optimizer state.",
+        expected="a checkpoint that was saved with an optimizer",
+        got="one that was saved without",
+        where=str(files.path),
+        fix="pass optimizer=None, and continue with the optimizer as it is",
     )
 
 
 def _another_optimizer(files: RankFiles, optimizer: torch.optim.Optimizer) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "The checkpoint holds the state of another optimizer.",
-            expected=f"the state of {classes_of(optimizer)[0]}",
-            got=f"that of {files.manifest.optimizer_classes[0]}, with other settings",
-            where=str(files.path),
-            fix="build the optimizer that was saved; or pass optimizer=None to load the model "
-            "alone, or strict=False to keep this optimizer's state and settings",
-        )
+    return CheckpointError.of(
+        "The checkpoint holds the state of another optimizer.",
+        expected=f"the state of {classes_of(optimizer)[0]}",
+        got=f"that of {files.manifest.optimizer_classes[0]}, with other settings",
+        where=str(files.path),
+        fix="build the optimizer that was saved; or pass optimizer=None to load the model "
+        "alone, or strict=False to keep this optimizer's state and settings",
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from .._engine.state_store import store_of
 from .._state.model_units import units_of
 from .._state.unmanaged import load_unmanaged, unmanaged_state
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._load_optimizer import OptimizerLoadPlan
 from ._manifest import SavedParameter
 from ._named_groups import NamedGroup, named_groups, names_in
@@ -25,8 +25,6 @@ from ._report import LoadReport, nothing_fits, problems_in
 from ._snapshot import warn_of_left_out
 from ._texts import joined
 from ._values import decode, tensor_in
-
-__all__ = ["LoadPlan"]
 
 
 class LoadPlan:
@@ -181,15 +179,13 @@ class LoadPlan:
         """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
         buffers, in their shapes and kinds of dtype; not strict: unless it holds some of them."""
         if strict and (wrong := problems_in(self.report)):
-            raise CheckpointError(
-                explain(
-                    "The checkpoint does not fit the model.",
-                    expected="the names and shapes of the model's parameters and buffers, and "
-                    "dtypes that convert to theirs",
-                    got=joined(wrong, 20, "; "),
-                    where=str(self.files.path),
-                    fix="build the model that was saved, or pass strict=False to load what fits",
-                )
+            raise CheckpointError.of(
+                "The checkpoint does not fit the model.",
+                expected="the names and shapes of the model's parameters and buffers, and "
+                "dtypes that convert to theirs",
+                got=joined(wrong, 20, "; "),
+                where=str(self.files.path),
+                fix="build the model that was saved, or pass strict=False to load what fits",
             )
         if problems_in(self.report) and not self._sources and not self._others:
             raise nothing_fits(self.files.path, self.report)

@@ -16,8 +16,6 @@ from ._report import LoadReport
 from ._texts import joined
 from ._values import decode, tensor_from_text
 
-__all__ = ["settings_for"]
-
 # Settings of torch.optim that choose an implementation, and change no number.
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
@@ -33,14 +31,12 @@ class _SavedGroup:
         """Return the settings in objects of their own. Raises CheckpointError."""
         settings = decode(self.content, "parameter group", tensor_from_text)
         if not isinstance(settings, dict):
-            raise CheckpointError(
-                explain(
-                    "The settings of a parameter group are invalid.",
-                    expected="settings by name",
-                    got=f"a {type(settings).__name__}",
-                    where="param_groups of the optimizer",
-                    fix="load an older checkpoint; nothing was loaded",
-                )
+            raise CheckpointError.of(
+                "The settings of a parameter group are invalid.",
+                expected="settings by name",
+                got=f"a {type(settings).__name__}",
+                where="param_groups of the optimizer",
+                fix="load an older checkpoint; nothing was loaded",
             )
         return settings
 

@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _torch_private
-from ..errors import StateError, explain
+from ..errors import StateError
 from ._processes import Inquiry, Members
 from ._texts import joined
-
-__all__ = ["RankLost", "StoreMailbox"]
 
 PAUSE_S = 0.2  # longest interval between two polls; longer with more than 1,000 ranks
 EXIT_S = 10.0  # how long a process whose program has failed waits for the others before it ends
@@ -43,14 +41,12 @@ class StoreMailbox:
         self._connection: _torch_private.Store | None = None
         default = _torch_private.default_store()
         if default is None:
-            raise StateError(
-                explain(
-                    "The process group of this module was destroyed.",
-                    expected="checkpoints to be saved and loaded before destroy_process_group",
-                    got="no default process group",
-                    where=f"{name}, on rank {members.number}",
-                    fix="wrap the model again after init_process_group",
-                )
+            raise StateError.of(
+                "The process group of this module was destroyed.",
+                expected="checkpoints to be saved and loaded before destroy_process_group",
+                got="no default process group",
+                where=f"{name}, on rank {members.number}",
+                fix="wrap the model again after init_process_group",
             )
         self._default_store = default  # kept alive: on one rank it is the server of all
         try:

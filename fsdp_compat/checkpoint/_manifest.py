@@ -23,7 +23,7 @@ import torch
 
 from .._layout.pieces import Piece, require_grid
 from .._layout.spec import FlatLayout, ParamSpec
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
 from ._texts import (
@@ -38,16 +38,6 @@ from ._texts import (
     text_in,
     texts,
 )
-
-__all__ = [
-    "MANIFEST",
-    "FlatGroup",
-    "Manifest",
-    "SavedParameter",
-    "file_name",
-    "read_manifest",
-    "versions",
-]
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdp_compat checkpoint"
@@ -270,15 +260,13 @@ def read_manifest(path: Path) -> Manifest:
         RecursionError,
     ) as error:
         raise damaged(file, "a layout with one place for every element", brief(error)) from error
-    raise CheckpointError(
-        explain(
-            "This checkpoint has another format.",
-            expected=f"{FORMAT}, version {' or '.join(map(str, VERSIONS))}",
-            got=f"{reprlib.repr(content.get('format'))}, version "
-            f"{reprlib.repr(content.get('version'))}",
-            where=str(file),
-            fix="load it with the version of fsdp_compat in its 'written_by', or a later one",
-        )
+    raise CheckpointError.of(
+        "This checkpoint has another format.",
+        expected=f"{FORMAT}, version {' or '.join(map(str, VERSIONS))}",
+        got=f"{reprlib.repr(content.get('format'))}, version "
+        f"{reprlib.repr(content.get('version'))}",
+        where=str(file),
+        fix="load it with the version of fsdp_compat in its 'written_by', or a later one",
     )
 
 
@@ -293,14 +281,12 @@ def _no_checkpoint(path: Path) -> CheckpointError:
         if steps:
             got = f"a folder of checkpoints: {', '.join(steps[-4:])}"
             fix = f"pass latest({str(path)!r}), or one of these: {str(path / steps[-1])!r}"
-    return CheckpointError(
-        explain(
-            "There is no checkpoint at this path.",
-            expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...)",
-            got=got,
-            where=str(path),
-            fix=fix,
-        )
+    return CheckpointError.of(
+        "There is no checkpoint at this path.",
+        expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...)",
+        got=got,
+        where=str(path),
+        fix=fix,
     )
 
 

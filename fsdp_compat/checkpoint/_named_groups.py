@@ -21,16 +21,8 @@ from .._state.formats import place_of
 from .._state.model_units import units_of
 from .._state.names import clean_name, named_sections
 from .._state.param_ownership import NamedUnit, ownership_of
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from ._manifest import FlatGroup
-
-__all__ = [
-    "NamedGroup",
-    "held_by",
-    "named_groups",
-    "names_in",
-    "tensor_parallel_axes",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,15 +144,13 @@ def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[A
         for dim in parallel.own_dims:
             placement = parallel.placements[dim]
             if not (placement.is_replicate() or placement.is_shard()):
-                raise UsageError(
-                    explain(
-                        "Checkpoints cannot hold a DTensor parameter that is placed in this way.",
-                        expected="Shard(dim) or Replicate() on every dimension of its mesh",
-                        got=f"{placement} for {named.prefix}"
-                        f"{clean_name(store.orig_params[index].name)}",
-                        where=named.unit.label,
-                        fix="distribute the parameter with Shard or Replicate, or save state dicts",
-                    )
+                raise UsageError.of(
+                    "Checkpoints cannot hold a DTensor parameter that is placed in this way.",
+                    expected="Shard(dim) or Replicate() on every dimension of its mesh",
+                    got=f"{placement} for {named.prefix}"
+                    f"{clean_name(store.orig_params[index].name)}",
+                    where=named.unit.label,
+                    fix="distribute the parameter with Shard or Replicate, or save state dicts",
                 )
     first = store.parallel[section.first_param] if section.layout.params else None
     if first is None:

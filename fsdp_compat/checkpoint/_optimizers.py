@@ -17,12 +17,10 @@ from .._engine.group import Group
 from .._state.model_units import units_of
 from .._state.optim_alike import OptimizerFacts, describe, require_alike
 from .._state.param_ownership import ParamOwnership, ownership_of
-from ..errors import RuntimeUsageError, UsageError, explain
+from ..errors import RuntimeUsageError, UsageError
 from ._named_groups import tensor_parallel_axes
 from ._ranks import Ranks
 from ._texts import joined
-
-__all__ = ["SharedOptimizer", "classes_of", "is_of_another_kind", "joined_param_groups"]
 
 
 class SharedOptimizer:
@@ -62,16 +60,14 @@ class SharedOptimizer:
         if self._ownership is not None and len(by_rank) == len(all_facts):
             require_alike(self._ownership, self._groups, by_rank, call, unmanaged=True)
         elif by_rank:
-            raise RuntimeUsageError(
-                explain(
-                    "Only some ranks have an optimizer.",
-                    expected="an optimizer on every rank, or None on every rank",
-                    got="none on rank(s) "
-                    f"{[number for number, facts in enumerate(all_facts) if facts is None]} of "
-                    f"{self._ranks.count}",
-                    where=call,
-                    fix="pass the model's optimizer on every rank",
-                )
+            raise RuntimeUsageError.of(
+                "Only some ranks have an optimizer.",
+                expected="an optimizer on every rank, or None on every rank",
+                got="none on rank(s) "
+                f"{[number for number, facts in enumerate(all_facts) if facts is None]} of "
+                f"{self._ranks.count}",
+                where=call,
+                fix="pass the model's optimizer on every rank",
             )
 
 
@@ -155,20 +151,18 @@ def _different_settings(
 ) -> UsageError:
     shared = [name for name in other["params"] if name in one["params"]]
     keys = _differing(one["settings"], other["settings"])
-    return UsageError(
-        explain(
-            "The ranks' optimizers have different settings, and a checkpoint holds one of each.",
-            expected="the same settings of a parameter on all ranks",
-            got=joined(
-                [
-                    f"{key}={other['settings'].get(key)} on rank {rank}, "
-                    f"{one['settings'].get(key)} on a rank before it"
-                    for key in keys
-                ],
-                4,
-                "; ",
-            ),
-            where=f"the parameter group of {shared[0]!r}, {call}",
-            fix="give the parameter groups the same settings on all ranks before saving",
-        )
+    return UsageError.of(
+        "The ranks' optimizers have different settings, and a checkpoint holds one of each.",
+        expected="the same settings of a parameter on all ranks",
+        got=joined(
+            [
+                f"{key}={other['settings'].get(key)} on rank {rank}, "
+                f"{one['settings'].get(key)} on a rank before it"
+                for key in keys
+            ],
+            4,
+            "; ",
+        ),
+        where=f"the parameter group of {shared[0]!r}, {call}",
+        fix="give the parameter groups the same settings on all ranks before saving",
     )

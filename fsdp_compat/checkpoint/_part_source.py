@@ -14,8 +14,6 @@ from ._manifest import FlatGroup, SavedParameter
 from ._named_groups import NamedGroup
 from ._rank_files import RankFiles
 
-__all__ = ["OwnPart", "PartSource", "PieceSource", "TensorSource"]
-
 
 @dataclasses.dataclass(frozen=True)
 class OwnPart:

@@ -17,8 +17,6 @@ from .. import _torch_private
 from .._comm.divergence.processes import Process
 from .._comm.divergence.status_store import StatusStore
 
-__all__ = ["Inquiry", "Members", "members_of", "own_facts"]
-
 ASK_S = 1.0  # shortest interval between two questions to a silent rank on another machine
 # A rank that has not answered for this long counts as ended. A long call into C that holds the
 # interpreter's lock delays answers.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from ..errors import UsageError, explain
-
-__all__ = ["progress_bar", "require_bar"]
+from ..errors import UsageError
 
 
 def require_bar(wanted: bool, where: str) -> None:
@@ -16,14 +14,12 @@ def require_bar(wanted: bool, where: str) -> None:
         try:
             import tqdm  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
         except ModuleNotFoundError as error:
-            raise UsageError(
-                explain(
-                    "progress=True requires tqdm.",
-                    expected="the package tqdm",
-                    got="not installed",
-                    where=where,
-                    fix="pip install 'fsdp_compat[progress]', or pass progress=False",
-                )
+            raise UsageError.of(
+                "progress=True requires tqdm.",
+                expected="the package tqdm",
+                got="not installed",
+                where=where,
+                fix="pip install 'fsdp_compat[progress]', or pass progress=False",
             ) from error
 
 

@@ -31,8 +31,6 @@ from ._progress import progress_bar
 from ._snapshot import FileTensor, Snapshot, as_text
 from ._texts import brief
 
-__all__ = ["RankFiles", "write_rank_file"]
-
 
 def write_rank_file(path: Path, snapshot: Snapshot, title: str, shown: bool) -> FileFacts:
     """Write what a rank saves to a new file, durably. title, shown: of the progress bar."""

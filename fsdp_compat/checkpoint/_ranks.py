@@ -19,13 +19,11 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Axis, Mesh
 from .._engine import rendezvous
 from .._state.model_units import ModelUnit, model_units_in, runtimes_of
-from ..errors import CheckpointError, StateError, UsageError, explain
+from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from ._mailbox import RankLost, StoreMailbox
 from ._named_groups import tensor_parallel_axes
 from ._processes import Members, members_of, own_facts
-
-__all__ = ["Ranks", "all_ranks_or_raise", "checkpoint_error_from", "ranks_of", "require_rest"]
 
 
 @dataclasses.dataclass
@@ -69,14 +67,12 @@ class Ranks:
         try:
             texts, indices = self.mailbox.conclude(work)
         except RankLost as lost:
-            raise StateError(
-                explain(
-                    f"A rank did not finish {self.call}.",
-                    expected=f"all {self.count} ranks to finish the call",
-                    got=str(lost),
-                    where=f"rank {self.number} of {self.count}",
-                    fix="look for that rank's error; earlier checkpoints are unchanged",
-                )
+            raise StateError.of(
+                f"A rank did not finish {self.call}.",
+                expected=f"all {self.count} ranks to finish the call",
+                got=str(lost),
+                where=f"rank {self.number} of {self.count}",
+                fix="look for that rank's error; earlier checkpoints are unchanged",
             ) from lost
         values = [json.loads(text) for text in texts]
         return [values[index] for index in indices]
@@ -90,16 +86,14 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
     """
     units = model_units_in(model) if isinstance(model, nn.Module) else []
     if not units:
-        raise UsageError(
-            explain(
-                "The model is not wrapped.",
-                expected="a model that contains FullyShardedDataParallel modules, or modules that "
-                "fully_shard was applied to",
-                got=f"a {type(model).__name__} without any",
-                where=f"{call}(..., model)",
-                fix="wrap the model first, with FullyShardedDataParallel(model), or call "
-                "fully_shard(model)",
-            )
+        raise UsageError.of(
+            "The model is not wrapped.",
+            expected="a model that contains FullyShardedDataParallel modules, or modules that "
+            "fully_shard was applied to",
+            got=f"a {type(model).__name__} without any",
+            where=f"{call}(..., model)",
+            fix="wrap the model first, with FullyShardedDataParallel(model), or call "
+            "fully_shard(model)",
         )
     axes = tensor_parallel_axes([each.unit for each in units])
     groups = [group for each in units for group in each.unit.groups]
@@ -188,14 +182,12 @@ def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) ->
     the call leaves behind."""
     if not isinstance(error, OSError):
         return error
-    result = CheckpointError(
-        explain(
-            what,
-            expected="files that can be read and written",
-            got=f"{type(error).__name__}: {error}",
-            where=str(path),
-            fix=f"check free space and permissions; {state}",
-        )
+    result = CheckpointError.of(
+        what,
+        expected="files that can be read and written",
+        got=f"{type(error).__name__}: {error}",
+        where=str(path),
+        fix=f"check free space and permissions; {state}",
     )
     result.__cause__ = error
     return result

@@ -7,10 +7,8 @@ import warnings
 from typing import Any
 
 from .. import errors
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._texts import joined
-
-__all__ = ["LoadReport", "deliver", "nothing_fits", "problems_in", "require_report"]
 
 
 @dataclasses.dataclass
@@ -81,12 +79,10 @@ def require_report(call: str, strict: Any, report: Any) -> None:
 
 def nothing_fits(path: object, report: LoadReport) -> CheckpointError:
     """Return the error for a checkpoint that has nothing in common with the model."""
-    return CheckpointError(
-        explain(
-            "Nothing in the checkpoint fits the model.",
-            expected="at least one name with the same shape in both, also with strict=False",
-            got=joined(problems_in(report), 20, "; "),
-            where=str(path),
-            fix="check that it is the checkpoint of this model, and compare the names",
-        )
+    return CheckpointError.of(
+        "Nothing in the checkpoint fits the model.",
+        expected="at least one name with the same shape in both, also with strict=False",
+        got=joined(problems_in(report), 20, "; "),
+        where=str(path),
+        fix="check that it is the checkpoint of this model, and compare the names",
     )

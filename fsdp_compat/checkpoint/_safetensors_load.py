@@ -14,7 +14,7 @@ from torch import nn
 
 from .._state.model_units import units_of
 from .._state.unmanaged import load_unmanaged
-from ..errors import CheckpointError, UsageError, explain
+from ..errors import CheckpointError, UsageError
 from ._blocks import ReadRequest, changed_meanwhile, merged, read_plain
 from ._header import TensorInfo, read_header
 from ._named_groups import NamedGroup, named_groups
@@ -33,8 +33,6 @@ from ._safetensors_parts import (
     unmanaged_tensors,
 )
 from ._texts import brief, joined, parse_json, read_text, text_in
-
-__all__ = ["load_safetensors", "tensors_of"]
 
 _ReadPlan = list[tuple[HeldPart, Path, TensorInfo]]  # the file and the tensor in it of each part
 
@@ -142,14 +140,12 @@ def _plan_reading(
         model_name = renamed(name, rename, call)
         if model_name is not None:
             if model_name in found:
-                raise UsageError(
-                    explain(
-                        "Two tensors of the files get the same name in the model.",
-                        expected="a different name for each",
-                        got=f"{model_name!r} for {name!r} and for another tensor",
-                        where=call,
-                        fix="make rename return different names, or None for one of them",
-                    )
+                raise UsageError.of(
+                    "Two tensors of the files get the same name in the model.",
+                    expected="a different name for each",
+                    got=f"{model_name!r} for {name!r} and for another tensor",
+                    where=call,
+                    fix="make rename return different names, or None for one of them",
                 )
             found[model_name] = source
     others: dict[str, torch.Tensor] = {}
@@ -190,15 +186,13 @@ def _require_fit(path: Path, plan: _ReadPlan, left: LoadReport, strict: bool) ->
     """Raise CheckpointError unless the files hold exactly the model's names and shapes; not strict:
     unless they hold some of them."""
     if strict and (wrong := problems_in(left)):
-        raise CheckpointError(
-            explain(
-                "The weights do not fit the model.",
-                expected="the names and shapes of its parameters and persistent buffers",
-                got=joined(wrong, 20, "; "),
-                where=str(path),
-                fix="pass rename, a function from a name in the files to the name in the model, or "
-                "to None to skip it; or pass strict=False to load what fits",
-            )
+        raise CheckpointError.of(
+            "The weights do not fit the model.",
+            expected="the names and shapes of its parameters and persistent buffers",
+            got=joined(wrong, 20, "; "),
+            where=str(path),
+            fix="pass rename, a function from a name in the files to the name in the model, or "
+            "to None to skip it; or pass strict=False to load what fits",
         )
     if problems_in(left) and not plan:
         raise nothing_fits(path, left)
@@ -221,28 +215,24 @@ def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
         except FileNotFoundError:
             files = []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                explain(
-                    "The index cannot be read.",
-                    expected="JSON with a 'weight_map' from tensor names to names of files beside "
-                    "the index",
-                    got=brief(error),
-                    where=str(index),
-                    fix="copy it again, or remove it and pass the directory to read all its files",
-                )
+            raise CheckpointError.of(
+                "The index cannot be read.",
+                expected="JSON with a 'weight_map' from tensor names to names of files beside "
+                "the index",
+                got=brief(error),
+                where=str(index),
+                fix="copy it again, or remove it and pass the directory to read all its files",
             ) from error
     else:
         files = [path]
     missing = [file for file in files if not file.is_file()]
     if missing or not files:
-        raise CheckpointError(
-            explain(
-                "No weights found.",
-                expected="a safetensors file, an index, or a directory with either",
-                got=f"no file {missing[0].name}" if missing else "none",
-                where=str(path),
-                fix="check the path; the files of an index must be in the same directory",
-            )
+        raise CheckpointError.of(
+            "No weights found.",
+            expected="a safetensors file, an index, or a directory with either",
+            got=f"no file {missing[0].name}" if missing else "none",
+            where=str(path),
+            fix="check the path; the files of an index must be in the same directory",
         )
     found: dict[str, tuple[Path, TensorInfo]] = {}
     for file in files:
@@ -250,29 +240,25 @@ def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
             if file_names is not None and file_names.get(name) != file.name:
                 continue
             if name in found:
-                raise CheckpointError(
-                    explain(
-                        "Two files hold a tensor of the same name.",
-                        expected="each tensor in one file of the directory",
-                        got=f"{name!r} in {found[name][0].name} and in {file.name}",
-                        where=str(path),
-                        fix="pass one file, or remove the files that belong to other weights",
-                    )
+                raise CheckpointError.of(
+                    "Two files hold a tensor of the same name.",
+                    expected="each tensor in one file of the directory",
+                    got=f"{name!r} in {found[name][0].name} and in {file.name}",
+                    where=str(path),
+                    fix="pass one file, or remove the files that belong to other weights",
                 )
             found[name] = file, info
     if file_names is not None:
         missing_names = [name for name in file_names if name not in found]
         if missing_names:
             first = missing_names[0]
-            raise CheckpointError(
-                explain(
-                    "The index does not match the files.",
-                    expected=f"{first!r} in {file_names[first]}",
-                    got=f"{len(missing_names)} of {len(file_names)} tensors are not in the file "
-                    "that the index names",
-                    where=str(index),
-                    fix="copy the index and the files from the same source",
-                )
+            raise CheckpointError.of(
+                "The index does not match the files.",
+                expected=f"{first!r} in {file_names[first]}",
+                got=f"{len(missing_names)} of {len(file_names)} tensors are not in the file "
+                "that the index names",
+                where=str(index),
+                fix="copy the index and the files from the same source",
             )
     return found
 

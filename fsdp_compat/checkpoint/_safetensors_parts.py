@@ -17,23 +17,10 @@ from .._engine.state_store import store_of
 from .._layout.pieces import Piece, Rows, common_rows
 from .._layout.spec import Interval
 from .._state.unmanaged import unmanaged_state
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from ._named_groups import NamedGroup
 from ._progress import require_bar
 from ._ranks import Ranks
-
-__all__ = [
-    "INDEX",
-    "ONE_FILE",
-    "HeldPart",
-    "Rename",
-    "check_arguments",
-    "digest",
-    "managed_parts",
-    "renamed",
-    "require_same_plan",
-    "unmanaged_tensors",
-]
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -129,12 +116,10 @@ def digest(*facts: object) -> str:
 def require_same_plan(digests: list[str], ranks: Ranks, call: str) -> None:
     """Raise UsageError, on all ranks, if the digests of their plans differ."""
     if len(set(digests)) > 1:
-        raise UsageError(
-            explain(
-                "The ranks' arguments or files differ.",
-                expected="the same files, names and dtypes on all ranks",
-                got=f"{len(set(digests))} different plans on {ranks.count} ranks",
-                where=call,
-                fix="pass the same arguments on all ranks, and a path on a shared file system",
-            )
+        raise UsageError.of(
+            "The ranks' arguments or files differ.",
+            expected="the same files, names and dtypes on all ranks",
+            got=f"{len(set(digests))} different plans on {ranks.count} ranks",
+            where=call,
+            fix="pass the same arguments on all ranks, and a path on a shared file system",
         )

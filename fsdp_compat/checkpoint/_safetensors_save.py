@@ -20,7 +20,7 @@ from .._comm.host_memory import memory_of
 from .._layout.pieces import Rows
 from .._layout.spec import Interval
 from .._state.model_units import names_before, units_of
-from ..errors import CheckpointError, UsageError, explain
+from ..errors import CheckpointError, UsageError
 from ._blocks import BLOCK_NBYTES, Tick, make_directories, sync_directory
 from ._header import METADATA, TensorInfo, encode_header, is_known
 from ._named_groups import named_groups
@@ -38,8 +38,6 @@ from ._safetensors_parts import (
     require_same_plan,
     unmanaged_tensors,
 )
-
-__all__ = ["save_safetensors"]
 
 
 def save_safetensors(
@@ -139,14 +137,12 @@ def save_safetensors(
 
 
 def _incomplete(path: object, total: int, expected: int) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "The weights could not be saved.",
-            expected=f"{expected} bytes of tensors, each written by one rank",
-            got=f"{total} bytes written by all ranks",
-            where=str(path),
-            fix="report this with the way in which the model is wrapped; no file was published",
-        )
+    return CheckpointError.of(
+        "The weights could not be saved.",
+        expected=f"{expected} bytes of tensors, each written by one rank",
+        got=f"{total} bytes written by all ranks",
+        where=str(path),
+        fix="report this with the way in which the model is wrapped; no file was published",
     )
 
 
@@ -157,14 +153,12 @@ def _refuse_existing(path: Path, call: str) -> None:
         for file in path.glob(pattern)
     )
     if existing:
-        raise UsageError(
-            explain(
-                "The directory already holds weights, which are never overwritten.",
-                expected="a directory without weights",
-                got=f"an existing {existing[0]}",
-                where=f"{call}({str(path)!r}, ...)",
-                fix="save into another directory, or move these files away",
-            )
+        raise UsageError.of(
+            "The directory already holds weights, which are never overwritten.",
+            expected="a directory without weights",
+            got=f"an existing {existing[0]}",
+            where=f"{call}({str(path)!r}, ...)",
+            fix="save into another directory, or move these files away",
         )
 
 
@@ -205,31 +199,27 @@ class _WeightFiles:
                     "the result of rename", f"a name for {held.names[0]!r}", name, call
                 )
             if name in names:
-                raise UsageError(
-                    explain(
-                        "Two tensors of the model get the same name in the files.",
-                        expected="a different name for each",
-                        got=f"{name!r} for {held.names[0]!r} and for another tensor",
-                        where=call,
-                        fix="make rename return different names, or None for one of them",
-                    )
+                raise UsageError.of(
+                    "Two tensors of the model get the same name in the files.",
+                    expected="a different name for each",
+                    got=f"{name!r} for {held.names[0]!r} and for another tensor",
+                    where=call,
+                    fix="make rename return different names, or None for one of them",
                 )
             names.add(name)
             stored = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
             if not is_known(stored):
-                raise UsageError(
-                    explain(
-                        "safetensors files do not support this dtype.",
-                        expected="a dtype that the format supports",
-                        got=f"{stored} for {held.names[0]!r}",
-                        where=call,
-                        fix=(
-                            "pass dtype=torch.float32"
-                            if stored.is_floating_point
-                            else "leave it out with rename"
-                        )
-                        + ", or use checkpoint.save, which keeps every dtype",
+                raise UsageError.of(
+                    "safetensors files do not support this dtype.",
+                    expected="a dtype that the format supports",
+                    got=f"{stored} for {held.names[0]!r}",
+                    where=call,
+                    fix=(
+                        "pass dtype=torch.float32"
+                        if stored.is_floating_point
+                        else "leave it out with rename"
                     )
+                    + ", or use checkpoint.save, which keeps every dtype",
                 )
             size = math.prod(held.shape) * stored.itemsize
             if nbytes and nbytes + size > max_file_nbytes:

@@ -13,8 +13,6 @@ from torch import nn
 from . import _background as background
 from ._save_job import SaveJob
 
-__all__ = ["AsyncSave", "async_save", "save"]
-
 
 def save(
     folder: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from torch import nn
 
 from .. import errors
 from .._state.model_units import units_of
-from ..errors import CheckpointError, StateError, UsageError, explain
+from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from . import _directory as directory
 from ._blocks import FileFacts
@@ -34,8 +34,6 @@ from ._progress import require_bar
 from ._rank_files import write_rank_file
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
-
-__all__ = ["SaveJob"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +132,12 @@ class SaveJob:
         self.identity = answers[0][0]
         if any(step != self._step for _, step, *_ in answers):
             self._ranks.mailbox.close()
-            raise UsageError(
-                explain(
-                    "The ranks save different steps.",
-                    expected="the same step on all ranks",
-                    got=f"{[step for _, step, *_ in answers]} by rank",
-                    where=self.call,
-                    fix="pass the same step on all ranks",
-                )
+            raise UsageError.of(
+                "The ranks save different steps.",
+                expected="the same step on all ranks",
+                got=f"{[step for _, step, *_ in answers]} by rank",
+                where=self.call,
+                fix="pass the same step on all ranks",
             )
         self._lay_out([(claimed, parts) for _, _, claimed, parts, *_ in answers])
         if len({settings for *_, settings in answers}) > 1:
@@ -306,38 +302,31 @@ class SaveJob:
         return "", True
 
     def _failed(self, problems: str) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                "The checkpoint could not be saved.",
-                expected=f"all {self._ranks.count} ranks to write their files",
-                got=problems,
-                where=str(self._target),
-                fix="check free space and permissions; earlier checkpoints are unchanged",
-            )
+        return CheckpointError.of(
+            "The checkpoint could not be saved.",
+            expected=f"all {self._ranks.count} ranks to write their files",
+            got=problems,
+            where=str(self._target),
+            fix="check free space and permissions; earlier checkpoints are unchanged",
         )
 
     def _not_synced(self, problems: str) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                "The checkpoint is complete, but may not survive a power failure.",
-                expected="its folder to be synced to disk after the rename",
-                got=problems,
-                where=str(self._target),
-                fix="check the disk for errors; no older checkpoint was removed",
-            )
+        return CheckpointError.of(
+            "The checkpoint is complete, but may not survive a power failure.",
+            expected="its folder to be synced to disk after the rename",
+            got=problems,
+            where=str(self._target),
+            fix="check the disk for errors; no older checkpoint was removed",
         )
 
     def _rank_lost(self, lost: RankLost) -> StateError:
         state = "is complete" if os.path.exists(self._target) else "is not complete"
-        return StateError(
-            explain(
-                "A rank did not finish the save.",
-                expected=f"all {self._ranks.count} ranks to write their files",
-                got=str(lost),
-                where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
-                fix=f"look for that rank's error; this checkpoint {state}, earlier ones are "
-                "unchanged",
-            )
+        return StateError.of(
+            "A rank did not finish the save.",
+            expected=f"all {self._ranks.count} ranks to write their files",
+            got=str(lost),
+            where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
+            fix=f"look for that rank's error; this checkpoint {state}, earlier ones are unchanged",
         )
 
     def _manifest(self, reports: list[_Report]) -> Manifest:
@@ -373,14 +362,12 @@ def _check_arguments(
         if isinstance(value, bool) or not isinstance(value, int):
             raise errors.wrong_type(name, "a whole number", value, call)
         if value < least:
-            raise UsageError(
-                explain(
-                    f"{name} is too small.",
-                    expected=f"at least {least}",
-                    got=str(value),
-                    where=call,
-                    fix=f"pass {name}={least}",
-                )
+            raise UsageError.of(
+                f"{name} is too small.",
+                expected=f"at least {least}",
+                got=str(value),
+                where=call,
+                fix=f"pass {name}={least}",
             )
     errors.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")
@@ -401,12 +388,10 @@ def _warn_of_later_steps(target: Path, step: int) -> None:
 
 
 def _exists_already(path: Path, call: str) -> UsageError:
-    return UsageError(
-        explain(
-            "This step was already saved, and checkpoints are never overwritten.",
-            expected="a step that is not in this folder yet",
-            got=f"an existing {path.name}",
-            where=f"{call}({str(path.parent)!r}, ...)",
-            fix="save into another folder, or move that checkpoint away",
-        )
+    return UsageError.of(
+        "This step was already saved, and checkpoints are never overwritten.",
+        expected="a step that is not in this folder yet",
+        got=f"an existing {path.name}",
+        where=f"{call}({str(path.parent)!r}, ...)",
+        fix="save into another folder, or move that checkpoint away",
     )

@@ -31,16 +31,6 @@ from ._optimizers import classes_of
 from ._texts import require_readable
 from ._values import Put, encode, tensor_as_text
 
-__all__ = [
-    "FileTensor",
-    "Snapshot",
-    "TensorPart",
-    "as_text",
-    "take_snapshot",
-    "warn_of_left_out",
-]
-
-
 SCALAR, PER_ELEMENT = StateKind.SCALAR, StateKind.PER_ELEMENT
 _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has
 

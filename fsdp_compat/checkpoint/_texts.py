@@ -13,25 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, UsageError, explain
-
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_TEXT_NBYTES",
-    "brief",
-    "joined",
-    "listed",
-    "open_file",
-    "parse_json",
-    "read_text",
-    "require_bounded",
-    "require_readable",
-    "shape_in",
-    "size",
-    "sizes",
-    "text_in",
-    "texts",
-]
+from ..errors import CheckpointError, UsageError
 
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 MAX_DEPTH = 256
@@ -60,14 +42,12 @@ def open_file(path: Path) -> int:
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
     if kind != stat.S_IFREG:
-        raise CheckpointError(
-            explain(
-                f"{path.name} is not a regular file.",
-                expected="a file, or a link to one",
-                got=_KINDS.get(kind, "something else"),
-                where=str(path),
-                fix="restore the file from an intact copy; nothing was loaded",
-            )
+        raise CheckpointError.of(
+            f"{path.name} is not a regular file.",
+            expected="a file, or a link to one",
+            got=_KINDS.get(kind, "something else"),
+            where=str(path),
+            fix="restore the file from an intact copy; nothing was loaded",
         )
     return os.open(path, os.O_RDONLY)
 
@@ -120,14 +100,12 @@ def require_readable(text: bytes, max_depth: int = MAX_DEPTH) -> None:
     try:
         require_bounded(text, max_depth)
     except ValueError as error:
-        raise UsageError(
-            explain(
-                "The text of the file would be too large to be read again.",
-                expected=f"names and values other than tensors of at most {MAX_TEXT_NBYTES} bytes",
-                got=str(error),
-                where="the header of a file, or a manifest",
-                fix="save long lists as tensors or arrays",
-            )
+        raise UsageError.of(
+            "The text of the file would be too large to be read again.",
+            expected=f"names and values other than tensors of at most {MAX_TEXT_NBYTES} bytes",
+            got=str(error),
+            where="the header of a file, or a manifest",
+            fix="save long lists as tensors or arrays",
         ) from error
 
 

@@ -31,11 +31,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .. import _torch_private
-from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
+from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._header import dtype_name, dtype_of
 from ._texts import brief, listed, parse_json, shape_in, sizes, text_in
-
-__all__ = ["Get", "Put", "decode", "encode", "tensor_as_text", "tensor_from_text", "tensor_in"]
 
 Put = Callable[[torch.Tensor], str]  # stores a plain tensor, returns its name
 Get = Callable[[str], torch.Tensor]  # returns its bytes, as a tensor of its dtype or of uint8
@@ -289,27 +287,22 @@ def _as_key(value: Any) -> Any:
 
 
 def _not_data(where: str, got: str) -> UsageError:
-    return UsageError(
-        explain(
-            "A value cannot be saved: checkpoints do not use pickle.",
-            expected="None, numbers, strings, tensors, arrays, and lists, tuples, sets and dicts "
-            "of these",
-            got=got,
-            where=where if len(where) <= 300 else f"{where[:300]}...",
-            fix="save its data: state_dict() of an object, asdict() of a dataclass, the value of "
-            "an enum",
-        )
+    return UsageError.of(
+        "A value cannot be saved: checkpoints do not use pickle.",
+        expected="None, numbers, strings, tensors, arrays, and lists, tuples, sets and dicts "
+        "of these",
+        got=got,
+        where=where if len(where) <= 300 else f"{where[:300]}...",
+        fix="save its data: state_dict() of an object, asdict() of a dataclass, the value of "
+        "an enum",
     )
 
 
 def _unreadable(where: str, expected: str, got: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "A value of the checkpoint cannot be read.",
-            expected=expected,
-            got=got,
-            where=where if len(where) <= 300 else f"{where[:300]}...",
-            fix="load an older checkpoint, or use the version that saved this one; nothing was "
-            "loaded",
-        )
+    return CheckpointError.of(
+        "A value of the checkpoint cannot be read.",
+        expected=expected,
+        got=got,
+        where=where if len(where) <= 300 else f"{where[:300]}...",
+        fix="load an older checkpoint, or use the version that saved this one; nothing was loaded",
     )

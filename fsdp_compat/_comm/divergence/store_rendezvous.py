@@ -37,7 +37,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from ... import _torch_private
-from ...errors import StateError, explain
+from ...errors import StateError
 from . import deadlock, progress
 from .inquiry import MAX_ASKED, Inquiry
 from .status_store import StatusStore
@@ -119,17 +119,15 @@ class StoreRendezvous(Waiter):
 
     def error(self, first: str, got: str) -> StateError:
         members = list(self.activity.members)
-        return StateError(
-            explain(
-                first,
-                expected=f"the same call, of the same model and in the same order, on all of the "
-                f"ranks {members}",
-                got=got,
-                where=f"rank {self.activity.global_rank}, at {progress.place()}",
-                fix="make the call on every rank; if a rank decides about it, broadcast the "
-                "decision. Nothing was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables "
-                "this check",
-            )
+        return StateError.of(
+            first,
+            expected=f"the same call, of the same model and in the same order, on all of the "
+            f"ranks {members}",
+            got=got,
+            where=f"rank {self.activity.global_rank}, at {progress.place()}",
+            fix="make the call on every rank; if a rank decides about it, broadcast the "
+            "decision. Nothing was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables "
+            "this check",
         )
 
     # -- for deadlock detection (waits.py)

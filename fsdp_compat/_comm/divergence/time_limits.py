@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from ...errors import UsageError, explain
+from ...errors import UsageError
 
 
 def _seconds(name: str, default: str, zero: str = "") -> float:
@@ -15,14 +15,12 @@ def _seconds(name: str, default: str, zero: str = "") -> float:
         seconds = float(text)
         if 0 < seconds < float("inf") or (zero and seconds == 0):
             return seconds
-    raise UsageError(
-        explain(
-            f"{name} is not a time.",
-            expected="a positive number of seconds" + (f", or 0 for {zero}" if zero else ""),
-            got=repr(text),
-            where="the environment of this process",
-            fix=f"set it to the same number of seconds on all ranks, or unset it for {default}",
-        )
+    raise UsageError.of(
+        f"{name} is not a time.",
+        expected="a positive number of seconds" + (f", or 0 for {zero}" if zero else ""),
+        got=repr(text),
+        where="the environment of this process",
+        fix=f"set it to the same number of seconds on all ranks, or unset it for {default}",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, GlooConnections, all_or_nothing, any_awaits_readers
 from ..mesh import Axis
@@ -65,15 +65,13 @@ class SameHostTransport(GlooTransport):
     def new_tag(self) -> int:
         tag = super().new_tag()
         if tag + len(Kind) > counters.NUM_TAGS:
-            raise UsageError(
-                explain(
-                    "A process group has too many groups of parameters.",
-                    expected=f"at most {counters.NUM_TAGS // len(Kind) - 1}: of each unit one for "
-                    "each dtype and requires_grad",
-                    got="one more",
-                    where=f"global ranks {list(self.members)}",
-                    fix="wrap larger modules, or set FSDP_COMPAT_SAME_HOST=messages on all ranks",
-                )
+            raise UsageError.of(
+                "A process group has too many groups of parameters.",
+                expected=f"at most {counters.NUM_TAGS // len(Kind) - 1}: of each unit one for "
+                "each dtype and requires_grad",
+                got="one more",
+                where=f"global ranks {list(self.members)}",
+                fix="wrap larger modules, or set FSDP_COMPAT_SAME_HOST=messages on all ranks",
             )
         return tag
 

@@ -24,11 +24,9 @@ from ..._state.full_params import Options, full_parameters
 from ..._stores.flat_store import FlatStore
 from ..._stores.registration import FlatParameter
 from ...api import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
-from ...errors import StateError, explain
+from ...errors import StateError
 from . import conversion
 from .flat_unit import FlatUnit, flat_unit_of, flat_units_in
-
-__all__ = ["FlatParamHandle", "TrainingState"]
 
 
 class TrainingState(enum.Enum):
@@ -218,14 +216,12 @@ class FlatParamHandle:
         return owner
 
     def _gone(self) -> StateError:
-        return StateError(
-            explain(
-                "The model of this handle has been garbage-collected.",
-                expected="a model that lives as long as its handles are used",
-                got="a handle of a deleted model",
-                where="a handle of a FullyShardedDataParallel",
-                fix="keep the model, and get its handles from it when you need them",
-            )
+        return StateError.of(
+            "The model of this handle has been garbage-collected.",
+            expected="a model that lives as long as its handles are used",
+            got="a handle of a deleted model",
+            where="a handle of a FullyShardedDataParallel",
+            fix="keep the model, and get its handles from it when you need them",
         )
 
     @property

@@ -14,10 +14,8 @@ from ... import _torch_private
 from ..._engine import grad_norm, rendezvous
 from ..._engine.group import Group
 from ..._state.model_units import is_lazy
-from ...errors import UsageError, ValueStateError, explain
+from ...errors import UsageError, ValueStateError
 from .flat_unit import flat_unit_of, require_root
-
-__all__ = ["checked_norm_type", "clip_grad_norm"]
 
 
 @torch.no_grad()
@@ -66,14 +64,12 @@ def _has_unreduced(groups: Iterable[Group]) -> bool:
 
 def _refuse_in_place(module: nn.Module) -> None:
     if is_lazy(module):
-        raise UsageError(
-            explain(
-                "Modules that fully_shard was applied to have no clip_grad_norm_().",
-                expected="a FullyShardedDataParallel",
-                got=f"a {type(module).__name__}",
-                where="FullyShardedDataParallel.clip_grad_norm_",
-                fix="call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-            )
+        raise UsageError.of(
+            "Modules that fully_shard was applied to have no clip_grad_norm_().",
+            expected="a FullyShardedDataParallel",
+            got=f"a {type(module).__name__}",
+            where="FullyShardedDataParallel.clip_grad_norm_",
+            fix="call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
         )
 
 
@@ -105,14 +101,12 @@ def _check_max_norm(max_norm: Any) -> None:
 
 
 def _bad(name: str, expected: str, got: object) -> UsageError:
-    return UsageError(
-        explain(
-            f"{name} cannot be used for clipping.",
-            expected=expected,
-            got=f"{got!r} of type {type(got).__name__}",
-            where=f"argument {name!r} of clip_grad_norm_",
-            fix=f"pass {expected}",
-        )
+    return UsageError.of(
+        f"{name} cannot be used for clipping.",
+        expected=expected,
+        got=f"{got!r} of type {type(got).__name__}",
+        where=f"argument {name!r} of clip_grad_norm_",
+        fix=f"pass {expected}",
     )
 
 

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._engine.reduce_policy import CommHook
-from ...errors import AssertedStateError, explain, takes, wrong_type
+from ...errors import AssertedStateError, takes, wrong_type
 from .flat_unit import FlatUnit, require_root
-
-__all__ = ["register"]
 
 
 def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
@@ -19,14 +17,12 @@ def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
     require_root(own.unit, "register_comm_hook()", AssertedStateError)
     runtime.require_idle("register_comm_hook")
     if any(group.gradients.policy.hook is not None for group in runtime.groups):
-        raise AssertedStateError(
-            explain(
-                "A communication hook is registered already.",
-                expected="one call of register_comm_hook per model",
-                got=f"a second call, with {hook!r}",
-                where=own.unit.label,
-                fix="register one hook that does both",
-            )
+        raise AssertedStateError.of(
+            "A communication hook is registered already.",
+            expected="one call of register_comm_hook per model",
+            got=f"a second call, with {hook!r}",
+            where=own.unit.label,
+            fix="register one hook that does both",
         )
     runtime.set_comm_hook(CommHook(state, hook))
 

@@ -35,8 +35,6 @@ from .resolve import resolve
 from .settings import Arguments, Settings
 from .wrap_plan import plan_wrapping
 
-__all__ = ["Plan", "apply", "listed", "plan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -12,10 +12,8 @@ from ..._engine import rendezvous
 from ..._engine.checks import refuse_meta
 from ..._engine.group import Group
 from ..._stores.flat_store import FlatStore
-from ...errors import ValueStateError, explain
+from ...errors import ValueStateError
 from .flat_unit import FlatUnit, flat_units_in
-
-__all__ = ["convert", "convert_as", "move"]
 
 
 def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -95,14 +93,12 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
     runtime.require_idle("flat_param_to", ValueStateError)
     runtime.require_parts("flat_param_to")
     if group.gradients.received:
-        raise ValueStateError(
-            explain(
-                "Accumulated gradients that are not reduced yet cannot be moved.",
-                expected="flat_param_to after a backward outside no_sync()",
-                got="a call after a backward inside no_sync()",
-                where=group.name,
-                fix="move the shard after the gradients have been reduced and used",
-            )
+        raise ValueStateError.of(
+            "Accumulated gradients that are not reduced yet cannot be moved.",
+            expected="flat_param_to after a backward outside no_sync()",
+            got="a call after a backward inside no_sync()",
+            where=group.name,
+            fix="move the shard after the gradients have been reduced and used",
         )
     own.unit.reshard()
     with torch.inference_mode(False), torch.no_grad():
@@ -114,14 +110,11 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
 
 
 def _too_late(own: FlatUnit, dtypes: set[str]) -> ValueStateError:
-    return ValueStateError(
-        explain(
-            "The dtype of sharded parameters cannot change now.",
-            expected="half(), to(dtype) and the like before the first forward, outside no_sync()",
-            got=f"a conversion to {', '.join(sorted(dtypes))} "
-            + ("after the first forward" if own.runtime.has_run else "inside no_sync()"),
-            where=own.unit.label,
-            fix="convert the model before it runs; to compute in another dtype, pass "
-            "mixed_precision=",
-        )
+    return ValueStateError.of(
+        "The dtype of sharded parameters cannot change now.",
+        expected="half(), to(dtype) and the like before the first forward, outside no_sync()",
+        got=f"a conversion to {', '.join(sorted(dtypes))} "
+        + ("after the first forward" if own.runtime.has_run else "inside no_sync()"),
+        where=own.unit.label,
+        fix="convert the model before it runs; to compute in another dtype, pass mixed_precision=",
     )

@@ -21,11 +21,9 @@ from ..._state.model_units import ATTRIBUTE
 from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ..._stores.flat_store import FlatStore
 from ...api import StateDictSettings
-from ...errors import StateError, explain
+from ...errors import StateError
 from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .settings import Settings
-
-__all__ = ["deepcopy_of", "reduced", "restore"]
 
 # True while an outer wrapper is being pickled; it has withdrawn the parameters of inner ones, too.
 _pickling = False
@@ -157,14 +155,12 @@ def _withdrawn(own: FlatUnit) -> Iterator[None]:
 def _require_rest(wrapper: nn.Module, what: str) -> None:
     own = flat_unit_of(wrapper)
     if own.unit.summoned:
-        raise StateError(
-            explain(
-                f"{what} does not work inside summon_full_params.",
-                expected=f"{what} of a wrapped module between steps",
-                got="a call inside summon_full_params",
-                where=own.unit.label,
-                fix="leave the context first; for a copy of the full parameters use state_dict()",
-            )
+        raise StateError.of(
+            f"{what} does not work inside summon_full_params.",
+            expected=f"{what} of a wrapped module between steps",
+            got="a call inside summon_full_params",
+            where=own.unit.label,
+            fix="leave the context first; for a copy of the full parameters use state_dict()",
         )
     own.runtime.require_idle(what)
     own.runtime.rest()

@@ -20,19 +20,8 @@ from ..._state.model_units import ATTRIBUTE, ModelUnit, register
 from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ..._stores.flat_store import FlatStore
 from ..._stores.registration import FlatParameter
-from ...errors import StateError, explain
+from ...errors import StateError
 from .settings import Settings
-
-__all__ = [
-    "FlatUnit",
-    "flat_unit_of",
-    "flat_units_in",
-    "is_wrapped",
-    "is_wrapper",
-    "make_flat_unit",
-    "make_runtime",
-    "require_root",
-]
 
 _wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # all modules that are in a wrapper
 
@@ -148,12 +137,10 @@ def make_runtime(wrapper: nn.Module) -> None:
 def require_root(unit: Unit, call: str, error: type[StateError] = StateError) -> None:
     """Raise ``error`` unless the unit is the root of its model."""
     if not unit.is_root:
-        raise error(
-            explain(
-                f"{call} works on the root only.",
-                expected="a call on the outermost FullyShardedDataParallel",
-                got=f"a call on {unit.label}",
-                where=call,
-                fix="call it on the outermost instance, which includes all inner ones",
-            )
+        raise error.of(
+            f"{call} works on the root only.",
+            expected="a call on the outermost FullyShardedDataParallel",
+            got=f"a call on {unit.label}",
+            where=call,
+            fix="call it on the outermost instance, which includes all inner ones",
         )

@@ -11,91 +11,71 @@ from ..._engine.unit import Unit
 from ..._state import optimizers
 from ..._state.model_units import is_lazy
 from ..._state.names import clean_name
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from .flat_unit import is_wrapped, is_wrapper
-
-__all__ = [
-    "refuse_ignored_units",
-    "refuse_managed",
-    "refuse_module",
-    "refuse_optimizers_in_backward",
-    "refuse_parts_of_a_model",
-]
 
 
 def refuse_module(module: nn.Module) -> None:
     """Raise UsageError for a module that cannot be wrapped."""
     if not isinstance(module, nn.Module):
-        raise UsageError(
-            explain(
-                "FullyShardedDataParallel wraps modules only.",
-                expected="a torch.nn.Module",
-                got=f"a {type(module).__name__}",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="pass the module itself",
-            )
+        raise UsageError.of(
+            "FullyShardedDataParallel wraps modules only.",
+            expected="a torch.nn.Module",
+            got=f"a {type(module).__name__}",
+            where="FullyShardedDataParallel(module, ...)",
+            fix="pass the module itself",
         )
     if is_wrapped(module) and not is_wrapper(module):
-        raise UsageError(
-            explain(
-                "The module is already wrapped.",
-                expected="a module that is not wrapped",
-                got=f"a {type(module).__name__} inside a FullyShardedDataParallel",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="use the existing wrapper; wrap each module once, inner modules first",
-            )
+        raise UsageError.of(
+            "The module is already wrapped.",
+            expected="a module that is not wrapped",
+            got=f"a {type(module).__name__} inside a FullyShardedDataParallel",
+            where="FullyShardedDataParallel(module, ...)",
+            fix="use the existing wrapper; wrap each module once, inner modules first",
         )
     if any(is_lazy(child) for child in module.modules()):
         is_done = is_lazy(module)
-        raise UsageError(
-            explain(
-                f"fully_shard manages {'the module' if is_done else 'a part of the module'}.",
-                expected="FullyShardedDataParallel or fully_shard for the whole model",
-                got=f"a {type(module).__name__} that fully_shard was applied to"
-                if is_done
-                else f"a {type(module).__name__} with modules that fully_shard was applied to",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="use the module as it is: fully_shard has sharded it"
-                if is_done
-                else "apply fully_shard to this module, too",
-            )
+        raise UsageError.of(
+            f"fully_shard manages {'the module' if is_done else 'a part of the module'}.",
+            expected="FullyShardedDataParallel or fully_shard for the whole model",
+            got=f"a {type(module).__name__} that fully_shard was applied to"
+            if is_done
+            else f"a {type(module).__name__} with modules that fully_shard was applied to",
+            where="FullyShardedDataParallel(module, ...)",
+            fix="use the module as it is: fully_shard has sharded it"
+            if is_done
+            else "apply fully_shard to this module, too",
         )
     has_units = any(is_wrapper(child) for child in module.modules())
     if not has_units and next(iter(module.parameters()), None) is None:
-        raise UsageError(
-            explain(
-                "The module has no parameters to shard.",
-                expected="a module with at least one parameter",
-                got=f"a {type(module).__name__} without parameters",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="leave it unwrapped; it still runs inside a wrapped module",
-            )
+        raise UsageError.of(
+            "The module has no parameters to shard.",
+            expected="a module with at least one parameter",
+            got=f"a {type(module).__name__} without parameters",
+            where="FullyShardedDataParallel(module, ...)",
+            fix="leave it unwrapped; it still runs inside a wrapped module",
         )
     for name, parameter in module.named_parameters():
         lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
         if lazy or parameter.is_inference():
-            raise UsageError(
-                explain(
-                    f"Parameter {clean_name(name)!r} cannot be sharded: "
-                    + ("it has no shape yet." if lazy else "it was created in inference mode."),
-                    expected="parameters that have a shape and work with autograd",
-                    got=f"a {type(parameter).__name__} of a "
-                    f"{type(module.get_submodule(name.rpartition('.')[0])).__name__}",
-                    where=f"FullyShardedDataParallel({type(module).__name__})",
-                    fix="run one forward before wrapping"
-                    if lazy
-                    else "create the module outside torch.inference_mode()",
-                )
+            raise UsageError.of(
+                f"Parameter {clean_name(name)!r} cannot be sharded: "
+                + ("it has no shape yet." if lazy else "it was created in inference mode."),
+                expected="parameters that have a shape and work with autograd",
+                got=f"a {type(parameter).__name__} of a "
+                f"{type(module.get_submodule(name.rpartition('.')[0])).__name__}",
+                where=f"FullyShardedDataParallel({type(module).__name__})",
+                fix="run one forward before wrapping"
+                if lazy
+                else "create the module outside torch.inference_mode()",
             )
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise UsageError(
-            explain(
-                "The output projection of nn.MultiheadAttention cannot be a unit.",
-                expected="a module whose forward is called",
-                got="a module whose weight the attention reads directly",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="wrap the nn.MultiheadAttention, or a module around it",
-            )
+        raise UsageError.of(
+            "The output projection of nn.MultiheadAttention cannot be a unit.",
+            expected="a module whose forward is called",
+            got="a module whose weight the attention reads directly",
+            where="FullyShardedDataParallel(module, ...)",
+            fix="wrap the nn.MultiheadAttention, or a module around it",
         )
 
 
@@ -103,15 +83,13 @@ def refuse_ignored_units(given: Any) -> None:
     """Raise UsageError if a wrapper is among the ignored modules. given: as ``listed`` returns
     it."""
     if isinstance(given, list) and any(is_wrapper(item) for item in given):
-        raise UsageError(
-            explain(
-                "A wrapped module cannot be ignored.",
-                expected="ignored_modules= or ignored_states= without a FullyShardedDataParallel",
-                got="a list with a FullyShardedDataParallel",
-                where="FullyShardedDataParallel(...)",
-                fix="leave it out: it stays a unit of its own; to ignore modules inside it, pass "
-                "them where it is wrapped",
-            )
+        raise UsageError.of(
+            "A wrapped module cannot be ignored.",
+            expected="ignored_modules= or ignored_states= without a FullyShardedDataParallel",
+            got="a list with a FullyShardedDataParallel",
+            where="FullyShardedDataParallel(...)",
+            fix="leave it out: it stays a unit of its own; to ignore modules inside it, pass "
+            "them where it is wrapped",
         )
 
 
@@ -122,15 +100,13 @@ def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module,
     for child, root in nested:
         owner = root.owner()
         if owner is not None and owner not in inside:
-            raise UsageError(
-                explain(
-                    "The module contains units of another wrapped model.",
-                    expected="a module that contains all of a wrapped model, or none of it",
-                    got=f"a {type(module).__name__} with a unit whose root, a "
-                    f"{type(root.module).__name__}, is outside",
-                    where=f"FullyShardedDataParallel({type(module).__name__}), {child._get_name()}",
-                    fix="wrap a module that contains the root, or delete the outer wrapper first",
-                )
+            raise UsageError.of(
+                "The module contains units of another wrapped model.",
+                expected="a module that contains all of a wrapped model, or none of it",
+                got=f"a {type(module).__name__} with a unit whose root, a "
+                f"{type(root.module).__name__}, is outside",
+                where=f"FullyShardedDataParallel({type(module).__name__}), {child._get_name()}",
+                fix="wrap a module that contains the root, or delete the outer wrapper first",
             )
 
 
@@ -149,16 +125,14 @@ def refuse_managed(
                 and parameter not in ignored
                 and optimizers.is_managed(parameter)
             ):
-                raise UsageError(
-                    explain(
-                        "A parameter already belongs to another FullyShardedDataParallel.",
-                        expected="each parameter in one unit, which contains all its uses",
-                        got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second unit",
-                        where=f"FullyShardedDataParallel({type(module).__name__})",
-                        fix="wrap the outer module with auto_wrap_policy=, which puts a tied "
-                        "parameter into the unit around all its uses; or do not wrap the inner "
-                        "modules that share it",
-                    )
+                raise UsageError.of(
+                    "A parameter already belongs to another FullyShardedDataParallel.",
+                    expected="each parameter in one unit, which contains all its uses",
+                    got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second unit",
+                    where=f"FullyShardedDataParallel({type(module).__name__})",
+                    fix="wrap the outer module with auto_wrap_policy=, which puts a tied "
+                    "parameter into the unit around all its uses; or do not wrap the inner "
+                    "modules that share it",
                 )
 
 
@@ -166,13 +140,11 @@ def refuse_optimizers_in_backward(module: nn.Module, replaced: Sequence[str]) ->
     """Raise UsageError if optimizers that step in backward hold parameters that wrapping replaces.
     replaced: the names of these parameters."""
     if replaced:
-        raise UsageError(
-            explain(
-                "An optimizer that steps in backward holds a parameter that wrapping replaces.",
-                expected="_apply_optimizer_in_backward() after wrapping, or use_orig_params=True",
-                got=f"a call before wrapping, for {clean_name(replaced[0])!r}",
-                where=f"FullyShardedDataParallel({type(module).__name__})",
-                fix="wrap the model first, then call _apply_optimizer_in_backward(..., "
-                "wrapped_model.parameters(), ...)",
-            )
+        raise UsageError.of(
+            "An optimizer that steps in backward holds a parameter that wrapping replaces.",
+            expected="_apply_optimizer_in_backward() after wrapping, or use_orig_params=True",
+            got=f"a call before wrapping, for {clean_name(replaced[0])!r}",
+            where=f"FullyShardedDataParallel({type(module).__name__})",
+            fix="wrap the model first, then call _apply_optimizer_in_backward(..., "
+            "wrapped_model.parameters(), ...)",
         )

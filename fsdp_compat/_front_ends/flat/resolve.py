@@ -28,10 +28,8 @@ from ..._comm.mesh import (
 from ..._engine.gathering import Prefetch
 from ..._engine.runtime import RuntimeOptions
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
-from ...errors import UsageError, explain, takes, truth, wrong_type
+from ...errors import UsageError, takes, truth, wrong_type
 from .settings import Arguments, Settings
-
-__all__ = ["resolve"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -111,14 +109,12 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
 def _refuse_conflicts(arguments: Arguments) -> None:
     for one, other in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
         if getattr(arguments, one) is not None and getattr(arguments, other) is not None:
-            raise UsageError(
-                explain(
-                    f"{one} and {other} exclude each other.",
-                    expected=f"{one}= or {other}=, not both",
-                    got="both",
-                    where="FullyShardedDataParallel(...)",
-                    fix=f"leave out {one}=; {other}= alone is enough",
-                )
+            raise UsageError.of(
+                f"{one} and {other} exclude each other.",
+                expected=f"{one}= or {other}=, not both",
+                got="both",
+                where="FullyShardedDataParallel(...)",
+                fix=f"leave out {one}=; {other}= alone is enough",
             )
 
 
@@ -147,15 +143,13 @@ def _mesh(
             or len(process_group) != 2
             or not all(isinstance(g, dist.ProcessGroup) for g in process_group)
         ):
-            raise UsageError(
-                explain(
-                    "A tuple of process groups works with hybrid strategies only.",
-                    expected="process_group=(shard group, replica group) with HYBRID_SHARD or "
-                    "_HYBRID_SHARD_ZERO2",
-                    got=f"a tuple of {len(process_group)} with {strategy.name}",
-                    where="process_group=",
-                    fix="pass one process group, or choose a hybrid strategy",
-                )
+            raise UsageError.of(
+                "A tuple of process groups works with hybrid strategies only.",
+                expected="process_group=(shard group, replica group) with HYBRID_SHARD or "
+                "_HYBRID_SHARD_ZERO2",
+                got=f"a tuple of {len(process_group)} with {strategy.name}",
+                where="process_group=",
+                fix="pass one process group, or choose a hybrid strategy",
             )
         mesh, group = mesh_from_groups(*process_group), process_group[0]
     elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -166,15 +160,13 @@ def _mesh(
         )
     elif hybrid:
         if process_group is not None:
-            raise UsageError(
-                explain(
-                    "A hybrid strategy needs two process groups.",
-                    expected="process_group=(shard group, replica group), a 2-D device_mesh, or "
-                    "neither",
-                    got="one process group",
-                    where=f"process_group= with {strategy.name}",
-                    fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
-                )
+            raise UsageError.of(
+                "A hybrid strategy needs two process groups.",
+                expected="process_group=(shard group, replica group), a 2-D device_mesh, or "
+                "neither",
+                got="one process group",
+                where=f"process_group= with {strategy.name}",
+                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
             )
         groups = groups_node_by_node(_ranks_per_node())
         mesh, group = mesh_from_groups(*groups), groups[0]
@@ -190,15 +182,13 @@ def _ranks_per_node() -> int:
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     if local_world_size:
         if not local_world_size.isdecimal() or int(local_world_size) < 1:
-            raise UsageError(
-                explain(
-                    "The environment variable LOCAL_WORLD_SIZE is not a number of ranks.",
-                    expected="a whole number of at least 1, as torchrun sets it",
-                    got=repr(local_world_size),
-                    where="a hybrid sharding strategy without device_mesh and process_group",
-                    fix="set it to the number of ranks per node, or pass "
-                    "device_mesh=init_device_mesh(device_type, (nodes, ranks_per_node))",
-                )
+            raise UsageError.of(
+                "The environment variable LOCAL_WORLD_SIZE is not a number of ranks.",
+                expected="a whole number of at least 1, as torchrun sets it",
+                got=repr(local_world_size),
+                where="a hybrid sharding strategy without device_mesh and process_group",
+                fix="set it to the number of ranks per node, or pass "
+                "device_mesh=init_device_mesh(device_type, (nodes, ranks_per_node))",
             )
         return int(local_world_size)
     accelerators = torch.accelerator.device_count()
@@ -253,28 +243,24 @@ def _refuse_values(arguments: Arguments, offload: CPUOffload) -> None:
         ("allow_unused_units", arguments.allow_unused_units),
     ):
         if value:
-            raise UsageError(
-                explain(
-                    f"{name} cannot be simulated on the meta device.",
-                    expected=f"device_id='meta' without {name}",
-                    got=f"both, with {name}={getattr(arguments, name)!r}",
-                    where="FullyShardedDataParallel(...)",
-                    fix=f"leave out {name}, and simulate a run without it",
-                )
+            raise UsageError.of(
+                f"{name} cannot be simulated on the meta device.",
+                expected=f"device_id='meta' without {name}",
+                got=f"both, with {name}={getattr(arguments, name)!r}",
+                where="FullyShardedDataParallel(...)",
+                fix=f"leave out {name}, and simulate a run without it",
             )
 
 
 def _no_such_device(device_id: Any, count: int) -> UsageError:
-    return UsageError(
-        explain(
-            f"Device {device_id} does not exist.",
-            expected=f"device_id from 0 to {count - 1}"
-            if count
-            else "device_id=torch.device('cpu') or None, as there is no accelerator",
-            got=f"device_id={device_id}",
-            where="FullyShardedDataParallel(...)",
-            fix="pass the local rank's device, or leave out device_id",
-        )
+    return UsageError.of(
+        f"Device {device_id} does not exist.",
+        expected=f"device_id from 0 to {count - 1}"
+        if count
+        else "device_id=torch.device('cpu') or None, as there is no accelerator",
+        got=f"device_id={device_id}",
+        where="FullyShardedDataParallel(...)",
+        fix="pass the local rank's device, or leave out device_id",
     )
 
 

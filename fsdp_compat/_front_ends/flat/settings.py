@@ -16,9 +16,7 @@ from ..._engine.dtypes import Precision
 from ..._engine.runtime import RuntimeOptions
 from ..._engine.unit import UnitOptions
 from ...api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ...errors import UsageError, explain
-
-__all__ = ["Arguments", "PortableSettings", "Settings"]
+from ...errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +47,12 @@ class Arguments:
         names = {field.name for field in dataclasses.fields(self)}
         unknown = sorted(changes.keys() - names)
         if unknown:
-            raise UsageError(
-                explain(
-                    "A wrap policy returned an argument that FullyShardedDataParallel does not "
-                    "have.",
-                    expected=f"keyword arguments among {sorted(names)}",
-                    got=str(unknown),
-                    where="the dict returned by a CustomPolicy's function",
-                    fix="correct the names",
-                )
+            raise UsageError.of(
+                "A wrap policy returned an argument that FullyShardedDataParallel does not have.",
+                expected=f"keyword arguments among {sorted(names)}",
+                got=str(unknown),
+                where="the dict returned by a CustomPolicy's function",
+                fix="correct the names",
             )
         return dataclasses.replace(self, **changes)
 
@@ -134,9 +129,7 @@ class Settings:
         )
         mesh = None if self.device_mesh is None else PortableMesh.of(self.device_mesh)
         group = self.group.group_name, axis_of(self.group).members
-        return PortableSettings(
-            dataclasses.replace(self, **changes), (shard, replica), group, mesh
-        )
+        return PortableSettings(dataclasses.replace(self, **changes), (shard, replica), group, mesh)
 
     @property
     def home(self) -> torch.device:

@@ -14,12 +14,9 @@ from ..._state.validation import refuse_extensions
 from ...errors import (
     AssertedStateError,
     NotImplementedUsageError,
-    explain,
     require_bools,
     require_module,
 )
-
-__all__ = ["summon_full_params"]
 
 
 @contextlib.contextmanager
@@ -57,14 +54,12 @@ def summon_full_params(
         with_grads=with_grads,
     )
     if writeback and rank0_only:
-        raise NotImplementedUsageError(
-            explain(
-                "summon_full_params cannot write back with rank0_only=True.",
-                expected="rank0_only=True with writeback=False, or rank0_only=False",
-                got="rank0_only=True, writeback=True",
-                where="summon_full_params(...)",
-                fix="pass writeback=False",
-            )
+        raise NotImplementedUsageError.of(
+            "summon_full_params cannot write back with rank0_only=True.",
+            expected="rank0_only=True with writeback=False, or rank0_only=False",
+            got="rank0_only=True, writeback=True",
+            where="summon_full_params(...)",
+            fix="pass writeback=False",
         )
     units = model_units_in(module)
     if not recurse:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from ...wrap import (
     as_set_of_classes,
     checked_choice,
@@ -16,8 +16,6 @@ from ...wrap import (
     children_first,
     modules_chosen_by,
 )
-
-__all__ = ["plan_wrapping"]
 
 
 def plan_wrapping(
@@ -135,13 +133,11 @@ def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
         )
     elif isinstance(policy, (set, frozenset, list, tuple)):
         fix = f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
-    return UsageError(
-        explain(
-            "auto_wrap_policy is not a policy.",
-            expected="a ModuleWrapPolicy, a CustomPolicy, or a function (module, recurse, "
-            "nonwrapped_numel) -> bool",
-            got=f"{policy!r} of type {type(policy).__name__}",
-            where=f"wrapping a {type(root).__name__}",
-            fix=fix,
-        )
+    return UsageError.of(
+        "auto_wrap_policy is not a policy.",
+        expected="a ModuleWrapPolicy, a CustomPolicy, or a function (module, recurse, "
+        "nonwrapped_numel) -> bool",
+        got=f"{policy!r} of type {type(policy).__name__}",
+        where=f"wrapping a {type(root).__name__}",
+        fix=fix,
     )

@@ -12,25 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import AssertedUsageError, UsageError, explain
+from ...errors import AssertedUsageError, UsageError
 
 if typing.TYPE_CHECKING:
     from torch.distributed.tensor import Shard
-
-__all__ = [
-    "AllGather",
-    "CPUOffloadPolicy",
-    "Comm",
-    "DDPMeshInfo",
-    "DataParallelMeshDims",
-    "DataParallelMeshInfo",
-    "FSDPMeshInfo",
-    "HSDPMeshInfo",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ReduceScatter",
-    "ShardPlacementResult",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +78,12 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise UsageError(
-                explain(
-                    "No dimension of the mesh was named.",
-                    expected="shard=, replicate=, or both",
-                    got="neither",
-                    where="DataParallelMeshDims(...)",
-                    fix="name the dimension to shard over: DataParallelMeshDims(shard='dp')",
-                )
+            raise UsageError.of(
+                "No dimension of the mesh was named.",
+                expected="shard=, replicate=, or both",
+                got="neither",
+                where="DataParallelMeshDims(...)",
+                fix="name the dimension to shard over: DataParallelMeshDims(shard='dp')",
             )
 
     @property
@@ -199,14 +182,12 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 
 def _no_dimension(names: str, where: str) -> AssertedUsageError:
-    return AssertedUsageError(
-        explain(
-            "No dimension of the mesh was given.",
-            expected=names,
-            got="None",
-            where=f"{where}(...)",
-            fix=f"pass {where}(mesh, {names.partition(' ')[0]}=0)",
-        )
+    return AssertedUsageError.of(
+        "No dimension of the mesh was given.",
+        expected=names,
+        got="None",
+        where=f"{where}(...)",
+        fix=f"pass {where}(mesh, {names.partition(' ')[0]}=0)",
     )
 
 

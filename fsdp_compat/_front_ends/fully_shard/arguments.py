@@ -17,7 +17,6 @@ from ...errors import (
     NotImplementedUsageError,
     TypeUsageError,
     UsageError,
-    explain,
     takes,
     truth,
     unusable,
@@ -25,19 +24,6 @@ from ...errors import (
 )
 from .api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .meshes import WHERE, data_mesh_of, require_members, shard_ranks
-
-__all__ = [
-    "Offload",
-    "Placed",
-    "gather_dtype",
-    "ignored_of",
-    "offload_of",
-    "placed",
-    "policy_of",
-    "precision_of",
-    "require_placement_fn",
-    "reshard_of",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,25 +103,20 @@ def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
         raise wrong_type("reshard_after_forward", "True, False, None or a number", given, WHERE)
     ranks = shard_ranks(mesh)
     if mesh.spmd is not None:
-        raise NotImplementedUsageError(
-            explain(
-                "reshard_after_forward as a number does not work with dp_mesh_dims.",
-                expected="True, False or None",
-                got=repr(given),
-                where="argument 'reshard_after_forward' of fully_shard",
-                fix="pass True or False, or pass the data-parallel mesh without dp_mesh_dims",
-            )
+        raise NotImplementedUsageError.of(
+            "reshard_after_forward as a number does not work with dp_mesh_dims.",
+            expected="True, False or None",
+            got=repr(given),
+            where="argument 'reshard_after_forward' of fully_shard",
+            fix="pass True or False, or pass the data-parallel mesh without dp_mesh_dims",
         )
     if not 1 <= given <= ranks or ranks % given:
-        raise UsageError(
-            explain(
-                "The ranks cannot be divided like this.",
-                expected=f"a factor of {ranks}, the number of ranks that parameters are sharded "
-                "over",
-                got=repr(given),
-                where="argument 'reshard_after_forward' of fully_shard",
-                fix="pass the number of ranks per node, or True or False",
-            )
+        raise UsageError.of(
+            "The ranks cannot be divided like this.",
+            expected=f"a factor of {ranks}, the number of ranks that parameters are sharded over",
+            got=repr(given),
+            where="argument 'reshard_after_forward' of fully_shard",
+            fix="pass the number of ranks per node, or True or False",
         )
     if given == 1:
         warnings.warn(
@@ -180,14 +161,12 @@ def placed(
         return default
     where = f"shard_placement_fn, for parameter {name!r} of shape {tuple(parameter.shape)}"
     if default.mesh.shard_dim is None:
-        raise UsageError(
-            explain(
-                "The mesh has no dimension to shard over.",
-                expected="shard_placement_fn=None with dp_mesh_dims that only replicate",
-                got=f"the answer {answer!r}",
-                where=where,
-                fix="name a dimension with DataParallelMeshDims(shard=...)",
-            )
+        raise UsageError.of(
+            "The mesh has no dimension to shard over.",
+            expected="shard_placement_fn=None with dp_mesh_dims that only replicate",
+            got=f"the answer {answer!r}",
+            where=where,
+            fix="name a dimension with DataParallelMeshDims(shard=...)",
         )
     info, mesh = default.info, default.mesh
     if type(answer).__name__ == "ShardPlacementResult":
@@ -206,14 +185,12 @@ def placed(
         )
     ndim = max(parameter.dim(), 1)
     if not -ndim <= answer.dim < ndim:
-        raise AssertedUsageError(
-            explain(
-                "The parameter does not have this dimension.",
-                expected=f"a dimension from {-ndim} to {ndim - 1}",
-                got=f"{answer.dim}",
-                where=where,
-                fix="return Shard(dim) with a dimension of the parameter, or None for Shard(0)",
-            )
+        raise AssertedUsageError.of(
+            "The parameter does not have this dimension.",
+            expected=f"a dimension from {-ndim} to {ndim - 1}",
+            got=f"{answer.dim}",
+            where=where,
+            fix="return Shard(dim) with a dimension of the parameter, or None for Shard(0)",
         )
     return Placed(answer.dim % ndim, info, mesh)
 
@@ -224,14 +201,12 @@ def _require_info(info: Any, where: str) -> None:
     for name in ("shard_mesh_dim", "replicate_mesh_dim"):
         dim = getattr(info, name)
         if dim is not None and not (isinstance(dim, int) and 0 <= dim < info.mesh.ndim):
-            raise TypeUsageError(
-                explain(
-                    f"The mesh of an FSDPMeshInfo has no dimension {dim!r}.",
-                    expected=f"{name} from 0 to {info.mesh.ndim - 1}",
-                    got=repr(dim),
-                    where=where,
-                    fix=f"pass the number of a dimension of the mesh as {name}=",
-                )
+            raise TypeUsageError.of(
+                f"The mesh of an FSDPMeshInfo has no dimension {dim!r}.",
+                expected=f"{name} from 0 to {info.mesh.ndim - 1}",
+                got=repr(dim),
+                where=where,
+                fix=f"pass the number of a dimension of the mesh as {name}=",
             )
     require_members(info.mesh)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._engine.forward_methods import run_as_forward
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from . import state
 from .api import (
     DataParallelMeshDims,
@@ -23,8 +23,6 @@ from .plan import Arguments, plan
 
 if typing.TYPE_CHECKING:
     from torch.distributed.tensor import Shard
-
-__all__ = ["fully_shard", "register_forward_method"]
 
 _NO_CASTS, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
 
@@ -134,14 +132,12 @@ def register_forward_method(module: FSDPModule, name: str, synced: bool) -> None
     model = typing.cast(nn.Module, module)
     method = getattr(model, name, None)
     if not callable(method):
-        raise UsageError(
-            explain(
-                f"{name!r} cannot be registered.",
-                expected="the name of a method of the module",
-                got=f"{name!r} of a {type(model).__name__}",
-                where="register_fsdp_forward_method(module, method_name)",
-                fix="check the name; forward needs no registration",
-            )
+        raise UsageError.of(
+            f"{name!r} cannot be registered.",
+            expected="the name of a method of the module",
+            got=f"{name!r} of a {type(model).__name__}",
+            where="register_fsdp_forward_method(module, method_name)",
+            fix="check the name; forward needs no registration",
         )
     own = state.state_of(model)
     assert own is not None

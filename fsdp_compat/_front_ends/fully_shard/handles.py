@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit
 
-__all__ = ["GradientReductionHandle", "RuntimeReductionHandle", "UnitHandle", "UnshardHandle"]
-
 
 class UnshardHandle:
     """Returned by ``FSDPModule.unshard(async_op=True)``."""

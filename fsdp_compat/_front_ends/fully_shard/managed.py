@@ -11,8 +11,6 @@ from torch import nn
 from ... import _torch_private
 from ..._engine.ownership import OrigParam, ParamSlots
 
-__all__ = ["Managed", "managed_by", "root_modules"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Managed:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..._comm.mesh import the_group
 from ..._stores.placement import DataMesh, SpmdMesh
 from ..._torch_private import dtensor as torch_dtensor
-from ...errors import AssertedUsageError, UsageError, explain, wrong_type
+from ...errors import AssertedUsageError, UsageError, wrong_type
 from .api import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -21,19 +21,6 @@ from .api import (
     FSDPMeshInfo,
     HSDPMeshInfo,
 )
-
-__all__ = [
-    "WHERE",
-    "data_group_of",
-    "data_mesh_of",
-    "default_mesh",
-    "device_of",
-    "mesh_info_of",
-    "partial_mesh_of",
-    "require_members",
-    "require_mesh",
-    "shard_ranks",
-]
 
 WHERE = "fully_shard"
 
@@ -59,25 +46,21 @@ def require_mesh(mesh: Any, dims: Any) -> DataParallelMeshDims | None:
     if dims is not None:
         return _checked_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
-        raise UsageError(
-            explain(
-                "The mesh has the wrong number of dimensions.",
-                expected="a 1-D mesh (shard), or a 2-D one (replicate, shard)",
-                got=f"{mesh.ndim} dimensions: {_described(mesh)}",
-                where="argument 'mesh' of fully_shard",
-                fix="pass the data-parallel part of the mesh, such as mesh['dp'], or name its "
-                "dimensions with dp_mesh_dims=",
-            )
+        raise UsageError.of(
+            "The mesh has the wrong number of dimensions.",
+            expected="a 1-D mesh (shard), or a 2-D one (replicate, shard)",
+            got=f"{mesh.ndim} dimensions: {_described(mesh)}",
+            where="argument 'mesh' of fully_shard",
+            fix="pass the data-parallel part of the mesh, such as mesh['dp'], or name its "
+            "dimensions with dp_mesh_dims=",
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertedUsageError(
-            explain(
-                "The dimensions of the 2-D mesh have no names.",
-                expected="a mesh with mesh_dim_names",
-                got=_described(mesh),
-                where="argument 'mesh' of fully_shard",
-                fix="init_device_mesh(device_type, shape, mesh_dim_names=('replicate', 'shard'))",
-            )
+        raise AssertedUsageError.of(
+            "The dimensions of the 2-D mesh have no names.",
+            expected="a mesh with mesh_dim_names",
+            got=_described(mesh),
+            where="argument 'mesh' of fully_shard",
+            fix="init_device_mesh(device_type, shape, mesh_dim_names=('replicate', 'shard'))",
         )
     require_members(mesh)
     return None
@@ -86,25 +69,21 @@ def require_mesh(mesh: Any, dims: Any) -> DataParallelMeshDims | None:
 def require_members(mesh: DeviceMesh) -> None:
     """Raise UsageError unless this process is in the mesh, and the mesh's device type exists."""
     if mesh.get_coordinate() is None:
-        raise UsageError(
-            explain(
-                "This process is not in the mesh.",
-                expected="a mesh with this rank",
-                got=f"{_described(mesh)} on global rank {dist.get_rank()}",
-                where="argument 'mesh' of fully_shard",
-                fix="call fully_shard on the ranks of the mesh only",
-            )
+        raise UsageError.of(
+            "This process is not in the mesh.",
+            expected="a mesh with this rank",
+            got=f"{_described(mesh)} on global rank {dist.get_rank()}",
+            where="argument 'mesh' of fully_shard",
+            fix="call fully_shard on the ranks of the mesh only",
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if mesh.device_type != "cpu" and (accelerator is None or accelerator.type != mesh.device_type):
-        raise UsageError(
-            explain(
-                "The device type of the mesh does not exist here.",
-                expected="'cpu'" + ("" if accelerator is None else f" or {accelerator.type!r}"),
-                got=repr(mesh.device_type),
-                where="argument 'mesh' of fully_shard",
-                fix="pass init_device_mesh('cpu', ...), or run on a machine with the device",
-            )
+        raise UsageError.of(
+            "The device type of the mesh does not exist here.",
+            expected="'cpu'" + ("" if accelerator is None else f" or {accelerator.type!r}"),
+            got=repr(mesh.device_type),
+            where="argument 'mesh' of fully_shard",
+            fix="pass init_device_mesh('cpu', ...), or run on a machine with the device",
         )
 
 
@@ -115,27 +94,23 @@ def _checked_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
     names = (*ours.shard_names, *ours.replicate_names)
     known = mesh.mesh_dim_names
     if known is None:
-        raise UsageError(
-            explain(
-                "The dimensions of the mesh have no names.",
-                expected="a mesh with mesh_dim_names, as dp_mesh_dims names some of them",
-                got=_described(mesh),
-                where="argument 'mesh' of fully_shard",
-                fix="init_device_mesh(device_type, shape, mesh_dim_names=...)",
-            )
+        raise UsageError.of(
+            "The dimensions of the mesh have no names.",
+            expected="a mesh with mesh_dim_names, as dp_mesh_dims names some of them",
+            got=_described(mesh),
+            where="argument 'mesh' of fully_shard",
+            fix="init_device_mesh(device_type, shape, mesh_dim_names=...)",
         )
     wrong = [name for name in names if name not in known]
     if wrong or len(set(names)) < len(names):
-        raise UsageError(
-            explain(
-                f"The mesh has no dimension {wrong[0]!r}."
-                if wrong
-                else "A dimension of the mesh was named twice.",
-                expected=f"names from {known}, each once",
-                got=f"shard={dims.shard!r}, replicate={dims.replicate!r}",
-                where="argument 'dp_mesh_dims' of fully_shard",
-                fix="name dimensions of the mesh that parameters are replicated over",
-            )
+        raise UsageError.of(
+            f"The mesh has no dimension {wrong[0]!r}."
+            if wrong
+            else "A dimension of the mesh was named twice.",
+            expected=f"names from {known}, each once",
+            got=f"shard={dims.shard!r}, replicate={dims.replicate!r}",
+            where="argument 'dp_mesh_dims' of fully_shard",
+            fix="name dimensions of the mesh that parameters are replicated over",
         )
     require_members(mesh)
     return ours

@@ -21,7 +21,6 @@ from ...errors import (
     FsdpCompatError,
     TypeUsageError,
     UsageError,
-    explain,
     takes,
     truth,
     wrong_type,
@@ -37,14 +36,6 @@ from .checks import (
 from .handles import GradientReductionHandle, RuntimeReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
-
-__all__ = [
-    "FSDPModule",
-    "disable_fsdp_module_new_init",
-    "get_cls_to_fsdp_cls",
-    "shard_class",
-    "share_comm_ctx",
-]
 
 
 class FSDPModule:
@@ -78,15 +69,13 @@ class FSDPModule:
         return runtime.run(state.unit, call, args, kwargs, called)
 
     def __deepcopy__(self, memo: Any) -> typing.NoReturn:
-        raise AssertedStateError(
-            explain(
-                "A sharded module cannot be copied.",
-                expected="a copy of the model before fully_shard",
-                got=f"copy.deepcopy of a {type(self).__name__}",
-                where="copy.deepcopy",
-                fix="build a second model, apply fully_shard to it, and load state_dict() of the "
-                "first one into it",
-            )
+        raise AssertedStateError.of(
+            "A sharded module cannot be copied.",
+            expected="a copy of the model before fully_shard",
+            got=f"copy.deepcopy of a {type(self).__name__}",
+            where="copy.deepcopy",
+            fix="build a second model, apply fully_shard to it, and load state_dict() of the "
+            "first one into it",
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -311,14 +300,12 @@ class FSDPModule:
                 "hook", "a function that takes one tensor", hook, "set_all_reduce_hook"
             )
         if stream is not None and state.has_replicas:
-            raise UsageError(
-                explain(
-                    "The hook cannot have a stream of its own on a mesh with replicas.",
-                    expected="stream=None: the hook runs where the all-reduce does",
-                    got=f"stream={stream!r}",
-                    where="set_all_reduce_hook",
-                    fix="leave out stream=",
-                )
+            raise UsageError.of(
+                "The hook cannot have a stream of its own on a mesh with replicas.",
+                expected="stream=None: the hook runs where the all-reduce does",
+                got=f"stream={stream!r}",
+                where="set_all_reduce_hook",
+                fix="leave out stream=",
             )
         state.set_reduction(all_reduce_hook=hook, all_reduce_stream=stream)
 
@@ -354,14 +341,12 @@ class FSDPModule:
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise wrong_type("max_input_buffers", "a whole number", max_input_buffers, where)
         if max_input_buffers < 1:
-            raise UsageError(
-                explain(
-                    "At least one buffer is needed.",
-                    expected="max_input_buffers of 1 or more",
-                    got=repr(max_input_buffers),
-                    where=where,
-                    fix="pass 1 for the least memory",
-                )
+            raise UsageError.of(
+                "At least one buffer is needed.",
+                expected="max_input_buffers of 1 or more",
+                got=repr(max_input_buffers),
+                where=where,
+                fix="pass 1 for the least memory",
             )
         for state in self._states(recurse):
             if state.max_inflight_reductions != max_input_buffers - 1:
@@ -395,14 +380,12 @@ class FSDPModule:
     def _get_fsdp_state(self) -> ShardedModules:
         state = state_of(typing.cast(nn.Module, self))
         if state is None:
-            raise AssertedStateError(
-                explain(
-                    "The module has the class of a sharded module, but no sharded parameters.",
-                    expected="a module that fully_shard was applied to",
-                    got=f"a {type(self).__name__} without them",
-                    where=type(self).__name__,
-                    fix="build the module anew, and apply fully_shard to it",
-                )
+            raise AssertedStateError.of(
+                "The module has the class of a sharded module, but no sharded parameters.",
+                expected="a module that fully_shard was applied to",
+                got=f"a {type(self).__name__} without them",
+                where=type(self).__name__,
+                fix="build the module anew, and apply fully_shard to it",
             )
         return state
 
@@ -428,16 +411,14 @@ def _conducts_of(modules: Any, where: str) -> list[Any]:
 def _states_of(modules: Any, where: str) -> list[ShardedModules]:
     listed = list(modules) if isinstance(modules, Iterable) else None
     if listed is None or not all(isinstance(module, FSDPModule) for module in listed):
-        raise TypeUsageError(
-            explain(
-                "These are not sharded modules.",
-                expected="a list of modules that fully_shard was applied to",
-                got=str([type(module).__name__ for module in listed])
-                if listed is not None
-                else f"a {type(modules).__name__}",
-                where=where,
-                fix="apply fully_shard to the modules first",
-            )
+        raise TypeUsageError.of(
+            "These are not sharded modules.",
+            expected="a list of modules that fully_shard was applied to",
+            got=str([type(module).__name__ for module in listed])
+            if listed is not None
+            else f"a {type(modules).__name__}",
+            where=where,
+            fix="apply fully_shard to the modules first",
         )
     return states_in(listed)
 

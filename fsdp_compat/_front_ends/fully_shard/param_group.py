@@ -15,8 +15,6 @@ from ...errors import UsageError, explain
 from .api import DataParallelMeshInfo, HSDPMeshInfo
 from .plan import Plan
 
-__all__ = ["ParamGroup"]
-
 
 class _State(typing.Protocol):
     """What one call of ``fully_shard`` keeps."""
@@ -63,14 +61,12 @@ class ParamGroup:
         if info is not None and (
             mesh is None or mesh not in (self.mesh_info.mesh, conduct.partial_mesh)
         ):
-            raise UsageError(
-                explain(
-                    "Parameters cannot be resharded to this mesh after forward.",
-                    expected="None, mesh_info, or what post_forward_mesh_info was before",
-                    got=repr(info),
-                    where="post_forward_mesh_info",
-                    fix="pass the number of ranks as reshard_after_forward to fully_shard",
-                )
+            raise UsageError.of(
+                "Parameters cannot be resharded to this mesh after forward.",
+                expected="None, mesh_info, or what post_forward_mesh_info was before",
+                got=repr(info),
+                where="post_forward_mesh_info",
+                fix="pass the number of ranks as reshard_after_forward to fully_shard",
             )
         self._state.is_auto = False
         conduct.reshard_after_forward = info is not None

@@ -19,15 +19,12 @@ from ...errors import (
     AssertedUsageError,
     NotImplementedUsageError,
     UsageError,
-    explain,
     truth,
 )
 from . import arguments, meshes, refusals
 from .api import DataParallelMeshInfo, MixedPrecisionPolicy
 from .arguments import Offload, Placed
 from .managed import Managed, managed_by, root_modules
-
-__all__ = ["Arguments", "Owners", "Plan", "PlannedStore", "plan"]
 
 
 class Arguments(typing.NamedTuple):
@@ -120,14 +117,12 @@ def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
         refusals.require_dtensors_on(default.mesh.spmd, managed.params)
     stores = _stores(managed.params, placement_fn, default, policy)
     if partial_ranks and any(store.mesh is not default.mesh for store in stores):
-        raise NotImplementedUsageError(
-            explain(
-                "reshard_after_forward as a number works with one mesh only.",
-                expected="True, False or None with a shard_placement_fn that returns other meshes",
-                got=repr(args.reshard_after_forward),
-                where="argument 'reshard_after_forward' of fully_shard",
-                fix="pass True or False, or shard these parameters by a call of their own",
-            )
+        raise NotImplementedUsageError.of(
+            "reshard_after_forward as a number works with one mesh only.",
+            expected="True, False or None with a shard_placement_fn that returns other meshes",
+            got=repr(args.reshard_after_forward),
+            where="argument 'reshard_after_forward' of fully_shard",
+            fix="pass True or False, or shard these parameters by a call of their own",
         )
     return Plan(
         managed,
@@ -187,14 +182,12 @@ def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Plac
     )
     first = infos.setdefault(groups, placed)
     if first.info is not placed.info:
-        raise UsageError(
-            explain(
-                "shard_placement_fn gave two mesh informations with the same process groups.",
-                expected="one FSDPMeshInfo object for all parameters on a mesh",
-                got=f"another one for {name!r} than for an earlier parameter",
-                where="argument 'shard_placement_fn' of fully_shard",
-                fix="make each FSDPMeshInfo once, outside the function",
-            )
+        raise UsageError.of(
+            "shard_placement_fn gave two mesh informations with the same process groups.",
+            expected="one FSDPMeshInfo object for all parameters on a mesh",
+            got=f"another one for {name!r} than for an earlier parameter",
+            where="argument 'shard_placement_fn' of fully_shard",
+            fix="make each FSDPMeshInfo once, outside the function",
         )
     return dataclasses.replace(placed, mesh=first.mesh)
 
@@ -206,13 +199,11 @@ def _row_placement(param: OrigParam, placed: Placed) -> RowPlacement:
         if isinstance(error, UsageError) or not _torch_private.is_dtensor(param.parameter):
             raise
         parameter: Any = param.parameter
-        raise AssertedUsageError(
-            explain(
-                "The mesh of a DTensor and the mesh of fully_shard cannot be joined.",
-                expected="two different parts of the same mesh",
-                got=f"{param.name!r} on {parameter.device_mesh}, and {placed.mesh.mesh}",
-                where="argument 'mesh' of fully_shard",
-                fix="take both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', "
-                "'tp')), then mesh['tp'] for tensor parallelism and mesh['dp'] here",
-            )
+        raise AssertedUsageError.of(
+            "The mesh of a DTensor and the mesh of fully_shard cannot be joined.",
+            expected="two different parts of the same mesh",
+            got=f"{param.name!r} on {parameter.device_mesh}, and {placed.mesh.mesh}",
+            where="argument 'mesh' of fully_shard",
+            fix="take both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', "
+            "'tp')), then mesh['tp'] for tensor parallelism and mesh['dp'] here",
         ) from error

@@ -12,18 +12,10 @@ from ... import _torch_private
 from ..._engine.ownership import OrigParam
 from ..._state import optimizers
 from ..._stores.placement import SpmdMesh
-from ...errors import AssertedUsageError, UsageError, explain, wrong_type
+from ...errors import AssertedUsageError, UsageError, wrong_type
 from ..flat.flat_unit import is_wrapped, is_wrapper
 from .managed import Managed
 from .meshes import WHERE
-
-__all__ = [
-    "modules_of",
-    "refuse_dtensors",
-    "refuse_modules",
-    "refuse_parameters",
-    "require_dtensors_on",
-]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -37,26 +29,22 @@ def modules_of(given: Any) -> list[nn.Module]:
     else:
         raise wrong_type("module", "a torch.nn.Module, or a list of them", given, WHERE)
     if not listed:
-        raise UsageError(
-            explain(
-                "There is nothing to shard.",
-                expected="at least one module",
-                got="an empty list",
-                where="argument 'module' of fully_shard",
-                fix="leave out the call if the list is empty",
-            )
+        raise UsageError.of(
+            "There is nothing to shard.",
+            expected="at least one module",
+            got="an empty list",
+            where="argument 'module' of fully_shard",
+            fix="leave out the call if the list is empty",
         )
     for module in listed:
         if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
-            raise UsageError(
-                explain(
-                    f"A {type(module).__name__} is never called, so its parameters would never be "
-                    "unsharded.",
-                    expected="a module with a forward",
-                    got=f"a {type(module).__name__} of {len(module)} items",
-                    where="argument 'module' of fully_shard",
-                    fix="apply fully_shard to the modules in it, and to the module around it",
-                )
+            raise UsageError.of(
+                f"A {type(module).__name__} is never called, so its parameters would never be "
+                "unsharded.",
+                expected="a module with a forward",
+                got=f"a {type(module).__name__} of {len(module)} items",
+                where="argument 'module' of fully_shard",
+                fix="apply fully_shard to the modules in it, and to the module around it",
             )
     return listed
 
@@ -68,37 +56,31 @@ def refuse_modules(roots: Sequence[nn.Module], is_sharded: Callable[[nn.Module],
     """
     for root in roots:
         if is_sharded(root):
-            raise AssertedUsageError(
-                explain(
-                    "fully_shard was already applied to the module.",
-                    expected="one call per module",
-                    got=f"a second call for a {type(root).__name__}",
-                    where="argument 'module' of fully_shard",
-                    fix="shard each module once, inner modules first",
-                )
+            raise AssertedUsageError.of(
+                "fully_shard was already applied to the module.",
+                expected="one call per module",
+                got=f"a second call for a {type(root).__name__}",
+                where="argument 'module' of fully_shard",
+                fix="shard each module once, inner modules first",
             )
         if isinstance(root, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            raise UsageError(
-                explain(
-                    "The output projection of nn.MultiheadAttention cannot be sharded by itself.",
-                    expected="a module whose forward is called",
-                    got="a module whose weight the attention reads directly",
-                    where="argument 'module' of fully_shard",
-                    fix="apply fully_shard to the nn.MultiheadAttention, or to a module around it",
-                )
+            raise UsageError.of(
+                "The output projection of nn.MultiheadAttention cannot be sharded by itself.",
+                expected="a module whose forward is called",
+                got="a module whose weight the attention reads directly",
+                where="argument 'module' of fully_shard",
+                fix="apply fully_shard to the nn.MultiheadAttention, or to a module around it",
             )
         for name, module in root.named_modules():
             other = None if is_sharded(module) else _other_owner(module)
             if other is not None:
-                raise AssertedUsageError(
-                    explain(
-                        f"{other} manages a part of the module.",
-                        expected="modules without FullyShardedDataParallel, and without "
-                        "fully_shard or replicate of torch",
-                        got=f"a {type(module).__name__}" + (f" at {name!r}" if name else ""),
-                        where=f"fully_shard({type(root).__name__})",
-                        fix="use one of them for the whole model",
-                    )
+                raise AssertedUsageError.of(
+                    f"{other} manages a part of the module.",
+                    expected="modules without FullyShardedDataParallel, and without "
+                    "fully_shard or replicate of torch",
+                    got=f"a {type(module).__name__}" + (f" at {name!r}" if name else ""),
+                    where=f"fully_shard({type(root).__name__})",
+                    fix="use one of them for the whole model",
                 )
 
 
@@ -130,54 +112,45 @@ def refuse_parameters(
         if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_inference():
             _refuse_unusable(param, where)
         if any(owner_of(module, attribute) is not None for module, attribute in param.slots):
-            raise AssertedUsageError(
-                explain(
-                    "A parameter is sharded already, by a call for a module around this one.",
-                    expected="inner modules first: a call for a module takes all its parameters "
-                    "that no earlier call has taken",
-                    got=f"{param.name!r}, which another call of fully_shard owns",
-                    where=where,
-                    fix="call fully_shard for the inner modules, then for the outer one",
-                )
+            raise AssertedUsageError.of(
+                "A parameter is sharded already, by a call for a module around this one.",
+                expected="inner modules first: a call for a module takes all its parameters "
+                "that no earlier call has taken",
+                got=f"{param.name!r}, which another call of fully_shard owns",
+                where=where,
+                fix="call fully_shard for the inner modules, then for the outer one",
             )
         if id(parameter) in owned or optimizers.is_managed(parameter):
-            raise AssertedUsageError(
-                explain(
-                    "A parameter is shared by modules of two calls of fully_shard, which would "
-                    "train two copies of it.",
-                    expected="all modules that share a parameter in one call",
-                    got=f"{param.name!r}, which another call has sharded",
-                    where=where,
-                    fix="pass the modules together, as in fully_shard([embedding, head]), or call "
-                    "fully_shard only for a module that contains both",
-                )
+            raise AssertedUsageError.of(
+                "A parameter is shared by modules of two calls of fully_shard, which would "
+                "train two copies of it.",
+                expected="all modules that share a parameter in one call",
+                got=f"{param.name!r}, which another call has sharded",
+                where=where,
+                fix="pass the modules together, as in fully_shard([embedding, head]), or call "
+                "fully_shard only for a module that contains both",
             )
         if _torch_private.optimizers_in_backward(parameter):
-            raise UsageError(
-                explain(
-                    "An optimizer that steps in backward holds a parameter that fully_shard "
-                    "replaces.",
-                    expected="_apply_optimizer_in_backward() after fully_shard",
-                    got=f"a call before, for {param.name!r}",
-                    where=where,
-                    fix="shard the model first",
-                )
+            raise UsageError.of(
+                "An optimizer that steps in backward holds a parameter that fully_shard replaces.",
+                expected="_apply_optimizer_in_backward() after fully_shard",
+                got=f"a call before, for {param.name!r}",
+                where=where,
+                fix="shard the model first",
             )
 
 
 def _refuse_unusable(param: OrigParam, where: str) -> None:
     lazy = isinstance(param.parameter, nn.parameter.UninitializedParameter)
-    raise UsageError(
-        explain(
-            f"Parameter {param.name!r} cannot be sharded: "
-            + ("it has no shape yet." if lazy else "it was created in inference mode."),
-            expected="parameters that have a shape and work with autograd",
-            got=f"a {type(param.parameter).__name__} of a {type(param.slots[0][0]).__name__}",
-            where=where,
-            fix="run one forward before fully_shard"
-            if lazy
-            else "create the module outside torch.inference_mode()",
-        )
+    raise UsageError.of(
+        f"Parameter {param.name!r} cannot be sharded: "
+        + ("it has no shape yet." if lazy else "it was created in inference mode."),
+        expected="parameters that have a shape and work with autograd",
+        got=f"a {type(param.parameter).__name__} of a {type(param.slots[0][0]).__name__}",
+        where=where,
+        fix="run one forward before fully_shard"
+        if lazy
+        else "create the module outside torch.inference_mode()",
     )
 
 
@@ -189,14 +162,12 @@ def refuse_dtensors(params: Sequence[OrigParam], device: torch.device) -> None:
             device.type,
             "meta",
         ):
-            raise UsageError(
-                explain(
-                    "A parameter is a DTensor on another device than the mesh.",
-                    expected=f"a DTensor on {device.type!r} or 'meta'",
-                    got=f"{param.name!r} on {parameter.device.type!r}",
-                    where=WHERE,
-                    fix="distribute the module over a mesh of the same device type",
-                )
+            raise UsageError.of(
+                "A parameter is a DTensor on another device than the mesh.",
+                expected=f"a DTensor on {device.type!r} or 'meta'",
+                got=f"{param.name!r} on {parameter.device.type!r}",
+                where=WHERE,
+                fix="distribute the module over a mesh of the same device type",
             )
 
 
@@ -213,13 +184,11 @@ def require_dtensors_on(mesh: SpmdMesh, params: Sequence[OrigParam]) -> None:
             got = f"{param.name!r} with the placements {tuple(parameter.placements)}"
         else:
             continue
-        raise UsageError(
-            explain(
-                "With dp_mesh_dims every parameter is a DTensor on the whole mesh.",
-                expected=f"DTensors on {mesh.mesh}, Replicate() on its data-parallel dimensions "
-                f"{mesh.data_dims}",
-                got=got,
-                where="argument 'dp_mesh_dims' of fully_shard",
-                fix="call torch.distributed.tensor.distribute_module(module, mesh) first",
-            )
+        raise UsageError.of(
+            "With dp_mesh_dims every parameter is a DTensor on the whole mesh.",
+            expected=f"DTensors on {mesh.mesh}, Replicate() on its data-parallel dimensions "
+            f"{mesh.data_dims}",
+            got=got,
+            where="argument 'dp_mesh_dims' of fully_shard",
+            fix="call torch.distributed.tensor.distribute_module(module, mesh) first",
         )

@@ -32,7 +32,7 @@ from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.row_params import present_in
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
-from ...errors import StateError, explain
+from ...errors import StateError
 from .. import data_parallel
 from .api import MixedPrecisionPolicy
 from .arguments import precision_of
@@ -40,8 +40,6 @@ from .meshes import data_group_of, partial_mesh_of
 from .param_group import ParamGroup
 from .plan import Owners, Plan, PlannedStore
 from .whole_state import put_rows_in, refuse_part, taken
-
-__all__ = ["ShardedModules", "apply", "named_states_in", "owners", "state_of", "states_in"]
 
 _STATE = "_fsdp_compat_state"  # the attribute of a root module that holds its ShardedModules
 # {module with managed parameters: {name of the parameter: weak reference to its ShardedModules}}
@@ -214,15 +212,13 @@ class ShardedModules:
             if own.store.shard.is_meta
         ]
         if on_meta:
-            raise StateError(
-                explain(
-                    "Parameters are still on the meta device.",
-                    expected="memory and values for all parameters before the first use",
-                    got=f"{', '.join(on_meta[:5])}{' and more' if len(on_meta) > 5 else ''}",
-                    where=self.label,
-                    fix="call model.to_empty(device=...) and fill the values, by "
-                    "reset_parameters() of the modules or by loading a checkpoint",
-                )
+            raise StateError.of(
+                "Parameters are still on the meta device.",
+                expected="memory and values for all parameters before the first use",
+                got=f"{', '.join(on_meta[:5])}{' and more' if len(on_meta) > 5 else ''}",
+                where=self.label,
+                fix="call model.to_empty(device=...) and fill the values, by "
+                "reset_parameters() of the modules or by loading a checkpoint",
             )
 
     def ready_runtime(self) -> Runtime:

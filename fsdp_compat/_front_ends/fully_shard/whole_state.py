@@ -22,9 +22,7 @@ from ..._state.values import misfit
 from ..._stores.row_store import RowStore
 from ..._torch_private import dtensor as torch_dtensor
 from ...api import StateDictType
-from ...errors import CheckpointError, StateError, explain
-
-__all__ = ["is_full", "put_rows_in", "refuse_missing", "refuse_part", "taken"]
+from ...errors import CheckpointError, StateError
 
 
 def is_full(record: ModelUnit | None) -> bool:
@@ -103,15 +101,12 @@ def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None
         return
     view = record.unit.view
     if not (view.in_state_dict or view.summoned):
-        raise StateError(
-            explain(
-                "FULL_STATE_DICT is set, but state_dict() was called on a module inside a sharded "
-                "one.",
-                expected="state_dict() of a module that fully_shard was applied to",
-                got=f"state_dict() of a {type(module).__name__}",
-                where=label,
-                fix="call state_dict() on the model, or on this module inside summon_full_params",
-            )
+        raise StateError.of(
+            "FULL_STATE_DICT is set, but state_dict() was called on a module inside a sharded one.",
+            expected="state_dict() of a module that fully_shard was applied to",
+            got=f"state_dict() of a {type(module).__name__}",
+            where=label,
+            fix="call state_dict() on the model, or on this module inside summon_full_params",
         )
 
 
@@ -129,18 +124,16 @@ def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | Non
     for axis in {id(c): c for group in groups for c in (group.replica, group.shard)}.values():
         lacks = axis.any_of(lacks, "a check of the state dicts to load")
     if lacks.item():
-        raise CheckpointError(
-            explain(
-                "Not every rank has a state dict.",
-                expected="the whole state dict on every rank: modules that fully_shard was "
-                "applied to load nothing from rank 0 alone",
-                got=f"{'none' if not state_dict else 'one'} on this rank, and "
-                "FullStateDictConfig(rank0_only=True)",
-                where=f"load_state_dict of {record.unit.label}",
-                fix="use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
-                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), or load the "
-                "file on every rank",
-            )
+        raise CheckpointError.of(
+            "Not every rank has a state dict.",
+            expected="the whole state dict on every rank: modules that fully_shard was "
+            "applied to load nothing from rank 0 alone",
+            got=f"{'none' if not state_dict else 'one'} on this rank, and "
+            "FullStateDictConfig(rank0_only=True)",
+            where=f"load_state_dict of {record.unit.label}",
+            fix="use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+            "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), or load the "
+            "file on every rank",
         )
 
 

@@ -10,8 +10,6 @@ from libcst import metadata
 
 from .source import Source, dotted, root_of
 
-__all__ = ["Bindings", "Key", "Site"]
-
 # The scope or class that a variable belongs to, and its dotted name.
 Key = tuple[object, str]
 

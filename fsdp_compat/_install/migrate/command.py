@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from . import files, report
 from .findings import Finding, Migrated
 
-__all__ = ["add_arguments", "is_of_interest", "migrate"]
-
 DESCRIPTION = """Rewrite Python source: imports of torch.distributed.fsdp become imports of
 fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with the optimizer,
 clipping, saving and loading that belong to it. Only what is certain is rewritten; the rest is

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Text", "python_files", "read", "write"]
-
 SKIPPED = {"__pycache__", "build", "env", "node_modules", "site-packages", "venv"}
 
 

@@ -12,8 +12,6 @@ from .names import FSDP, IN_PLACE, PACKAGE, is_of_fsdp, ours, why_not
 from .new_imports import replace_small, with_names
 from .source import Source, bound_by, changed, code_of, dotted, expression, root_of, statement
 
-__all__ = ["rewrite_fsdp_imports"]
-
 _NAME = re.compile(r"torch\.distributed\.(fsdp|_composable\.fsdp)(\.\w+)*")
 _CODE = re.compile(r"(from|import)\s+torch\.distributed\.(fsdp|_composable\.fsdp)\b")
 _PARENTS = {

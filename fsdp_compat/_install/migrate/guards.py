@@ -10,8 +10,6 @@ import libcst as cst
 
 from .source import Source, code_of, dotted
 
-__all__ = ["Guard", "guards_of", "is_plain"]
-
 _RANK = re.compile(r"(^|_)rank(_id)?$|^get_(\w+_)?rank$|^gpu(_id)?$", re.IGNORECASE)
 _MAIN = re.compile(r"main|master|chief|rank_?(0|zero)|global_zero", re.IGNORECASE)
 _ANY = re.compile(

@@ -7,8 +7,6 @@ import importlib
 
 from ..contents import contents, fully_shard_names
 
-__all__ = ["FSDP", "IN_PLACE", "PACKAGE", "is_of_fsdp", "ours", "why_not"]
-
 FSDP = "torch.distributed.fsdp"
 IN_PLACE = "torch.distributed._composable.fsdp"  # an older home of fully_shard
 PACKAGE = "fsdp_compat"

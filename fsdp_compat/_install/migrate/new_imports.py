@@ -11,8 +11,6 @@ from libcst import metadata
 
 from .source import Source, bound_by, dotted, statement
 
-__all__ = ["Imports", "replace_small", "with_names"]
-
 
 def replace_small(
     source: Source, node: cst.BaseSmallStatement, new: Sequence[cst.BaseSmallStatement]

@@ -10,8 +10,6 @@ from .bindings import Bindings, Site
 from .places import Held, Kind, Model, Places
 from .source import Source, changed, dotted, expression
 
-__all__ = ["Optimizers"]
-
 _PARAMETERS = ("parameters", "named_parameters")
 
 

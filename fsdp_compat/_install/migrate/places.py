@@ -15,8 +15,6 @@ import libcst as cst
 from .bindings import Bindings, Key, Site
 from .source import Source, code_of, dotted, root_of
 
-__all__ = ["Found", "Kind", "Model", "Places"]
-
 
 class Kind(enum.Enum):
     WRAPPED = enum.auto()

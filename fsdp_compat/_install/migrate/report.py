@@ -10,8 +10,6 @@ from typing import TextIO
 
 from .findings import Finding, Migrated
 
-__all__ = ["advice", "diff", "is_coloured", "list_of", "summary"]
-
 _COLOURS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
 

@@ -15,8 +15,6 @@ from .state import State
 from .uses import Uses
 from .wrapping import Wrapping
 
-__all__ = ["rewrite"]
-
 
 def rewrite(text: str, path: str) -> Migrated:
     """Migrate the text of one file. Raises SyntaxError if it is not Python, ValueError if it

@@ -13,8 +13,6 @@ from libcst import metadata
 
 from .findings import Finding
 
-__all__ = ["Source", "changed", "code_of", "dotted", "expression", "statement"]
-
 Change = Callable[[Any], Any]
 Line = cst.SimpleStatementLine
 NodeT = TypeVar("NodeT", bound=cst.CSTNode)

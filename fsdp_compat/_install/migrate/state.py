@@ -13,8 +13,6 @@ from .places import Found, Kind, Model, Places, unwrapped
 from .source import Source, code_of, dotted, expression, root_of, statement
 from .wrapping import Wrapping
 
-__all__ = ["State"]
-
 _NOT_SHARDED = re.compile(r"sched|scaler|sampler|loader|lr_|dataset", re.IGNORECASE)
 _MODEL = re.compile(r"model|net\b|module|encoder|decoder|critic|actor", re.IGNORECASE)
 _BY_HAND = "call it on all ranks, above the condition, and write the result on one"

@@ -12,8 +12,6 @@ from .source import Source, code_of, dotted, expression
 from .state import State
 from .wrapping import Wrapping
 
-__all__ = ["Uses"]
-
 _CLIP = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"}
 _SCALER = "fsdp_compat.sharded_grad_scaler.ShardedGradScaler"
 _SAME_SCALER = (_SCALER, "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler")

@@ -10,8 +10,6 @@ from .new_imports import Imports
 from .places import Places
 from .source import Source, code_of, expression
 
-__all__ = ["DDP", "FSDP_CLASS", "Wrapping"]
-
 DDP = {
     "torch.nn.parallel.DistributedDataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel",

@@ -18,21 +18,6 @@ from ..._layout.spec import Interval
 from ...errors import CheckpointError
 from .._blocks import FileFacts
 
-__all__ = [
-    "Archive",
-    "Checksum",
-    "NotRead",
-    "Piece",
-    "Span",
-    "StoredTensor",
-    "coverage_problem",
-    "intersection",
-    "of_memory",
-    "pieces_of_run",
-    "row_major",
-    "whole",
-]
-
 
 class NotRead(CheckpointError):
     """Nothing is damaged: no checkpoint is there, or it holds objects of a class that is not

@@ -14,8 +14,6 @@ import torch
 from .._header import dtype_of
 from .._texts import parse_json, read_text
 
-__all__ = ["DTYPE", "PATTERN", "RENAME", "SIZE", "names_in"]
-
 _FACTORS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._texts import brief, parse_json, read_text, size, text_in
 from .archive import Archive
 from .dcp_metadata import damaged
@@ -21,8 +21,6 @@ from .safetensors_files import read_safetensors
 from .shapes import Shapes
 from .torch_files import read_torch_file
 from .tree import archive_of
-
-__all__ = ["read_client_directory", "read_indexed_torch_files"]
 
 _FSDP_PART = re.compile(
     r"(?P<what>pytorch_model_fsdp|optimizer)(?:_(?P<index>\d{1,4}))?(?:_rank(?P<rank>\d{1,6}))?"
@@ -134,14 +132,12 @@ def _fsdp_parts(path: Path, names: Iterable[str]) -> dict[tuple[str, int], list[
         forms.setdefault(key, {}).setdefault(form, []).append(file)
     for (what, _), several in forms.items():
         if len(several) > 1:
-            raise CheckpointError(
-                explain(
-                    f"The directory holds the {what} in several forms.",
-                    expected="what one save has written",
-                    got=", ".join(file.name for files in several.values() for file in files)[:300],
-                    where=str(path),
-                    fix="move the files of other saves elsewhere",
-                )
+            raise CheckpointError.of(
+                f"The directory holds the {what} in several forms.",
+                expected="what one save has written",
+                got=", ".join(file.name for files in several.values() for file in files)[:300],
+                where=str(path),
+                fix="move the files of other saves elsewhere",
             )
     return {key: next(iter(several.values())) for key, several in forms.items()}
 

@@ -30,8 +30,6 @@ from .publishing import published
 from .verification import verify
 from .work import MEMORY
 
-__all__ = ["commands", "run"]
-
 STATUS = """\b
 Exit status:
   0    everything is fine

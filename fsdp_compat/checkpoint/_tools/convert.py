@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ... import errors
-from ...errors import CheckpointError, UsageError, explain
+from ...errors import CheckpointError, UsageError
 from .._progress import progress_bar, require_bar
 from .._texts import joined
 from .archive import Archive, StoredTensor
@@ -28,8 +28,6 @@ from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
 from .torch_writing import write_torch
 from .writing import WriteOptions, nbytes_to_write
-
-__all__ = ["FORMATS", "Names", "convert"]
 
 Names = Mapping[str, str | None] | Sequence[tuple[str, str]] | Callable[[str], str | None]
 
@@ -136,14 +134,12 @@ def convert(
     require_free(target_path, call)
     source_path = Path(source)
     if target_path.absolute().parent.is_relative_to(source_path.absolute()):
-        raise UsageError(
-            explain(
-                "The target lies in the source.",
-                expected="a target outside of the checkpoint that is read",
-                got=str(target),
-                where=call,
-                fix="pass another target",
-            )
+        raise UsageError.of(
+            "The target lies in the source.",
+            expected="a target outside of the checkpoint that is read",
+            got=str(target),
+            where=call,
+            fix="pass another target",
         )
     archive = open_archive(source_path, shapes, ignored, keep_module)
     if optimizer_names is not None:
@@ -188,16 +184,14 @@ def _name_optimizer(archive: Archive, names: Sequence[str], call: str) -> None:
             archive.states, archive.param_groups or [], names, shapes
         )
     except ValueError as error:
-        raise UsageError(
-            explain(
-                "optimizer_names does not fit the optimizer state.",
-                expected="a tensor of the model for each numbered parameter, in the order of the "
-                "numbers",
-                got=str(error),
-                where=call,
-                fix="pass the names in the order in which the optimizer got the parameters; "
-                "inspect shows the names and shapes of both",
-            )
+        raise UsageError.of(
+            "optimizer_names does not fit the optimizer state.",
+            expected="a tensor of the model for each numbered parameter, in the order of the "
+            "numbers",
+            got=str(error),
+            where=call,
+            fix="pass the names in the order in which the optimizer got the parameters; "
+            "inspect shows the names and shapes of both",
         ) from error
     archive.is_by_number = False
 
@@ -215,14 +209,12 @@ def _selected(
     include, exclude = patterns
     has_optimizer = archive.param_groups is not None or bool(archive.states)
     if optimizer and not (FORMATS[to].holds_optimizer and has_optimizer):
-        raise UsageError(
-            explain(
-                "The optimizer's state cannot be taken along.",
-                expected="a source with optimizer state, and a target of torch, dcp or native",
-                got=f"{to} as the target" if has_optimizer else "a source without optimizer state",
-                where=f"{call}(..., optimizer=True)",
-                fix="leave optimizer out, or choose another target",
-            )
+        raise UsageError.of(
+            "The optimizer's state cannot be taken along.",
+            expected="a source with optimizer state, and a target of torch, dcp or native",
+            got=f"{to} as the target" if has_optimizer else "a source without optimizer state",
+            where=f"{call}(..., optimizer=True)",
+            fix="leave optimizer out, or choose another target",
         )
     can_hold = FORMATS[to].holds_optimizer and not (archive.is_by_number and to == "native")
     takes_optimizer = has_optimizer and (can_hold if optimizer is None else optimizer)
@@ -234,14 +226,12 @@ def _selected(
             if new is not None:
                 names[name] = new
     if not any(name in names for name in (*archive.tensors, *archive.aliases)):
-        raise UsageError(
-            explain(
-                "No tensor matches.",
-                expected="patterns that keep at least one of the source's tensors",
-                got=joined([repr(name) for name in archive.tensors], 5, ", ") or "no tensors",
-                where=call,
-                fix="look at the names with inspect",
-            )
+        raise UsageError.of(
+            "No tensor matches.",
+            expected="patterns that keep at least one of the source's tensors",
+            got=joined([repr(name) for name in archive.tensors], 5, ", ") or "no tensors",
+            where=call,
+            fix="look at the names with inspect",
         )
     selected = dataclasses.replace(archive, tensors={}, aliases={}, states={}, extra={})
     selected.left_out = list(archive.left_out)
@@ -286,14 +276,12 @@ def _select_model(
         if new is None:
             continue
         if new in new_names:
-            raise UsageError(
-                explain(
-                    "Two tensors get the same name.",
-                    expected="a different name for each",
-                    got=f"{new!r} for {new_names[new]!r} and for {old!r}",
-                    where=call,
-                    fix="change rename, or leave one of them out with exclude",
-                )
+            raise UsageError.of(
+                "Two tensors get the same name.",
+                expected="a different name for each",
+                got=f"{new!r} for {new_names[new]!r} and for {old!r}",
+                where=call,
+                fix="change rename, or leave one of them out with exclude",
             )
         new_names[new] = old
         first = archive.aliases.get(old, old)
@@ -352,14 +340,12 @@ def _data_in(value: Any, where: str, selected: Archive, to: str) -> Any:
 def _require_complete(archive: Archive) -> None:
     problems = problems_of(archive)
     if problems:
-        raise CheckpointError(
-            explain(
-                "The checkpoint is incomplete, or parts of several are mixed.",
-                expected="every element of every tensor once",
-                got=joined(problems, 5, "; "),
-                where=str(archive.path),
-                fix="find the files of all ranks; `verify` lists what is missing",
-            )
+        raise CheckpointError.of(
+            "The checkpoint is incomplete, or parts of several are mixed.",
+            expected="every element of every tensor once",
+            got=joined(problems, 5, "; "),
+            where=str(archive.path),
+            fix="find the files of all ranks; `verify` lists what is missing",
         )
 
 
@@ -375,14 +361,12 @@ def _format_of(target: Path, to: str | None, call: str) -> str:
     if to not in FORMATS:
         raise errors.wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, call)
     if by_suffix not in (None, to):
-        raise UsageError(
-            explain(
-                "The target's name does not fit its format.",
-                expected=f"a name for {to}",
-                got=f"{target.name!r}, as a {by_suffix} target is called",
-                where=call,
-                fix="change the name, or leave `to` out",
-            )
+        raise UsageError.of(
+            "The target's name does not fit its format.",
+            expected=f"a name for {to}",
+            got=f"{target.name!r}, as a {by_suffix} target is called",
+            where=call,
+            fix="change the name, or leave `to` out",
         )
     return to
 

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from ..._layout.box import Box
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._header import is_quantized
 from .._texts import MAX_TEXT_NBYTES, brief, open_file, shape_in, size, text_in
 from . import unpickling
-
-__all__ = ["Chunk", "Entry", "Place", "damaged", "metadata_files", "read_metadata"]
 
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _Key = tuple[str, tuple[int, ...] | None]
@@ -97,14 +95,12 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            f"{path.name} is damaged, or not of a torch.distributed.checkpoint.",
-            expected="values as torch.distributed.checkpoint writes them",
-            got=got,
-            where=str(path),
-            fix="restore the checkpoint from an intact copy; nothing was loaded",
-        )
+    return CheckpointError.of(
+        f"{path.name} is damaged, or not of a torch.distributed.checkpoint.",
+        expected="values as torch.distributed.checkpoint writes them",
+        got=got,
+        where=str(path),
+        fix="restore the checkpoint from an intact copy; nothing was loaded",
     )
 
 

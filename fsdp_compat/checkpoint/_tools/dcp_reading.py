@@ -27,8 +27,6 @@ from .paths import member
 from .reading import Files
 from .tree import archive_of
 
-__all__ = ["is_dcp", "is_sharded_safetensors", "read_dcp", "read_sharded_safetensors", "tree_of"]
-
 KIND = "torch.distributed.checkpoint"
 _FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..._layout.box import Box
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from .archive import Archive, StoredTensor, whole
 from .reading import Files, read, read_box
 from .writing import WriteOptions, dtype_to_write
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-
-__all__ = ["write_dcp"]
 
 _Keys = tuple[str | int, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
@@ -215,14 +213,12 @@ def _is_plain(value: Any) -> bool:
 def _add(entries: dict[str, tuple[_Keys, Any]], keys: _Keys, value: Any) -> None:
     name = ".".join(map(str, keys))
     if name in entries:
-        raise UsageError(
-            explain(
-                "Two values would get the same name in the checkpoint.",
-                expected="paths that differ when they are joined by dots",
-                got=f"{list(entries[name][0])} and {list(keys)}",
-                where="torch.distributed.checkpoint as the target",
-                fix="rename one of them, or leave it out",
-            )
+        raise UsageError.of(
+            "Two values would get the same name in the checkpoint.",
+            expected="paths that differ when they are joined by dots",
+            got=f"{list(entries[name][0])} and {list(keys)}",
+            where="torch.distributed.checkpoint as the target",
+            fix="rename one of them, or leave it out",
         )
     entries[name] = keys, value
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from .._header import dtype_name
 from .archive import Archive, StoredTensor
 from .inspection import plain_values
@@ -21,8 +21,6 @@ from .numbers import Distance, comparable, distance
 from .opening import open_archive
 from .reading import Files, boxes_of, read, read_box
 from .work import MEMORY, Tick, for_each, numel_at_once, require_amount, require_limits
-
-__all__ = ["Difference", "TensorDifference", "ValueDifference", "diff"]
 
 _WHERE = "fsdp_compat.checkpoint.diff"
 _DTYPES = {
@@ -228,14 +226,12 @@ def _compiled(argument: str, patterns: Iterable[str]) -> list[re.Pattern[str]]:
         try:
             found.append(re.compile(pattern))
         except re.error as error:
-            raise UsageError(
-                explain(
-                    f"{argument} has an invalid pattern.",
-                    expected="regular expressions, as Python's re has them",
-                    got=f"{pattern!r}: {error}",
-                    where=_WHERE,
-                    fix="correct the pattern; a dot that is meant as one is written \\.",
-                )
+            raise UsageError.of(
+                f"{argument} has an invalid pattern.",
+                expected="regular expressions, as Python's re has them",
+                got=f"{pattern!r}: {error}",
+                where=_WHERE,
+                fix="correct the pattern; a dot that is meant as one is written \\.",
             ) from error
     return found
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["count_of", "nbytes_text", "ranks_text", "shortened", "shown"]
-
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 

@@ -15,8 +15,6 @@ from . import torch_files
 from .archive import Piece, Span, StoredTensor
 from .reading import Files
 
-__all__ = ["EntryTemplates"]
-
 _LOCAL_HEADER = b"PK\x03\x04"
 _HEADER_NBYTES = 30
 _CRC = slice(14, 18)

@@ -17,15 +17,13 @@ from typing import Any
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval, ParamSpec
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .archive import Span, StoredTensor
 from .merging import disagreement, part_of
 from .reading import Files, read, read_box
 from .shapes import Shapes
 from .sharded_records import ShardedTensorRecord, run_part, shape_of
 from .tree import plain_name
-
-__all__ = ["holds_flat_params", "unflattened"]
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
 _MAX_LEVELS = 4
@@ -287,27 +285,23 @@ class _Local:
                 f"{numel} elements, but its {len(parts)} parameters have {sum(sizes)}: "
                 f"{', '.join(parts[:20])}{more}"
             )
-        return CheckpointError(
-            explain(
-                f"The parameters in {key} cannot be told apart.",
-                expected="the shapes of the model that was wrapped, which add up",
-                got=got,
-                where=str(self._where),
-                fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
-                "model.json`, and pass --shapes model.json; or a full checkpoint of the same model",
-            )
+        return CheckpointError.of(
+            f"The parameters in {key} cannot be told apart.",
+            expected="the shapes of the model that was wrapped, which add up",
+            got=got,
+            where=str(self._where),
+            fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
+            "model.json`, and pass --shapes model.json; or a full checkpoint of the same model",
         )
 
     def _unordered(self, key: Any, names: list[str]) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                f"The order of the parameters in {key} is not known.",
-                expected="shapes in the order of the modules",
-                got=f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
-                where=str(self._where),
-                fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
-                "model.json`, and pass --shapes model.json",
-            )
+        return CheckpointError.of(
+            f"The order of the parameters in {key} is not known.",
+            expected="shapes in the order of the modules",
+            got=f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
+            where=str(self._where),
+            fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
+            "model.json`, and pass --shapes model.json",
         )
 
 

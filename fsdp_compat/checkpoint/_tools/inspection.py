@@ -16,8 +16,6 @@ from .._header import dtype_name
 from .archive import Archive, Piece, Span, StoredTensor
 from .opening import open_archive
 
-__all__ = ["Inspection", "Part", "TensorFacts", "inspect", "inspection_of", "plain_values"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:

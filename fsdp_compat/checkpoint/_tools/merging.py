@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from ..._layout.box import Box
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .archive import Piece, StoredTensor, coverage_problem
 from .pickle_machine import Refused
 from .reading import Files, boxes_of, read_box
 from .sharded_records import DTensorRecord, ShardedTensorRecord, SplitLimit
-
-__all__ = ["Merger", "disagreement", "part_of", "tensor_of_parts"]
 
 _SAMPLE_NUMEL = 4096
 
@@ -59,14 +57,12 @@ def tensor_of_parts(
 
 def disagreement(where: Path, name: str, expected: str, got: str) -> CheckpointError:
     """Return the error for files that do not belong together."""
-    return CheckpointError(
-        explain(
-            "The files of the ranks do not belong together.",
-            expected=expected,
-            got=f"{name}: {got}" if name else got,
-            where=str(where),
-            fix="pass the files of all ranks of one run and one step",
-        )
+    return CheckpointError.of(
+        "The files of the ranks do not belong together.",
+        expected=expected,
+        got=f"{name}: {got}" if name else got,
+        where=str(where),
+        fix="pass the files of all ranks of one run and one step",
     )
 
 

@@ -25,9 +25,6 @@ from .._values import decode, tensor_from_text
 from .archive import Archive, Piece, Span, StoredTensor, of_memory, pieces_of_run, row_major, whole
 from .paths import member
 
-__all__ = ["EXTRA", "EXTRA_STATE", "files_of_native", "is_native", "read_native"]
-
-
 KIND = "native checkpoint of fsdp_compat"
 
 
@@ -100,8 +97,7 @@ class _Reader:
         }
         for name, items in common.other_states.items():
             archive.states[name] = {
-                key: self._value(value, f"{name}.{key}", manifest.common)
-                for key, value in items
+                key: self._value(value, f"{name}.{key}", manifest.common) for key, value in items
             }
         if manifest.param_groups is not None:
             archive.param_groups = [

@@ -18,7 +18,7 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import cut_into_boxes
 from ..._layout.flat import flat_layout
 from ..._layout.spec import Interval
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from .._blocks import BlockWriter, FileFacts
 from .._head import TEXT
 from .._header import dtype_name, encode_header
@@ -30,8 +30,6 @@ from .native_reading import EXTRA, EXTRA_STATE
 from .reading import AT_ONCE_NBYTES, Files, boxes_of, read, read_box
 from .work import for_each
 from .writing import WriteOptions, dtype_to_write
-
-__all__ = ["write_native"]
 
 _ALIGN_NBYTES = 16
 _COMMON = 0  # the file with what is the same on all ranks
@@ -138,14 +136,12 @@ class _Target:
         """Return a small state as JSON. Raises UsageError for one that is not small."""
         if isinstance(value, StoredTensor):
             if value.numel > 1:
-                raise UsageError(
-                    explain(
-                        "A native checkpoint cannot hold this optimizer state.",
-                        expected="a state of the shape of its parameter, or a single value",
-                        got=f"shape {list(value.shape)}",
-                        where=where,
-                        fix="leave the optimizer out with optimizer=False",
-                    )
+                raise UsageError.of(
+                    "A native checkpoint cannot hold this optimizer state.",
+                    expected="a state of the shape of its parameter, or a single value",
+                    got=f"shape {list(value.shape)}",
+                    where=where,
+                    fix="leave the optimizer out with optimizer=False",
                 )
             value = read(value, self._files)
         return encode(value, where, tensor_as_text)
@@ -381,13 +377,11 @@ def _write_zeros(writer: BlockWriter, nbytes: int) -> None:
 
 
 def _numbered(archive: Archive) -> UsageError:
-    return UsageError(
-        explain(
-            "The parameters of the optimizer are numbered, and their names are not known.",
-            expected="optimizer state by parameter name",
-            got="numbers, as torch.optim saves them, which do not tell which parameters they are",
-            where=str(archive.path),
-            fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
-            "optimizer out",
-        )
+    return UsageError.of(
+        "The parameters of the optimizer are numbered, and their names are not known.",
+        expected="optimizer state by parameter name",
+        got="numbers, as torch.optim saves them, which do not tell which parameters they are",
+        where=str(archive.path),
+        fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
+        "optimizer out",
     )

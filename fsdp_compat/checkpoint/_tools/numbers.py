@@ -8,8 +8,6 @@ import functools
 
 import torch
 
-__all__ = ["Distance", "comparable", "count_not_finite", "distance"]
-
 _LOWEST = -(1 << 63)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._safetensors_parts import INDEX
@@ -25,8 +25,6 @@ from .shapes import Shapes, shapes_of_archive
 from .sharded_records import DTensorRecord, ShardedTensorRecord
 from .torch_files import is_torch_file, read_torch_file
 from .tree import archive_of, without_ddp
-
-__all__ = ["open_archive", "problems_of"]
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(
@@ -74,14 +72,12 @@ def _opened(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Arch
         if path.is_file():
             return _opened_file(path, shapes, ignored)
     except OSError as error:
-        raise CheckpointError(
-            explain(
-                "A file of the checkpoint cannot be read.",
-                expected="all files that were written together",
-                got=f"{error.strerror}: {error.filename}",
-                where=str(path),
-                fix="copy the missing file beside the others, or check its permissions",
-            )
+        raise CheckpointError.of(
+            "A file of the checkpoint cannot be read.",
+            expected="all files that were written together",
+            got=f"{error.strerror}: {error.filename}",
+            where=str(path),
+            fix="copy the missing file beside the others, or check its permissions",
         ) from error
     got = "something that is neither" if os.path.lexists(path) else "nothing at this path"
     raise _unreadable(path, got)
@@ -131,15 +127,13 @@ def _require_not_deepspeed(path: Path, sign: re.Pattern[str]) -> None:
     together. sign: the name of a file that only such a directory has."""
     found = next((name for name in sorted(os.listdir(path)) if sign.fullmatch(name)), None)
     if found is not None:
-        raise NotRead(
-            explain(
-                "Checkpoints of DeepSpeed are not read.",
-                expected="the whole state dict that zero_to_fp32.py makes of one",
-                got=found,
-                where=str(path),
-                fix="run DeepSpeed's zero_to_fp32.py, which lies beside the checkpoint, and pass "
-                "what it writes",
-            )
+        raise NotRead.of(
+            "Checkpoints of DeepSpeed are not read.",
+            expected="the whole state dict that zero_to_fp32.py makes of one",
+            got=found,
+            where=str(path),
+            fix="run DeepSpeed's zero_to_fp32.py, which lies beside the checkpoint, and pass "
+            "what it writes",
         )
 
 
@@ -198,14 +192,12 @@ def _require_in_files(archive: Archive) -> None:
                 if file not in lengths:
                     lengths[file] = _length(file, archive.path)
                 if piece.source.start < 0 or stop > lengths[file]:
-                    raise CheckpointError(
-                        explain(
-                            f"{file.name} is truncated, or belongs to another checkpoint.",
-                            expected=f"bytes {piece.source.start} to {stop}, of {name}",
-                            got=f"a file of {lengths[file]} bytes",
-                            where=str(file),
-                            fix="restore the file from an intact copy",
-                        )
+                    raise CheckpointError.of(
+                        f"{file.name} is truncated, or belongs to another checkpoint.",
+                        expected=f"bytes {piece.source.start} to {stop}, of {name}",
+                        got=f"a file of {lengths[file]} bytes",
+                        where=str(file),
+                        fix="restore the file from an intact copy",
                     )
 
 
@@ -221,25 +213,21 @@ def _length(file: Path, path: Path) -> int:
         with open(open_file(file), "rb") as opened:
             return os.fstat(opened.fileno()).st_size
     except OSError as error:
-        raise CheckpointError(
-            explain(
-                f"A file of the checkpoint is missing: {file.name}.",
-                expected="all files that were written together",
-                got=f"{type(error).__name__}: {error.strerror}",
-                where=str(path),
-                fix="copy the missing file beside the others",
-            )
+        raise CheckpointError.of(
+            f"A file of the checkpoint is missing: {file.name}.",
+            expected="all files that were written together",
+            got=f"{type(error).__name__}: {error.strerror}",
+            where=str(path),
+            fix="copy the missing file beside the others",
         ) from error
 
 
 def _unreadable(path: Path, got: str) -> NotRead:
-    return NotRead(
-        explain(
-            "No checkpoint was recognised.",
-            expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "
-            "files (one, or one per rank), or a directory of Accelerate, Lightning or the Trainer",
-            got=got,
-            where=str(path),
-            fix="pass the file, or the directory that holds the files themselves",
-        )
+    return NotRead.of(
+        "No checkpoint was recognised.",
+        expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "
+        "files (one, or one per rank), or a directory of Accelerate, Lightning or the Trainer",
+        got=got,
+        where=str(path),
+        fix="pass the file, or the directory that holds the files themselves",
     )

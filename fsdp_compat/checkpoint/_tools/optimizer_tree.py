@@ -12,14 +12,6 @@ from typing import Any
 
 from .archive import StoredTensor
 
-__all__ = [
-    "OptimizerState",
-    "OptimizerTree",
-    "is_optimizer",
-    "merged_optimizer",
-    "named_optimizer",
-]
-
 _STATE, _GROUPS = "state", "param_groups"
 
 

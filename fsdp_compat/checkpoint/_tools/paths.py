@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._texts import brief
-
-__all__ = ["member", "require_inside"]
 
 
 def member(directory: Path, name: str) -> Path:
@@ -27,14 +25,12 @@ def require_inside(directory: Path, path: Path) -> Path:
     try:
         real, home = path.resolve(), directory.resolve()
     except RuntimeError as error:
-        raise CheckpointError(
-            explain(
-                "A link in the checkpoint leads back to itself.",
-                expected="a file, or a link to one",
-                got=brief(error),
-                where=str(path),
-                fix="restore the file from an intact copy; nothing was read",
-            )
+        raise CheckpointError.of(
+            "A link in the checkpoint leads back to itself.",
+            expected="a file, or a link to one",
+            got=brief(error),
+            where=str(path),
+            fix="restore the file from an intact copy; nothing was read",
         ) from error
     if not real.is_relative_to(home):
         blobs = home.parent.parent / "blobs"
@@ -44,12 +40,10 @@ def require_inside(directory: Path, path: Path) -> Path:
 
 
 def _outside(directory: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "A file of the checkpoint lies outside of its directory.",
-            expected="names and links that stay in the directory",
-            got=repr(name[:200]),
-            where=str(directory),
-            fix="copy the file into the directory, if you trust it; nothing was read",
-        )
+    return CheckpointError.of(
+        "A file of the checkpoint lies outside of its directory.",
+        expected="names and links that stay in the directory",
+        got=repr(name[:200]),
+        where=str(directory),
+        fix="copy the file into the directory, if you trust it; nothing was read",
     )

@@ -13,8 +13,6 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Global", "Ignored", "KeyLimit", "Machine", "Record", "Refused", "RefusedName"]
-
 _MAX_KEYS = 10_000  # of kinds whose hashes a file could choose to be equal
 _MAX_INT_BITS = 61  # of an int that is a key: smaller ones have different hashes
 _MAX_KEY_LENGTH = 64  # of a tuple that is a key

@@ -15,8 +15,6 @@ from .pickle_machine import Global, Ignored, KeyLimit, Record, Refused, RefusedN
 from .sharded_records import shape_of
 from .stored_storages import StorageKind, tensor_in
 
-__all__ = ["Names", "array_of"]
-
 _MAX_NAME_LENGTH = 200
 _MAX_ODD_KEYS = 500  # keys of one mapping that are neither texts nor small numbers
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import CheckpointError, UsageError, explain
+from ...errors import CheckpointError, UsageError
 from .._progress import progress_bar
 from .archive import Archive, StoredTensor
 from .display import count_of, nbytes_text, shortened
@@ -29,15 +29,6 @@ from .work import MEMORY, Tick, for_each, numel_at_once, require_limits
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = [
-    "Histogram",
-    "histogram_of",
-    "norm_of",
-    "png_of_bytes",
-    "png_of_histogram",
-    "png_of_norms",
-]
 
 _NUM_BINS = 100
 _NUM_TENSORS = 24  # with a bar of their own
@@ -97,15 +88,13 @@ def _tensor_called(name: str, archive: Archive) -> StoredTensor:
     if found is not None:
         return found
     close = difflib.get_close_matches(name, [*archive.tensors, *tensors], 3, 0.4)
-    raise UsageError(
-        explain(
-            "The checkpoint has no tensor of this name.",
-            expected="a name that fsdp-compat inspect lists"
-            + (f", such as {', '.join(map(repr, close))}" if close else ""),
-            got=repr(name),
-            where=str(archive.path),
-            fix="pass another name",
-        )
+    raise UsageError.of(
+        "The checkpoint has no tensor of this name.",
+        expected="a name that fsdp-compat inspect lists"
+        + (f", such as {', '.join(map(repr, close))}" if close else ""),
+        got=repr(name),
+        where=str(archive.path),
+        fix="pass another name",
     )
 
 
@@ -186,14 +175,12 @@ def histogram_of(tensor: StoredTensor, files: Files, memory: int, tick: Tick) ->
     """Read a tensor twice, slab by slab, and count its values. Raises UsageError for a dtype with
     which torch cannot compute."""
     if not comparable(tensor.dtype):
-        raise UsageError(
-            explain(
-                "The values of this tensor cannot be counted.",
-                expected="a dtype with which torch can compute",
-                got=str(tensor.dtype),
-                where=repr(tensor.name),
-                fix="choose another tensor",
-            )
+        raise UsageError.of(
+            "The values of this tensor cannot be counted.",
+            expected="a dtype with which torch can compute",
+            got=str(tensor.dtype),
+            where=repr(tensor.name),
+            fix="choose another tensor",
         )
     lowest, highest, num_nan, num_inf = math.inf, -math.inf, 0, 0
     numel = numel_at_once(memory, 1, _TEMPORARY_NBYTES)
@@ -301,15 +288,13 @@ def common_tensors(one: Archive, other: Archive) -> list[tuple[str, StoredTensor
         if name in other.tensors
     ]
     if not pairs:
-        raise CheckpointError(
-            explain(
-                "These checkpoints have no tensor in common.",
-                expected="two checkpoints of one model",
-                got=f"{count_of(len(one.tensors), 'tensor')} and {len(other.tensors):,}, under "
-                "different names",
-                where=f"{one.path} and {other.path}",
-                fix="look at the names with fsdp-compat inspect; convert --rename changes them",
-            )
+        raise CheckpointError.of(
+            "These checkpoints have no tensor in common.",
+            expected="two checkpoints of one model",
+            got=f"{count_of(len(one.tensors), 'tensor')} and {len(other.tensors):,}, under "
+            "different names",
+            where=f"{one.path} and {other.path}",
+            fix="look at the names with fsdp-compat inspect; convert --rename changes them",
         )
     return pairs
 

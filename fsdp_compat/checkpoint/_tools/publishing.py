@@ -11,10 +11,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from .._blocks import make_directories, sync_directory
-
-__all__ = ["published", "require_free"]
 
 _OWNER = "owner"  # a file that is locked as long as the process lives
 _CONTENT = "content"
@@ -23,14 +21,12 @@ _CONTENT = "content"
 def require_free(target: Path, call: str) -> None:
     """Raise UsageError if something stands at ``target`` already."""
     if os.path.lexists(target):
-        raise UsageError(
-            explain(
-                "The target exists, and is never overwritten.",
-                expected="a path at which there is nothing",
-                got="a directory" if target.is_dir() else "a file",
-                where=str(target),
-                fix=f"pass another target to {call}, or remove this one",
-            )
+        raise UsageError.of(
+            "The target exists, and is never overwritten.",
+            expected="a path at which there is nothing",
+            got="a directory" if target.is_dir() else "a file",
+            where=str(target),
+            fix=f"pass another target to {call}, or remove this one",
         )
 
 

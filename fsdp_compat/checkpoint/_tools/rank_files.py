@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .archive import Archive
 from .flat_files import holds_flat_params, unflattened
 from .merging import Merger, disagreement
@@ -19,8 +19,6 @@ from .shapes import Shapes
 from .torch_files import read_torch_file
 from .tree import archive_of
 from .unpickling import refused
-
-__all__ = ["RankFiles", "rank_files_in", "rank_groups", "read_rank_files"]
 
 _SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar", ""})
 _NAMED = (
@@ -216,12 +214,10 @@ def _drop_local_optimizers(
 
 def _not_ranks(group: RankFiles, where: Path) -> CheckpointError:
     names = ", ".join(path.name for path in list(group.paths.values())[:4])
-    return CheckpointError(
-        explain(
-            "These numbered files are not one checkpoint: none of them holds a shard.",
-            expected="one file per rank with DTensors or ShardedTensors, or the word 'rank'",
-            got=names,
-            where=str(where),
-            fix="pass one of the files, if each is a checkpoint of its own",
-        )
+    return CheckpointError.of(
+        "These numbered files are not one checkpoint: none of them holds a shard.",
+        expected="one file per rank with DTensors or ShardedTensors, or the word 'rank'",
+        got=names,
+        where=str(where),
+        fix="pass one of the files, if each is a checkpoint of its own",
     )

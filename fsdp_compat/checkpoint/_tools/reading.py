@@ -17,12 +17,10 @@ import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._blocks import BLOCK_NBYTES, FileFacts, damaged
 from .._texts import open_file
 from .archive import Checksum, Piece, Span, StoredTensor, intersection, row_major, whole
-
-__all__ = ["AT_ONCE_NBYTES", "Files", "boxes_of", "read", "read_box", "slabs"]
 
 _MAX_OPEN = 64
 SLAB_NBYTES = 16 << 20
@@ -283,12 +281,10 @@ def _read_strided(source: Span, start: int, numel: int, files: Files, target: to
 
 
 def _too_short(path: Path, nbytes: int) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            f"{path.name} ends too early.",
-            expected=f"at least {nbytes} bytes",
-            got="fewer",
-            where=str(path),
-            fix="restore the file from an intact copy",
-        )
+    return CheckpointError.of(
+        f"{path.name} ends too early.",
+        expected=f"at least {nbytes} bytes",
+        got="fewer",
+        where=str(path),
+        fix="restore the file from an intact copy",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..._comm.host_memory import memory_of
-from ...errors import UsageError, explain
+from ...errors import UsageError
 from .._header import METADATA, TensorInfo, encode_header, is_known
 from .._safetensors_load import tensors_of
 from .._safetensors_parts import INDEX, ONE_FILE
@@ -20,8 +20,6 @@ from .reading import Files
 from .tree import archive_of
 from .work import for_each
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
-
-__all__ = ["of_info", "read_safetensors", "write_safetensors", "write_safetensors_file"]
 
 
 def of_info(info: TensorInfo, path: Path, holder: int | None = None) -> StoredTensor:
@@ -108,15 +106,13 @@ def _planned(archive: Archive, max_file_nbytes: int) -> list[_PlannedFile]:
 def _require_writable(archive: Archive) -> None:
     for name, tensor in archive.tensors.items():
         if name == METADATA or not is_known(dtype_to_write(tensor)):
-            raise UsageError(
-                explain(
-                    "safetensors cannot store this tensor.",
-                    expected=f"a supported dtype, and another name than {METADATA!r}",
-                    got=f"{dtype_to_write(tensor)}",
-                    where=name,
-                    fix=("pass dtype=torch.float32, " if tensor.dtype.is_floating_point else "")
-                    + "leave it out with exclude, or write another format",
-                )
+            raise UsageError.of(
+                "safetensors cannot store this tensor.",
+                expected=f"a supported dtype, and another name than {METADATA!r}",
+                got=f"{dtype_to_write(tensor)}",
+                where=name,
+                fix=("pass dtype=torch.float32, " if tensor.dtype.is_floating_point else "")
+                + "leave it out with exclude, or write another format",
             )
 
 

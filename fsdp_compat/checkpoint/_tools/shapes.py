@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError, UsageError, explain
+from ...errors import CheckpointError, UsageError
 from .._header import dtype_name, dtype_of
 from .._texts import brief, parse_json, read_text, shape_in, text_in
 from .archive import Archive
-
-__all__ = ["Shape", "Shapes", "shapes_from_callable", "shapes_of", "shapes_of_archive"]
 
 _FORMAT = "fsdp_compat shapes"
 _VERSION = 1
@@ -71,14 +69,12 @@ class Shapes:
         try:
             return cls.from_json(parse_json(read_text(path)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                explain(
-                    f"{path.name} does not hold the shapes of a model.",
-                    expected="JSON that `fsdp-compat shapes` has written",
-                    got=brief(error),
-                    where=str(path),
-                    fix="write it again: fsdp-compat shapes my.module:make_model -o model.json",
-                )
+            raise CheckpointError.of(
+                f"{path.name} does not hold the shapes of a model.",
+                expected="JSON that `fsdp-compat shapes` has written",
+                got=brief(error),
+                where=str(path),
+                fix="write it again: fsdp-compat shapes my.module:make_model -o model.json",
             ) from error
 
     @classmethod
@@ -162,14 +158,12 @@ def _called(make: Callable[[], Any]) -> Any:
 
 
 def _unusable(place: str, got: str) -> UsageError:
-    return UsageError(
-        explain(
-            "The shapes of the model cannot be found.",
-            expected='"my.module:make_model", a function without arguments that returns a module',
-            got=got,
-            where=repr(place),
-            fix="pass the place of a function that can be called in the current directory",
-        )
+    return UsageError.of(
+        "The shapes of the model cannot be found.",
+        expected='"my.module:make_model", a function without arguments that returns a module',
+        got=got,
+        where=repr(place),
+        fix="pass the place of a function that can be called in the current directory",
     )
 
 

@@ -16,17 +16,6 @@ from ..._layout.spec import FlatLayout, Interval, ParamSpec
 from .archive import Piece, StoredTensor, row_major, whole
 from .pickle_machine import Record, Refused
 
-__all__ = [
-    "DTensorRecord",
-    "Placement",
-    "ShardedTensorRecord",
-    "SplitLimit",
-    "boxed_tensor",
-    "d_tensor",
-    "sharded_tensor",
-    "shape_of",
-]
-
 _MAX_SPLITS = 4096  # of the rows of one tensor: as many as ranks that share it
 _FREE_SPLITS, _MORE_SPLITS = 128, 1 << 18  # of each DTensor; of all in one checkpoint, beyond those
 _MAX_DIMS = 64

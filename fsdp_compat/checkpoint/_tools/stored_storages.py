@@ -13,8 +13,6 @@ from .archive import Checksum, Piece, Span, StoredTensor, row_major, whole
 from .pickle_machine import Refused
 from .sharded_records import shape_of
 
-__all__ = ["Storage", "StorageKind", "tensor_in"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StorageKind:

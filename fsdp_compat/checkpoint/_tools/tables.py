@@ -20,8 +20,6 @@ from .display import count_of, nbytes_text, ranks_text, shortened, shown
 from .inspection import Inspection, TensorFacts
 from .verification import Verification
 
-__all__ = ["Report", "of_difference", "of_inspection", "of_verification"]
-
 _MAX_CELL = 300  # characters in a table; JSON has all of them
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
 

@@ -13,15 +13,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._blocks import damaged
 from .._texts import MAX_TEXT_NBYTES, brief, open_file
 from .archive import Checksum
 from .pickle_machine import Refused
 from .stored_storages import Storage, StorageKind
 from .unpickling import load, load_prefix, refused
-
-__all__ = ["is_torch_file", "read_torch_file", "records_at"]
 
 _ZIP = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -78,14 +76,12 @@ def _broken(path: Path, got: str) -> CheckpointError:
 
 def _not_torch(path: Path, start: bytes) -> CheckpointError:
     is_old = start[:1] in (b"\x80", b"(", b"}")
-    return CheckpointError(
-        explain(
-            f"{path.name} is not a file of torch.save.",
-            expected="a zip archive, as torch.save writes them since torch 1.6",
-            got="a pickle" if is_old else f"a file that begins with {start[:8]!r}",
-            where=str(path),
-            fix="save it again with torch.save; nothing in it was executed",
-        )
+    return CheckpointError.of(
+        f"{path.name} is not a file of torch.save.",
+        expected="a zip archive, as torch.save writes them since torch 1.6",
+        got="a pickle" if is_old else f"a file that begins with {start[:8]!r}",
+        where=str(path),
+        fix="save it again with torch.save; nothing in it was executed",
     )
 
 

@@ -20,8 +20,6 @@ from .pickle_machine import Ignored, Record
 from .reading import Files
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
 
-__all__ = ["write_torch"]
-
 _ALIGN_NBYTES = 64  # of the start of each record
 _WIDE = 0xFFFFFFFF  # in the place of a number that stands in the fields of zip64
 _ZIP64_FROM = 0xFFFFFFFF  # numbers that stand there

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._blocks import FileFacts
 from .archive import Archive, StoredTensor
 from .optimizer_tree import OptimizerTree, is_optimizer, merged_optimizer
-
-__all__ = ["archive_of", "bounded", "is_model_key", "plain_name", "without_ddp"]
 
 _MODEL_KEY = re.compile(
     r"(model|module|net|network|weights|params|state_dict|model_states?|model_state_dict|"
@@ -392,13 +390,11 @@ class _Copy:
         return self._flat[id(value)][1]
 
     def _refusal(self, got: str) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                f"The values of {self._path.name} are nested in a way that cannot be followed.",
-                expected=f"keys that differ, at most {_MAX_DEPTH} levels, and at most "
-                f"{_MAX_CONTAINERS} containers",
-                got=got,
-                where=str(self._path),
-                fix="restore the file from an intact copy; nothing was loaded",
-            )
+        return CheckpointError.of(
+            f"The values of {self._path.name} are nested in a way that cannot be followed.",
+            expected=f"keys that differ, at most {_MAX_DEPTH} levels, and at most "
+            f"{_MAX_CONTAINERS} containers",
+            got=got,
+            where=str(self._path),
+            fix="restore the file from an intact copy; nothing was loaded",
         )

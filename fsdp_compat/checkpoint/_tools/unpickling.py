@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...errors import CheckpointError, explain
+from ...errors import CheckpointError
 from .._texts import MAX_TEXT_NBYTES, brief
 from .archive import NotRead
 from .pickle_machine import Global, Ignored, Machine, Record, Refused, RefusedName
@@ -80,15 +80,13 @@ def load_prefix(
 def refused(where: Path, error: BaseException | str) -> CheckpointError:
     """Return the error for a file that is damaged, or holds what is not read."""
     if isinstance(error, RefusedName):
-        return NotRead(
-            explain(
-                f"{where.name} was refused.",
-                expected="tensors, numbers, texts and plain containers",
-                got=str(error),
-                where=str(where),
-                fix=f"to leave such objects out, pass ignored=[{error.name!r}] "
-                f"(--ignore-class {error.name}); nothing in the file was executed",
-            )
+        return NotRead.of(
+            f"{where.name} was refused.",
+            expected="tensors, numbers, texts and plain containers",
+            got=str(error),
+            where=str(where),
+            fix=f"to leave such objects out, pass ignored=[{error.name!r}] "
+            f"(--ignore-class {error.name}); nothing in the file was executed",
         )
     if isinstance(error, Refused):
         got = " ".join(str(error).split())[:500]
@@ -96,15 +94,13 @@ def refused(where: Path, error: BaseException | str) -> CheckpointError:
         got = "a file that is damaged or incomplete"
     else:
         got = error if isinstance(error, str) else brief(error)
-    return CheckpointError(
-        explain(
-            f"{where.name} was refused.",
-            expected="tensors, numbers, texts and plain containers",
-            got=got,
-            where=str(where),
-            fix="restore the file from an intact copy, or save it again with tensors and plain "
-            "values alone; nothing in it was executed",
-        )
+    return CheckpointError.of(
+        f"{where.name} was refused.",
+        expected="tensors, numbers, texts and plain containers",
+        got=got,
+        where=str(where),
+        fix="restore the file from an intact copy, or save it again with tensors and plain "
+        "values alone; nothing in it was executed",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..._layout.box import Box
-from ...errors import CheckpointError, UsageError, explain
+from ...errors import CheckpointError, UsageError
 from .._blocks import FileFacts, ReadRequest, check, nbytes_to_check
 from .._header import dtype_name
 from .._manifest import MANIFEST
@@ -25,8 +25,6 @@ from .opening import open_archive
 from .paths import require_inside
 from .reading import Files, boxes_of, read_box
 from .work import MEMORY, Tick, for_each, numel_at_once, require_limits
-
-__all__ = ["Problem", "TensorCheck", "Verification", "verify"]
 
 _WHERE = "fsdp_compat.checkpoint.verify"
 _TEMPORARY = 4  # copies of a slab in memory while it is looked at, as float64 at most
@@ -151,14 +149,12 @@ def verify(
     """
     require_limits(memory, workers, progress, _WHERE)
     if finite and not values:
-        raise UsageError(
-            explain(
-                "Nothing can be said about values that are not read.",
-                expected="values=True with finite=True",
-                got="values=False",
-                where=_WHERE,
-                fix="leave one of them out",
-            )
+        raise UsageError.of(
+            "Nothing can be said about values that are not read.",
+            expected="values=True with finite=True",
+            got="values=False",
+            where=_WHERE,
+            fix="leave one of them out",
         )
     try:
         archive = open_archive(Path(path), shapes, ignored, keep_module)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from ...errors import UsageError, explain, wrong_type
+from ...errors import UsageError, wrong_type
 from .._progress import progress_bar, require_bar
 from .reading import SLAB_NBYTES
-
-__all__ = ["MEMORY", "Tick", "for_each", "numel_at_once", "require_amount", "require_limits"]
 
 MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
 _LEAST_MEMORY = 1 << 20  # per worker
@@ -34,15 +32,13 @@ def require_limits(memory: int, workers: int, progress: bool, where: str) -> Non
             raise wrong_type(name, "a whole number", number, where)
         least *= workers if name == "memory" else 1
         if number < least:
-            raise UsageError(
-                explain(
-                    f"{name} is too small.",
-                    expected=f"at least {least}" + (" bytes" if name == "memory" else ""),
-                    got=str(number),
-                    where=f"argument {name!r} of {where}",
-                    fix="pass a larger number"
-                    + (", or fewer workers" if name == "memory" and workers > 1 else ""),
-                )
+            raise UsageError.of(
+                f"{name} is too small.",
+                expected=f"at least {least}" + (" bytes" if name == "memory" else ""),
+                got=str(number),
+                where=f"argument {name!r} of {where}",
+                fix="pass a larger number"
+                + (", or fewer workers" if name == "memory" and workers > 1 else ""),
             )
     require_bar(progress, where)
 
@@ -52,14 +48,12 @@ def require_amount(name: str, number: float, where: str) -> None:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise wrong_type(name, "a number", number, where)
     if not (math.isfinite(number) and number >= 0):
-        raise UsageError(
-            explain(
-                f"{name} is out of range.",
-                expected="a finite number of at least 0",
-                got=str(number),
-                where=f"argument {name!r} of {where}",
-                fix="pass such a number",
-            )
+        raise UsageError.of(
+            f"{name} is out of range.",
+            expected="a finite number of at least 0",
+            got=str(number),
+            where=f"argument {name!r} of {where}",
+            fix="pass such a number",
         )
 
 

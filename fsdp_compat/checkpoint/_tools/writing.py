@@ -11,8 +11,6 @@ import torch
 from .archive import StoredTensor
 from .reading import SLAB_NBYTES, Files, slabs
 
-__all__ = ["WriteOptions", "dtype_to_write", "nbytes_to_write", "slabs_to_write"]
-
 
 def _nothing(nbytes: int) -> None:
     return None
