@@ -30,7 +30,7 @@ from ._state import optim_legacy_state_dict as legacy
 from ._state import optim_state_dict as optim
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ._state.optim_legacy_state_dict import OptimStateKeyType
-from ._stores.registration import FlatParameter
+from ._stores.flat_parameter import FlatParameter
 from .api import (
     BackwardPrefetch,
     CPUOffload,

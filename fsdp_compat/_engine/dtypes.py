@@ -32,6 +32,12 @@ def is_packed(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or dtype.itemsize == 1
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor of one-byte elements as uint8, so that copies keep every pattern of
+    bits; a tensor of larger elements is returned unchanged."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors of nested tuples, lists, sets, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):

@@ -184,7 +184,7 @@ class Gradients:
         is_hooked, params = self.policy.hook is not None, memory.unsharded_params
         if (
             axes.ranks == 1
-            and form is store
+            and form.pieces_are_whole
             and not is_hooked
             and memory.aliased
             and len(self._memories) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,11 @@ class ParamSlots:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def present(self) -> Any:
+        """Return the parameter that modules hold now; None: the attribute is absent."""
+        module, attribute = self.slots[0]
+        return _torch_private.parameters_of(module).get(attribute)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Preparation:
                 left.difference_update(sent)
                 left.update(slot for slot, mark in zip(sent, marks.tolist(), strict=True) if mark)
         self._left |= left
-        return [OrigParam(_present(member), member.place) for member in members]
+        return [OrigParam(member.place.present(), member.place) for member in members]
 
     def uninitialised(
         self, module: nn.Module, stores: Iterable[StateStore], taken: Collection[nn.Module]
@@ -128,12 +128,3 @@ def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.M
         ]
         seen.update(children)
         waiting += reversed(children)
-
-
-def _present(member: OrigParam) -> nn.Parameter:
-    """Return the parameter that is now in a member's slot: a new object if the member was on the
-    meta device."""
-    module, attribute = member.slots[0]
-    parameter = module._parameters[attribute]
-    assert parameter is not None
-    return parameter

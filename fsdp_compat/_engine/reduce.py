@@ -386,7 +386,7 @@ class DirectGradBuffer:
     gradients on unchanged, without a buffer. Its methods are those of ReduceBuffer."""
 
     def __init__(self, store: ParamStore) -> None:
-        self.form: ReduceForm = store
+        self.form: ReduceForm = store.reduce_form()
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
         self.received = self._grads.keys()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._layout.spec import FlatLayout, Interval, Section
+from .dtypes import as_bytes
 from .group import Group
 from .ownership import ParamSlots
 from .store import ModuleSlot, ParamStore
@@ -51,6 +52,9 @@ class StateStore(ParamStore, typing.Protocol):
     def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape that the sharded parameter which holds parameter ``index`` has on
         ``rank``."""
+
+    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor]:
+        """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""
 
     def whole(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
         """full: [ranks * S], of any dtype. Return the parameters in it, in their local shapes:
@@ -159,13 +163,16 @@ class StateStore(ParamStore, typing.Protocol):
 
         Default: this rank's own.
         """
-        shard = self.shard if shard is None else shard
+        shard = self.shard.detach() if shard is None else shard
         for index, whole in enumerate(wholes):
-            if part := self.part(index, self.rank):
-                source = whole.detach().reshape(-1)[part.slice]
-                target = shard[self.part_in_shard(index).slice]
-                if not target.is_meta and source.data_ptr() != target.data_ptr():
-                    target.copy_(source)
+            source, target = self.rows_of_whole(index, whole), self.own_part(shard, index)
+            is_there = source.data_ptr() == target.data_ptr() and source.is_contiguous()
+            if target.numel() and not (target.is_meta or is_there):
+                as_bytes(target).copy_(as_bytes(source))
+
+    def own_part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """buffer: [S]. Return this rank's part of a parameter in it, as ``rows_of_whole``."""
+        return buffer[self.part_in_shard(index).slice]
 
 
 def store_of(group: Group) -> StateStore:

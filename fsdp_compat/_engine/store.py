@@ -140,15 +140,13 @@ class PartialRows(typing.Protocol):
         meanwhile."""
 
 
-class ParamStore(ReduceForm, typing.Protocol):
+class ParamStore(typing.Protocol):
     """Where each element of a group lies, and which parameters modules and the optimizer see.
 
     In training a store only answers with views, which the engine asks for once per buffer and
     keeps: it sends, allocates, frees, copies and adds nothing. Exchanged buffers are 1-D
     ``[ranks * S]``, rank-major: segment r is what rank r holds. An *unsharded parameter* is one
     whole parameter, which modules show while the unit is unsharded.
-
-    A store whose gradients lie as its parameters do is its own ReduceForm.
     """
 
     numel: int  # S, the same on every rank
@@ -159,7 +157,11 @@ class ParamStore(ReduceForm, typing.Protocol):
     # Modules show parts of parameters while sharded: they refuse calls and state dicts of their own
     # then. False: modules show DTensors, which other code can use.
     is_guarded: bool = True
-    extension: Extension | None = None
+
+    @property
+    def extension(self) -> Extension | None:
+        """Tensor subclasses that all-gather in their own way, if all parameters are such."""
+        return None
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
@@ -185,32 +187,12 @@ class ParamStore(ReduceForm, typing.Protocol):
         """Repair sharded parameters that the user has replaced or moved away from the shard, or
         raise StateError."""
 
-    # -- what most stores leave as it is
-
-    @property
-    def indices(self) -> list[int]:
-        return sorted(index for _, indices in self.sharded_params for index in indices)
-
-    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor]:
-        """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""
-
-    def local_params(self) -> list[torch.Tensor]:
-        """Return the plain tensors behind the sharded parameters, as they are now."""
-        return [param for param, _ in self.sharded_params]
-
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return (to, from): the copies out of the all-gather's output ``full`` that fill
         unsharded parameters with other storages."""
-        # `.data`: autograd has noted the version counters, which neither an all-gather nor a copy
-        # may move.
-        to = [
-            piece
-            for index, param in enumerate(unsharded_params)
-            for piece in self.split(index, param.data)
-        ]
-        return to, [place for places in self.places(full)[:-1] for place in places]
+        raise StateError(f"internal: parameters of a {type(self).__name__} view the output")
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
         """Return the tensors that hold the memory of unsharded parameters which do not view the
@@ -220,7 +202,6 @@ class ParamStore(ReduceForm, typing.Protocol):
     def reduce_form(self, also: Iterable[int] = ()) -> ReduceForm:
         """Return how the gradients of the parameters that are trainable now lie, and those of
         ``also``: the same object for the same parameters."""
-        return self
 
     def partial_rows(self, mesh: typing.Any, rank: int, ranks: int) -> PartialRows:
         """Return what ``rank`` of ``ranks`` keeps after forward. mesh: a 2-D DeviceMesh of which

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 from .spec import FlatLayout, Interval, ParamSpec, Section, aligned, between
@@ -116,7 +117,7 @@ class RowLayout:
     ranks: int
 
     @classmethod
-    def in_order(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> RowLayout:
+    def in_order(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> typing.Self:
         """Place the slots in the order of the parameters. Large ones are aligned, if there are
         several; none is empty, so that a parameter without elements has a place, too."""
         starts, end = [], 0
@@ -131,7 +132,7 @@ class RowLayout:
         )
 
     @classmethod
-    def packed(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> RowLayout:
+    def packed(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> typing.Self:
         """Place the slots without gaps. Those whose size is a multiple of the alignment come first,
         so that they are aligned."""
         starts, end = [0] * len(cuts), 0

@@ -4,6 +4,7 @@ local tensor returns travels, and ``fsdp_post_all_gather`` makes the unsharded p
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import typing
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._engine.ownership import OrigParam, ParamSlots
+from .._engine.dtypes import as_bytes
+from .._engine.ownership import OrigParam
 from .._engine.storage import new_shard
-from .._layout.rows import Cut, RowLayout
+from .._engine.store import Extension
+from .._layout.rows import Cut
 from .._layout.spec import aligned, row_major_strides
 from ..errors import (
     AssertedUsageError,
@@ -25,9 +28,8 @@ from ..errors import (
     UsageError,
 )
 from .placement import RowPlacement
-from .row_params import RowParam, present_in
 from .row_store import RowStore
-from .row_views import as_bytes
+from .row_views import RowViews
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in all of them
@@ -74,146 +76,6 @@ class _Input(typing.NamedTuple):
         return segments[..., self.start : self.stop].view(self.dtype)
 
 
-class _Hooks:
-    """Calls the two methods of the local tensors. (An Extension.)"""
-
-    def __init__(
-        self,
-        params: Sequence[RowParam],
-        places: Sequence[ParamSlots],
-        dtype: torch.dtype,
-        context: Context,
-    ) -> None:
-        """dtype: of the unsharded parameters."""
-        self._params, self._places, self._dtype = params, places, dtype
-        self._context, self.ranks = context, params[0].cut.ranks
-        self.outputs: list[list[torch.Tensor]] = []  # 1-D, by parameter
-        self.inner: list[torch.Tensor] = []  # of the unsharded parameters
-        sent = [self._before(index) for index in range(len(params))]
-        self._metadata = [metadata for _, metadata in sent]
-        self.inputs, numel = _laid_out([tensors for tensors, _ in sent])
-        device = next((each.device for tensors, _ in sent for each in tensors), context.device)
-        self.shard = new_shard(numel, torch.uint8, device, ranks=self.ranks, pin=False)
-
-    @torch.no_grad()
-    def _before(self, index: int) -> tuple[list[torch.Tensor], Any]:
-        mesh, policy, device = self._context
-        place, cut = self._places[index], self._params[index].cut
-        local = _torch_private.local_part(self._params[index].sharded)
-        if local.device != device:
-            local = local.to(device, non_blocking=True)
-        if not cut.is_even and _keeps_class(local):
-            local = _padded(local, cut)
-        hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        if len(inspect.signature(hook).parameters) == 1:
-            tensors, metadata = hook(mesh)
-        else:
-            shape = torch.Size(cut.shape)
-            module = place.slots[0][0]
-            tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
-        if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
-            raise AssertedUsageError.of(
-                "A parameter is not cut evenly, and what fsdp_pre_all_gather returns is not "
-                "padded.",
-                expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
-                got=_described([(each.size(), each.dtype) for each in tensors]),
-                where=f"parameter {place.name!r}, of which this rank holds {tuple(local.shape)}",
-                fix="pad what fsdp_pre_all_gather returns",
-            )
-        return list(tensors), metadata
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Write what this rank sends into the shard."""
-        to: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for index, inputs in enumerate(self.inputs):
-            tensors, self._metadata[index] = self._before(index)
-            self._require_same(index, inputs, tensors)
-            to += [as_bytes(each.in_segments(self.shard)) for each in inputs]
-            sources += [as_bytes(tensor.reshape(-1)) for tensor in tensors]
-        _torch_private.copy_together(to, sources)
-
-    def _require_same(
-        self, index: int, inputs: Sequence[_Input], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        wanted = [(each.size, each.dtype) for each in inputs]
-        found = [(tensor.size(), tensor.dtype) for tensor in tensors]
-        if found != wanted:
-            raise StateError.of(
-                "fsdp_pre_all_gather returned other tensors than before.",
-                expected=_described(wanted),
-                got=_described(found),
-                where=f"parameter {self._places[index].name!r}",
-                fix="return tensors of the same number, shapes and dtypes each time; other "
-                "facts go into the metadata",
-            )
-
-    @torch.no_grad()
-    def make_params(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the unsharded tensors, made of outputs of zeros: their memory is filled later."""
-        self.outputs, self.inner = [], []
-        found = []
-        for index, inputs in enumerate(self.inputs):
-            self.outputs.append(
-                [
-                    torch.zeros(self.ranks * each.size.numel(), dtype=each.dtype, device=device)
-                    for each in inputs
-                ]
-            )
-            result = self._after(index, None)
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise self._wrong_result(index, f"a {type(result).__name__}")
-            value, inner = result
-            cut = self._params[index].cut
-            if value.dim() and value.shape[0] == cut.chunk * cut.ranks:
-                value = value.narrow(0, 0, cut.shape[0])  # without the padding of the last ranks
-            if tuple(value.shape) != cut.shape:
-                raise self._wrong_result(index, f"a tensor of shape {tuple(value.shape)}")
-            self.inner += list(inner)
-            found.append(value)
-        return found
-
-    def _wrong_result(self, index: int, got: str) -> TypeUsageError:
-        return TypeUsageError.of(
-            "fsdp_post_all_gather returned something else than the unsharded parameter.",
-            expected="(a tensor of shape "
-            f"{self._params[index].cut.shape}, the tensors whose memory it uses)",
-            got=got,
-            where=f"parameter {self._places[index].name!r}",
-            fix="return both when out= is None",
-        )
-
-    @torch.no_grad()
-    def unpack(self, unsharded_params: Sequence[nn.Parameter]) -> None:
-        """The outputs were filled: rebuild the unsharded parameters in their memory."""
-        outs = [_torch_private.local_part(param) for param in unsharded_params]
-        with _torch_private.keeping_versions(outs):
-            for index, out in enumerate(outs):
-                self._after(index, out)
-
-    def _after(self, index: int, out: torch.Tensor | None) -> Any:
-        """Call fsdp_post_all_gather: it fills ``out``, or returns a new tensor for None."""
-        local = _torch_private.local_part(self._params[index].sharded)
-        outputs = tuple(
-            output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
-            for output, each in zip(self.outputs[index], self.inputs[index], strict=True)
-        )
-        arguments = outputs, self._metadata[index], self._dtype
-        hook = local.fsdp_post_all_gather  # type: ignore[attr-defined]
-        return hook(*arguments) if out is None else hook(*arguments, out=out)
-
-    def copies(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """full: uint8 [ranks * S]. Return (to, from): the copies that fill the outputs."""
-        segments = full.view(self.ranks, -1)
-        to, sources = [], []
-        for inputs, outputs in zip(self.inputs, self.outputs, strict=True):
-            for each, output in zip(inputs, outputs, strict=True):
-                to.append(as_bytes(output.view(self.ranks, -1)))
-                sources.append(as_bytes(each.in_segments(segments)))
-        return to, sources
-
-
 class ExtensionStore(RowStore):
     """A group of tensor subclasses with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
@@ -242,7 +104,6 @@ class ExtensionStore(RowStore):
             local = _torch_private.local_part(member.parameter)
             _require_extension(local, Cut(tuple(local.shape), placement.dim, ranks), member.name)
         self._context = context
-        self._hooks: _Hooks | None = None  # None while on the meta device
         super().__init__(
             members,
             placements,
@@ -258,14 +119,12 @@ class ExtensionStore(RowStore):
         methods since. They are to be adopted."""
         made = store.take_apart(cls, indices)
         for place, cut in zip(made.orig_params, made.layout.cuts, strict=True):
-            _require_extension(
-                _torch_private.local_part(present_in(place.slots[0])), cut, place.name
-            )
-        made._context, made._hooks = context, None
+            _require_extension(_torch_private.local_part(place.present()), cut, place.name)
+        made._context = context
         return made
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = RowLayout.in_order(cuts, cuts[0].ranks, dtype.itemsize)
+        self.layout = RowViews.in_order(cuts, cuts[0].ranks, dtype.itemsize)
         self.dtype, self._kind = torch.uint8, (dtype, device)
         self.shard, self.numel = torch.zeros(1, dtype=torch.uint8, device=device), 1
 
@@ -277,24 +136,128 @@ class ExtensionStore(RowStore):
 
     def _note(self) -> None:
         super()._note()
-        self._locals = self.local_params()
+        self._locals = list(map(_torch_private.local_part, self._sharded))
+        self._outputs: list[list[torch.Tensor]] = []  # 1-D, by parameter
+        self._inner: list[torch.Tensor] = []  # of the unsharded parameters
         if self._kind[1].type == "meta":
             return
-        self._hooks = self.extension = _Hooks(
-            self._params, self.orig_params, self._gather_dtype or self._kind[0], self._context
+        sent = list(map(self._before, range(len(self._params))))
+        self._metadata = [metadata for _, metadata in sent]
+        self._inputs, self.numel = _laid_out([tensors for tensors, _ in sent])
+        devices = (tensor.device for tensors, _ in sent for tensor in tensors)
+        device = next(devices, self._context.device)
+        self.shard = new_shard(self.numel, torch.uint8, device, ranks=self.ranks, pin=False)
+
+    # -- the two methods of the local tensors
+
+    @torch.no_grad()
+    def _before(self, index: int) -> tuple[list[torch.Tensor], Any]:
+        mesh, policy, device = self._context
+        place, cut = self.orig_params[index], self._params[index].cut
+        local = _torch_private.local_part(self._sharded[index])
+        if local.device != device:
+            local = local.to(device, non_blocking=True)
+        if not cut.is_even and _keeps_class(local):
+            local = _padded(local, cut)
+        hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        if len(inspect.signature(hook).parameters) == 1:
+            tensors, metadata = hook(mesh)
+        else:
+            shape = torch.Size(cut.shape)
+            module = place.slots[0][0]
+            tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
+        if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
+            raise AssertedUsageError.of(
+                "A parameter is not cut evenly, and what fsdp_pre_all_gather returns is not "
+                "padded.",
+                expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
+                got=_described([(each.size(), each.dtype) for each in tensors]),
+                where=f"parameter {place.name!r}, of which this rank holds {tuple(local.shape)}",
+                fix="pad what fsdp_pre_all_gather returns",
+            )
+        return list(tensors), metadata
+
+    def _after(self, index: int, out: torch.Tensor | None) -> Any:
+        """Call fsdp_post_all_gather: it fills ``out``, or returns a new tensor for None."""
+        outputs = tuple(
+            output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
+            for output, each in zip(self._outputs[index], self._inputs[index], strict=True)
         )
-        self.shard, self.numel = self._hooks.shard, self._hooks.shard.numel()
+        arguments = outputs, self._metadata[index], self._gather_dtype or self._kind[0]
+        local: Any = _torch_private.local_part(self._sharded[index])
+        hook = local.fsdp_post_all_gather
+        return hook(*arguments) if out is None else hook(*arguments, out=out)
+
+    @torch.no_grad()
+    def _made_of_zeros(self, index: int, device: torch.device) -> torch.Tensor:
+        """Return an unsharded tensor, made of outputs of zeros: their memory is filled later."""
+        cut = self._params[index].cut
+        self._outputs.append(
+            [
+                torch.zeros(self.ranks * each.size.numel(), dtype=each.dtype, device=device)
+                for each in self._inputs[index]
+            ]
+        )
+        result = self._after(index, None)
+        got = f"a {type(result).__name__}"
+        if isinstance(result, tuple) and len(result) == 2:
+            value, inner = result
+            self._inner += list(inner)
+            if value.dim() and value.shape[0] == cut.chunk * cut.ranks:
+                value = value.narrow(0, 0, cut.shape[0])  # without the padding of the last ranks
+            if tuple(value.shape) == cut.shape:
+                return typing.cast(torch.Tensor, value)
+            got = f"a tensor of shape {tuple(value.shape)}"
+        raise TypeUsageError.of(
+            "fsdp_post_all_gather returned something else than the unsharded parameter.",
+            expected=f"(a tensor of shape {cut.shape}, the tensors whose memory it uses)",
+            got=got,
+            where=f"parameter {self.orig_params[index].name!r}",
+            fix="return both when out= is None",
+        )
 
     # -- the seam
+
+    @property
+    def extension(self) -> Extension:
+        return self
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        to: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, inputs in enumerate(self._inputs):
+            tensors, self._metadata[index] = self._before(index)
+            wanted = [(each.size, each.dtype) for each in inputs]
+            found = [(tensor.size(), tensor.dtype) for tensor in tensors]
+            if found != wanted:
+                raise StateError.of(
+                    "fsdp_pre_all_gather returned other tensors than before.",
+                    expected=_described(wanted),
+                    got=_described(found),
+                    where=f"parameter {self.orig_params[index].name!r}",
+                    fix="return tensors of the same number, shapes and dtypes each time; other "
+                    "facts go into the metadata",
+                )
+            to += [as_bytes(each.in_segments(self.shard)) for each in inputs]
+            sources += [as_bytes(tensor.reshape(-1)) for tensor in tensors]
+        _torch_private.copy_together(to, sources)
+
+    @torch.no_grad()
+    def unpack(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        outs = [_torch_private.local_part(param) for param in unsharded_params]
+        with _torch_private.keeping_versions(outs):
+            for index, out in enumerate(outs):
+                self._after(index, out)
 
     @property
     def params_view_output(self) -> bool:
         return False
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        found = []
-        for index, value in enumerate(self._present_hooks.make_params(full.device)):
-            sharded, parallel = self.sharded_params[index].parameter, self.parallel[index]
+        self._outputs, self._inner, found = [], [], []
+        for index, (sharded, parallel) in enumerate(zip(self._sharded, self.parallel, strict=True)):
+            value = self._made_of_zeros(index, full.device)
             if parallel is not None:
                 value = parallel.wrap(value)
             param = nn.Parameter(value, requires_grad=sharded.requires_grad)
@@ -303,20 +266,21 @@ class ExtensionStore(RowStore):
             found.append(param)
         return found
 
-    @property
-    def _present_hooks(self) -> _Hooks:
-        assert self._hooks is not None, "parameters on the meta device are not unsharded"
-        return self._hooks
-
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self._present_hooks.copies(full)
+        """The copies fill the outputs, which ``unpack`` makes the unsharded parameters of."""
+        segments = full.view(self.ranks, -1)
+        pairs = [
+            (as_bytes(output.view(self.ranks, -1)), as_bytes(each.in_segments(segments)))
+            for inputs, outputs in zip(self._inputs, self._outputs, strict=True)
+            for each, output in zip(inputs, outputs, strict=True)
+        ]
+        return [to for to, _ in pairs], [source for _, source in pairs]
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """What the subclass was given, and what it has made of it."""
-        hooks = self._present_hooks
-        return [*(each for outputs in hooks.outputs for each in outputs), *hooks.inner]
+        return [*itertools.chain(*self._outputs), *self._inner]
 
     def partial_rows(self, mesh: Any, rank: int, ranks: int) -> typing.NoReturn:
         raise NotImplementedUsageError.of(
@@ -328,7 +292,7 @@ class ExtensionStore(RowStore):
         )
 
     def is_intact(self) -> bool:
-        return all(map(operator.is_, self.local_params(), self._locals))
+        return all(map(operator.is_, map(_torch_private.local_part, self._sharded), self._locals))
 
     # -- for state dicts
 
@@ -374,22 +338,14 @@ def _padded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def _laid_out(sent: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[_Input]], int]:
-    """sent: by parameter. Return the places of the tensors in a segment of bytes, and its size. The
-    widest dtypes come first, so that all are aligned."""
-    order = sorted(
-        ((number, index) for number, tensors in enumerate(sent) for index in range(len(tensors))),
-        key=lambda at: -sent[at[0]][at[1]].dtype.itemsize,
-    )
-    found: dict[tuple[int, int], _Input] = {}
-    end = 0
-    for at in order:
-        tensor = sent[at[0]][at[1]]
-        found[at] = _Input(tensor.size(), tensor.dtype, end)
-        end = found[at].stop
-    inputs = [
-        [found[number, index] for index in range(len(tensors))]
-        for number, tensors in enumerate(sent)
-    ]
+    """sent: by parameter. Return the places of the tensors in a segment of bytes, and its size."""
+    inputs, end = list[list[_Input]](), 0
+    for tensors in sent:
+        inputs.append([])
+        for tensor in tensors:
+            start = aligned(end, tensor.dtype.itemsize)
+            inputs[-1].append(_Input(tensor.size(), tensor.dtype, start))
+            end = inputs[-1][-1].stop
     return inputs, aligned(max(end, 1), ALIGN_NBYTES)
 
 

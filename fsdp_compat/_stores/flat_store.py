@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +17,21 @@ from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
 from .._engine.addresses import Addresses
 from .._engine.ownership import OrigParam
-from .._engine.state_store import StateStore
+from .._engine.state_store import FLAT_PARAM, StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot
+from .._engine.store import Kind, ModuleSlot, ReduceForm, ShardedParam
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.flat import flat_layout
-from .._layout.spec import FlatLayout, Section
+from .._layout.spec import FlatLayout, Section, between
 from ..errors import StateError
-from .registration import (
-    FlatParameter,
-    FlatRegistration,
-    OriginalRegistration,
-    Registration,
-)
+from .flat_parameter import FlatParameter
 
 ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
 
 
-class FlatStore(StateStore):
+class FlatStore(StateStore, ReduceForm):
     """A group whose unsharded parameters are contiguous pieces of the all-gather output: showing
-    them copies nothing. (A StateStore.)
+    them copies nothing. Gradients lie as the parameters do. (A StateStore, and a ReduceForm.)
 
     A copy, by deepcopy or pickle, has a shard of its own and refers to the copies of the modules.
     """
@@ -95,13 +90,18 @@ class FlatStore(StateStore):
             self._keep_gradients(grads)
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
-        """params: one FlatParameter, which views the shard, or parameters that come to view it."""
-        self._registration: Registration = (
-            FlatRegistration(params[0], self.layout, self.rank)
-            if self.is_flattened
-            else OriginalRegistration(params, self.layout, self.rank, self.shard)
-        )
-        self.sharded_params = self._registration.sharded_params
+        """params: one FlatParameter, which views the shard; or the user's own, one per parameter,
+        which come to view their parts of it."""
+        if self.is_flattened:
+            [flat] = params
+            flat.__class__ = FlatParameter  # pickle restores it as an nn.Parameter
+            typing.cast(FlatParameter, flat).describe(self.layout, self.rank)
+            self.sharded_params = [ShardedParam(flat, range(len(self.orig_params)))]
+        else:
+            self.sharded_params = [ShardedParam(p, (index,)) for index, p in enumerate(params)]
+            for param, view in zip(params, self.grads(self.shard), strict=True):
+                param.grad = None  # its shape no longer fits; the store keeps its values
+                param.data = view
         self._addresses = Addresses(params)
 
     def _keep_gradients(self, given: Sequence[torch.Tensor | None]) -> None:
@@ -167,6 +167,13 @@ class FlatStore(StateStore):
         return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
     @property
+    def indices(self) -> list[int]:
+        return list(range(len(self.orig_params)))
+
+    def reduce_form(self, also: Iterable[int] = ()) -> FlatStore:
+        return self
+
+    @property
     def pieces_are_whole(self) -> bool:
         return all(parallel is None for parallel in self.parallel)
 
@@ -175,7 +182,25 @@ class FlatStore(StateStore):
         return (value,) if parallel is None else (parallel.local(value),)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        return self._registration.grads(total)
+        """total: [S]. A view per parameter is 1-D, this rank's part, empty where it has none; with
+        one rank it has the parameter's shape."""
+        if self.is_flattened:
+            return [total]
+        sizes, numbers = self._pieces
+        pieces = total.split_with_sizes(sizes)  # in one call
+        parts = [pieces[number] for number in numbers]
+        if self.layout.ranks > 1:
+            return parts
+        return [p.view(param.shape) for p, param in zip(parts, self.layout.params, strict=True)]
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[list[int], list[int]]:
+        """The sizes of the pieces of a shard, padding included, and which are parameters."""
+        parts = list(map(self.part_in_shard, range(len(self.orig_params))))
+        pieces = [*parts, *between(sorted(filter(None, parts)), self.numel)]
+        order = sorted(range(len(pieces)), key=pieces.__getitem__)
+        numbers = sorted(range(len(order)), key=order.__getitem__)[: len(parts)]
+        return [pieces[index].numel for index in order], numbers
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         params: Sequence[nn.Parameter | None]
@@ -203,7 +228,21 @@ class FlatStore(StateStore):
                 f"handle.flat_param_to({str(self._device)!r})",
             )
         if not self.is_intact():
-            self._registration.repair(self.shard, where)
+            self._repair(where)
+
+    def _repair(self, where: str) -> None:
+        """Let sharded parameters that were given other memory view the shard again, with the values
+        they have now. Raises StateError for one that does not fit."""
+        for (sharded, indices), view in zip(
+            self.sharded_params, self.grads(self.shard), strict=True
+        ):
+            data, name = sharded.data, FLAT_PARAM
+            if not self.is_flattened:
+                param = self.layout.params[indices[0]]
+                name = f"parameter {param.name!r}"
+                if data.shape == param.shape != view.shape:  # the user set the whole parameter
+                    data = self.rows_of_whole(indices[0], data)
+            _adopt(sharded, data, view, f"{where}, {name}")
 
     # -- for state dicts
 
@@ -238,7 +277,7 @@ class FlatStore(StateStore):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
         # They refer to the shard, or to attributes of the parameters.
-        for name in ("_registration", "sharded_params", "_addresses"):
+        for name in ("sharded_params", "_addresses"):
             del state[name]
         if self.is_flattened:
             state["shard"] = None  # an optimizer's copy may hold the FlatParameter as well
@@ -260,3 +299,21 @@ class FlatStore(StateStore):
 def _kind_of(original: nn.Parameter, parallel: TensorParallel | None) -> Kind:
     attributes = original.__dict__ if parallel is None else {}
     return Kind(type(original), attributes, parallel)
+
+
+def _adopt(parameter: nn.Parameter, data: torch.Tensor, view: torch.Tensor, where: str) -> None:
+    """Copy what the user gave ``parameter`` (by ``.data =``, ``.to()``), or this rank's part
+    ``data`` of it, into the shard, and make the parameter a view of the shard again."""
+    if data.dtype != view.dtype or data.device != view.device or data.numel() != view.numel():
+        raise StateError.of(
+            "A sharded parameter no longer fits its shard.",
+            expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
+            got=f"{data.numel()} elements of {data.dtype} on {data.device}",
+            where=where,
+            fix="convert and move the model before it is wrapped; for computing in another "
+            "dtype pass mixed_precision=",
+        )
+    with torch.no_grad():
+        if data.data_ptr() != view.data_ptr():
+            view.copy_(data.reshape(view.shape))
+        parameter.data = view

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._engine.store import Kind
 from .._engine.tensor_parallel import TensorParallel
-from .._layout.rows import Cut, RowLayout
+from .._layout.rows import Cut
 from .row_params import RowParam
 from .row_views import RowViews, own_rows
 
@@ -31,28 +31,28 @@ class PartialRows:
     ) -> None:
         """mesh: a 2-D DeviceMesh of which the ranks are the last dimension; None: no DTensors.
         dtype: of the unsharded parameters."""
-        self._cuts = [Cut(p.cut.shape, 0 if p.cut.shape else None, ranks) for p in params]
-        layout = RowLayout.in_order(self._cuts, ranks, dtype.itemsize)
-        self.numel, self.dtype = layout.numel, dtype
-        self._params, self._views, self._rank = params, RowViews(layout), rank
+        cuts = [Cut(p.cut.shape, 0 if p.cut.shape else None, ranks) for p in params]
+        self._layout = RowViews.in_order(cuts, ranks, dtype.itemsize)
+        self.numel, self.dtype = self._layout.numel, dtype
+        self._params, self._rank = params, rank
         self._kinds = [param.kind if mesh is None else _kind_on(mesh, param) for param in params]
 
     def own_rows(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         return [
             own_rows(param.data, cut, self._rank)
-            for param, cut in zip(unsharded_params, self._cuts, strict=True)
+            for param, cut in zip(unsharded_params, self._layout.cuts, strict=True)
         ]
 
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self._views.copies(full, unsharded_params)
+        return self._layout.copies(full, unsharded_params)
 
     def params(self, held: torch.Tensor) -> list[nn.Parameter]:
         return [
             kind.parameter(part, param.sharded.requires_grad)
             for kind, part, param in zip(
-                self._kinds, self._views.parts(held, self._rank), self._params, strict=True
+                self._kinds, self._layout.views(held, self._rank), self._params, strict=True
             )
         ]
 

@@ -4,6 +4,7 @@ and that of tensor parallelism, if they are DTensors already."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -125,64 +126,34 @@ def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacemen
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    cut = dim if parameter.dim() else None
-    if data_mesh.spmd is not None:
-        return _place_spmd(parameter, data_mesh, data_mesh.spmd, cut)
-    parallel = TensorParallel.of(parameter)
-    joint, others = data_mesh.mesh, tuple[Any, ...]()
-    if parallel is not None:
-        joint, others = data_mesh.joined_with(parallel.mesh), parallel.placements
-    placements: list[Any] = [Replicate()] * data_mesh.mesh.ndim
-    if data_mesh.shard_dim is not None and cut is not None:
-        factor = 1
-        if parallel is not None:
-            factor = _num_shards(parallel.mesh, parallel.placements, range(len(others)), cut)
-        placements[data_mesh.shard_dim] = (
-            torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
-        )
-    spec = torch_dtensor.spec_for(joint, (*placements, *others), parameter.shape, parameter.dtype)
-    return RowPlacement(cut, spec, parallel)
-
-
-def _place_spmd(
-    parameter: torch.Tensor, data_mesh: DataMesh, spmd: SpmdMesh, cut: int | None
-) -> RowPlacement:
-    from torch.distributed.tensor import Replicate, Shard
-
-    spec = torch_dtensor.spec_of(parameter)
-    placements = list(spec.placements)
-    parallel = _SpmdParallel(spec.mesh, tuple(placements), tuple(parameter.shape), spmd.data_dims)
-    for dim in spmd.shard_dims:
-        if cut is None:
-            break
-        later = [d for d in range(dim + 1, spmd.mesh.ndim) if d not in spmd.data_dims]
-        factor = _num_shards(spmd.mesh, parallel.placements, later, cut)
-        placements[dim] = torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
-    mesh = spmd.mesh
-    if len(spmd.shard_dims) > 1:
-        own: list[Any] = [Replicate()] * data_mesh.mesh.ndim
-        assert data_mesh.shard_dim is not None
-        own[data_mesh.shard_dim] = placements[spmd.shard_dims[0]]
-        joined: list[Any] = []
-        for dim, placement in enumerate(placements):
-            if dim == spmd.shard_dims[0]:
-                joined += own
-            elif dim not in spmd.data_dims:
-                joined.append(placement)
-        mesh, placements = data_mesh.spmd_joined(), joined
-    made = torch_dtensor.spec_for(mesh, placements, parameter.shape, parameter.dtype)
-    return RowPlacement(cut, made, parallel)
-
-
-def _num_shards(
-    mesh: DeviceMesh, placements: Sequence[Any], mesh_dims: Sequence[int], dim: int
-) -> int:
-    """Return into how many parts ``mesh_dims`` of a mesh cut dim ``dim``."""
-    return math.prod(
-        mesh.size(mesh_dim)
-        for mesh_dim in mesh_dims
-        if torch_dtensor.shards(placements[mesh_dim], dim)
-    )
+    spmd, parallel = data_mesh.spmd, TensorParallel.of(parameter)
+    own: list[Any] = [Replicate()] * data_mesh.mesh.ndim
+    shard_dims: Sequence[int] = [] if data_mesh.shard_dim is None else [data_mesh.shard_dim]
+    mesh, data_dims, placements = data_mesh.mesh, tuple(range(len(own))), list(own)
+    if spmd is not None:
+        assert parallel is not None, "all parameters are DTensors on the whole mesh"
+        mesh, data_dims, shard_dims = spmd.mesh, spmd.data_dims, spmd.shard_dims
+        parallel = _SpmdParallel(mesh, parallel.placements, parallel.shape, data_dims)
+        placements = list(parallel.placements)
+    elif parallel is not None:
+        mesh = data_mesh.joined_with(parallel.mesh)
+        placements += parallel.placements
+    for at in shard_dims if parameter.dim() else ():
+        later = [other for other in range(at + 1, mesh.ndim) if other not in data_dims]
+        cut_there = [d for d in later if torch_dtensor.shards(placements[d], dim)]
+        factor = math.prod(map(mesh.size, cut_there))
+        placements[at] = torch_dtensor.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+    if len(shard_dims) > 1:  # they are one dimension of the data mesh
+        first, *_ = shard_dims
+        own[data_mesh.shard_dim or 0] = placements[first]
+        joined = [
+            own if at == first else [placement]
+            for at, placement in enumerate(placements)
+            if at == first or at not in data_dims
+        ]
+        mesh, placements = data_mesh.spmd_joined(), list(itertools.chain(*joined))
+    spec = torch_dtensor.spec_for(mesh, placements, parameter.shape, parameter.dtype)
+    return RowPlacement(dim if parameter.dim() else None, spec, parallel)
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:

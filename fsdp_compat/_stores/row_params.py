@@ -17,6 +17,7 @@ from .._engine.store import Kind
 from .._layout.rows import Cut
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError
+from .placement import RowPlacement
 
 
 @dataclasses.dataclass
@@ -28,33 +29,42 @@ class RowParam:
     spec: Any  # of the sharded parameter and its gradient; None: plain tensors
     sharded: nn.Parameter
 
+    @staticmethod
+    def of(original: nn.Parameter, local: torch.Tensor, cut: Cut, placed: RowPlacement) -> RowParam:
+        """local: this rank's rows. Return the parameter that replaces ``original``, whose
+        attributes it gets."""
+        value = local if placed.spec is None else torch_dtensor.dtensors([local], [placed.spec])[0]
+        sharded = nn.Parameter(value, requires_grad=original.requires_grad)
+        # What a tensor subclass needs itself is in every tensor of it.
+        own = vars(original.detach())
+        attributes = {name: value for name, value in vars(original).items() if name not in own}
+        sharded.__dict__ = attributes = attributes | vars(sharded)
+        kind = Kind(type(original), attributes, placed.parallel)
+        return RowParam(cut, kind, placed.spec, sharded)
+
     def require_fit(self, parameter: Any, rank: int, name: str) -> None:
         """Raise StateError unless ``parameter`` can be the sharded parameter on ``rank``."""
-        shape = self.cut.part_shape(rank)
-        wanted = f"its part {shape}"
-        if self.spec is not None:
-            wanted = f"a DTensor placed as {self.spec.placements}, with {wanted} on this rank"
-        is_dtensor = parameter is not None and not _torch_private.is_plain(parameter)
-        fits = (
-            parameter is not None
-            and is_dtensor == (self.spec is not None)
-            and tuple(_torch_private.local_part(parameter).shape) == shape
-            and (not is_dtensor or tuple(parameter.placements) == tuple(self.spec.placements))
+        shape, spec, placements = self.cut.part_shape(rank), self.spec, None
+        wanted, got = f"its part {shape}", "nothing"
+        if spec is not None:
+            wanted = f"a DTensor placed as {spec.placements}, with {wanted} on this rank"
+        if parameter is not None:
+            got = f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}"
+            if not _torch_private.is_plain(parameter):
+                placements = tuple(parameter.placements)
+                got += f", placed as {placements}"
+            if placements == (None if spec is None else tuple(spec.placements)) and (
+                tuple(_torch_private.local_part(parameter).shape) == shape
+            ):
+                return
+        raise StateError.of(
+            "A sharded parameter was replaced by one that does not fit.",
+            expected=wanted,
+            got=got,
+            where=f"parameter {name!r}",
+            fix="load into the sharded model without assign=True, or assign DTensors as "
+            "state_dict() of the sharded model returns them",
         )
-        if not fits:
-            got = "nothing" if parameter is None else f"a {type(parameter).__name__}"
-            if parameter is not None:
-                got += f" of shape {tuple(parameter.shape)}"
-            if is_dtensor:
-                got += f", placed as {tuple(parameter.placements)}"
-            raise StateError.of(
-                "A sharded parameter was replaced by one that does not fit.",
-                expected=wanted,
-                got=got,
-                where=f"parameter {name!r}",
-                fix="load into the sharded model without assign=True, or assign DTensors as "
-                "state_dict() of the sharded model returns them",
-            )
 
 
 def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -69,20 +79,6 @@ def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> No
             where=f"parameters {names[first]!r} and {names[other]!r}",
             fix="convert single parameters before fully_shard",
         )
-
-
-def sharded_param(
-    local: torch.Tensor, spec: Any, original: nn.Parameter
-) -> tuple[nn.Parameter, dict[str, Any]]:
-    """Return the sharded parameter over ``local``, and its attributes, which are the original's."""
-    value = local if spec is None else torch_dtensor.dtensors([local], [spec])[0]
-    sharded = nn.Parameter(value, requires_grad=original.requires_grad)
-    # What a tensor subclass needs itself is in every tensor of it.
-    own = vars(original.detach())
-    attributes = {name: value for name, value in vars(original).items() if name not in own}
-    attributes |= vars(sharded)
-    sharded.__dict__ = attributes
-    return sharded, attributes
 
 
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
@@ -100,8 +96,3 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     # that is registered under a name of its own.
     flat: torch.Tensor = from_dlpack(to_dlpack(part.view(-1).view(torch.uint8)))
     return flat.view(part.dtype).view(part.shape)
-
-
-def present_in(slot: tuple[nn.Module, str]) -> Any:
-    module, attribute = slot
-    return _torch_private.parameters_of(module).get(attribute)

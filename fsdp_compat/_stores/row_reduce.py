@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from .._engine.tensor_parallel import TensorParallel
-from .._layout.rows import ALIGN_NBYTES, Cut, RowLayout
+from .._layout.rows import ALIGN_NBYTES, Cut
 from .._layout.spec import aligned, row_major_strides
 from .._torch_private import dtensor as torch_dtensor
+from .row_params import RowParam
 from .row_views import RowViews, cut_up
 
 
@@ -24,57 +24,45 @@ class RowReduceForm:
     pieces_are_whole = False
 
     def __init__(
-        self,
-        indices: Sequence[int],
-        cuts: Sequence[Cut],
-        specs: Sequence[Any],
-        parallel: Sequence[TensorParallel | None],
-        *,
-        rank: int,
-        ranks: int,
-        dtype: torch.dtype,
+        self, indices: Sequence[int], params: Sequence[RowParam], rank: int, dtype: torch.dtype
     ) -> None:
-        """indices: of the trainable parameters, ascending. cuts, specs, parallel: of all parameters
-        of the store. specs: of the gradients as DTensors; None: they stay plain tensors.
-        """
-        self.indices, self.dtype = list(indices), dtype
-        self._cuts = [cuts[index] for index in self.indices]
+        """indices: of the trainable parameters, ascending. params: all of the store."""
+        self.indices, self.dtype, self._num_params = list(indices), dtype, len(params)
+        own = self._params = [params[index] for index in indices]
+        cuts, ranks = [param.cut for param in own], params[0].cut.ranks
         # The marks lie like one more parameter. Its rows have whole units of alignment, so that
         # segments stay aligned.
         unit = max(ALIGN_NBYTES // dtype.itemsize, 1)
-        marks = Cut((aligned(len(self._cuts), unit) * ranks,), 0, ranks)
-        layout = RowLayout.packed([*self._cuts, marks], ranks, dtype.itemsize)
-        self._layout, self.numel = layout, layout.numel
-        self._mark_slot = layout.slot(len(self._cuts))
+        marks = Cut((aligned(len(own), unit) * ranks,), 0, ranks)
+        layout = self._layout = RowViews.packed([*cuts, marks], ranks, dtype.itemsize)
+        self.numel = layout.numel
+        self._mark_slot = layout.slot(len(own))
         self._set_marks: dict[object, torch.Tensor] = {}  # all of them, by dtype and device
-        self._views = RowViews(layout)
-        self._specs = [specs[index] for index in self.indices]
-        self._parallel = [parallel[index] for index in self.indices]
-        self._num_params = len(cuts)
-        shapes = [cut.part_shape(rank) for cut in self._cuts]
+        self._specs = [param.spec for param in own]
+        shapes = [cut.part_shape(rank) for cut in cuts]
         # of this rank's parts in its segment
         self._places = shapes, list(map(row_major_strides, shapes)), list(layout.starts[:-1])
-        self.takes_all = any(cut.numel for cut in self._cuts) and all(
-            (cut.is_contiguous or cut.dim is None) and parallel is None
-            for cut, parallel in zip(self._cuts, self._parallel, strict=True)
+        self.takes_all = any(cut.numel for cut in cuts) and all(
+            (param.cut.is_contiguous or param.cut.dim is None) and param.kind.parallel is None
+            for param in own
         )
-        self._has_other_dims = any(cut.dim != 0 for cut in self._cuts)
+        self._has_other_dims = any(cut.dim != 0 for cut in cuts)
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         found: list[list[torch.Tensor]] = [[] for _ in range(self._num_params)]
         for position, index in enumerate(self.indices):
-            found[index] = self._views.pieces(buffer, position)
-        marks = self._views.block(buffer, len(self._cuts))
-        return [*found, [*self._views.padding(buffer), marks]]
+            found[index] = self._layout.pieces(buffer, position)
+        marks = self._layout.block(buffer, len(self._params))
+        return [*found, [*self._layout.padding(buffer), marks]]
 
     def marks(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[..., self._mark_slot.slice][..., : len(self.indices)]
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """Collective for a DTensor that is placed in another way than the parameter."""
-        position = self.indices.index(index)
-        parallel = self._parallel[position]
-        return cut_up(value if parallel is None else parallel.local(value), self._cuts[position])
+        param = self._params[self.indices.index(index)]
+        parallel = param.kind.parallel
+        return cut_up(value if parallel is None else parallel.local(value), param.cut)
 
     def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
         kind = grads[0].dtype, grads[0].device
@@ -83,7 +71,7 @@ class RowReduceForm:
             marks[:, : len(grads)] = 1
             self._set_marks[kind] = marks.view(-1)
         if self._has_other_dims:
-            grads = list(map(_with_rows_first, grads, self._cuts))
+            grads = list(map(_with_rows_first, grads, self._params))
         grads = [*grads, self._set_marks[kind]]
         in_order = list(map(grads.__getitem__, self._layout.order))
         _torch_private.chunk_together(in_order, self._layout.ranks, rows)
@@ -95,10 +83,9 @@ class RowReduceForm:
             starts = [start + offset for start in starts]
         parts = list(map(torch.as_strided, itertools.repeat(total), shapes, strides, starts))
         if self._specs and self._specs[0] is not None:
-            if total.dtype is not self.dtype:
-                parts = torch_dtensor.dtensors(parts, self._specs_in(total.dtype))
-            else:
-                parts = torch_dtensor.dtensors(parts, self._specs)
+            is_own = total.dtype is self.dtype
+            specs = self._specs if is_own else self._specs_in(total.dtype)
+            parts = torch_dtensor.dtensors(parts, specs)
         if len(parts) == self._num_params:
             return list(parts)
         found: list[torch.Tensor | None] = [None] * self._num_params
@@ -113,8 +100,9 @@ class RowReduceForm:
         ]
 
 
-def _with_rows_first(grad: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _with_rows_first(grad: torch.Tensor, param: RowParam) -> torch.Tensor:
     """Return a gradient so that chunks of dim 0 are what each rank receives."""
+    cut = param.cut
     if cut.dim is None:
         return grad.expand(cut.ranks, *cut.shape)
     return grad.view(grad.shape[cut.dim :]) if cut.dim and cut.ranks > 1 else grad

@@ -25,25 +25,20 @@ from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
 from .._engine.addresses import Addresses
+from .._engine.dtypes import as_bytes
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot, ShardedParam
-from .._layout.rows import Cut, RowLayout
+from .._engine.store import ModuleSlot, ShardedParam
+from .._layout.rows import Cut
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, UsageError
 from .partial_rows import PartialRows
 from .placement import RowPlacement
-from .row_params import (
-    RowParam,
-    present_in,
-    require_one_kind,
-    sharded_param,
-    with_own_storage,
-)
+from .row_params import RowParam, require_one_kind, with_own_storage
 from .row_reduce import RowReduceForm
-from .row_views import RowViews, as_bytes, cut_up, own_rows
+from .row_views import RowViews, own_rows
 
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
 _requires_grad = operator.attrgetter("requires_grad")
@@ -80,27 +75,23 @@ class RowStore(StateStore):
         originals = [member.parameter for member in members]
         values = [_torch_private.local_part(original.detach()) for original in originals]
         self.orig_params = tuple(member.place for member in members)
-        self.parallel = [placement.parallel for placement in placements]
         self.rank, self._pin, self._gather_dtype = rank, pin, gather_dtype
         cuts = [
             Cut(tuple(value.shape), placement.dim, ranks)
             for value, placement in zip(values, placements, strict=True)
         ]
         self._lay_out(cuts, values[0].dtype, torch.device("meta") if values[0].is_meta else device)
-        self._params: list[RowParam] = []
-        for index, (original, value, placement) in enumerate(
-            zip(originals, values, placements, strict=True)
-        ):
-            local = self._own_local(index, own_rows(value, cuts[index], rank))
-            sharded, attributes = sharded_param(local, placement.spec, original)
-            kind = Kind(type(original), attributes, placement.parallel)
-            self._params.append(RowParam(cuts[index], kind, placement.spec, sharded))
+        locals_ = [
+            self._own_local(index, own_rows(value, cuts[index], rank))
+            for index, value in enumerate(values)
+        ]
+        self._params = list(map(RowParam.of, originals, locals_, cuts, placements))
         self._note()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
         """Make the layout, and a shard of zeros."""
         ranks, pin = cuts[0].ranks, self._pin and device.type == "cpu"
-        self.layout = RowLayout.in_order(cuts, ranks, dtype.itemsize)
+        self.layout = RowViews.in_order(cuts, ranks, dtype.itemsize)
         # The rows of a single parameter follow each other from rank to rank.
         if len(cuts) > 1 and ranks > 1 and device.type in ("cpu", "meta") and not self._pin:
             numel = in_whole_pages(self.layout.numel, dtype)
@@ -113,17 +104,18 @@ class RowStore(StateStore):
     def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Copy this rank's rows of a parameter into the shard. Return the tensor over them whose
         storage is no larger."""
-        local = with_own_storage(self._views.part(self.shard, index, self.rank))
+        local = with_own_storage(self.own_part(self.shard, index))
         if not value.is_meta:
             as_bytes(local).copy_(as_bytes(value))
         return local
 
     def _note(self) -> None:
         """The sharded parameters view the shard now."""
-        self.sharded_params = [
-            ShardedParam(param.sharded, (index,)) for index, param in enumerate(self._params)
-        ]
+        self.parallel = [param.kind.parallel for param in self._params]
         self._sharded = [param.sharded for param in self._params]
+        self.sharded_params = [
+            ShardedParam(sharded, (index,)) for index, sharded in enumerate(self._sharded)
+        ]
         self._forms: dict[tuple[int, ...], RowReduceForm] = {}
         self._addresses = Addresses(self._sharded)
 
@@ -132,10 +124,6 @@ class RowStore(StateStore):
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         return ()  # norms of DTensors are whole
-
-    @property
-    def _views(self) -> RowViews:
-        return RowViews(self.layout)
 
     @property
     def params_view_output(self) -> bool:
@@ -170,30 +158,16 @@ class RowStore(StateStore):
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self._views.copies(full, unsharded_params)
+        return self.layout.copies(full, unsharded_params)
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         if self.params_view_output:
             return []
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 
-    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        pieces = [self._views.pieces(buffer, index) for index in range(len(self._params))]
-        return [*pieces, self._views.padding(buffer)]
-
-    @property
-    def pieces_are_whole(self) -> bool:
-        return False
-
-    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Collective for a DTensor that is placed in another way than the parameter."""
-        param = self._params[index]
-        parallel = param.kind.parallel
-        return cut_up(value if parallel is None else parallel.local(value), param.cut)
-
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S], in the layout of the shard. Return the plain views of it, per parameter."""
-        return self._views.parts(total, self.rank)
+        return self.layout.views(total, self.rank)
 
     def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
         if all(map(_requires_grad, self._sharded)):
@@ -203,15 +177,8 @@ class RowStore(StateStore):
             found = itertools.compress(itertools.count(), flags)
             trainable = tuple(sorted({*found, *also}))
         if trainable not in self._forms:
-            self._forms[trainable] = RowReduceForm(
-                trainable,
-                self.layout.cuts,
-                [param.spec for param in self._params],
-                self.parallel,
-                rank=self.rank,
-                ranks=self.layout.ranks,
-                dtype=self._kind[0],
-            )
+            dtype, _ = self._kind
+            self._forms[trainable] = RowReduceForm(trainable, self._params, self.rank, dtype)
         return self._forms[trainable]
 
     def partial_rows(self, mesh: Any, rank: int, ranks: int) -> PartialRows:
@@ -234,11 +201,6 @@ class RowStore(StateStore):
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         return self.slots_with(self._sharded if unsharded_params is None else unsharded_params)
-
-    def local_params(self) -> list[torch.Tensor]:
-        if self._params[0].spec is None:
-            return list(self._sharded)
-        return torch_dtensor.local_parts(self._sharded)
 
     def is_intact(self) -> bool:
         return not self._addresses.changed()
@@ -264,7 +226,7 @@ class RowStore(StateStore):
         now. Parameters on the meta device are left as they are until all have values. Raises
         StateError, with nothing changed, for parameters that do not fit.
         """
-        present = [present_in(member.slots[0]) for member in self.orig_params]
+        present = [member.present() for member in self.orig_params]
         for param, parameter, member in zip(self._params, present, self.orig_params, strict=True):
             param.require_fit(parameter, self.rank, member.name)
         values = [_torch_private.local_part(parameter) for parameter in present]
@@ -272,10 +234,7 @@ class RowStore(StateStore):
             return False
         require_one_kind(values, [member.name for member in self.orig_params])
         dtype, device = values[0].dtype, values[0].device
-        was_replaced = any(
-            parameter is not param.sharded
-            for parameter, param in zip(present, self._params, strict=True)
-        )
+        was_replaced = any(map(operator.is_not, present, self._sharded))
         moved = (dtype, device) != self._kind
         with torch.no_grad():
             if moved:
@@ -292,7 +251,6 @@ class RowStore(StateStore):
         made = cls.__new__(cls)
         vars(made).update(vars(self))
         made.orig_params = tuple(self.orig_params[index] for index in indices)
-        made.parallel = [self.parallel[index] for index in indices]
         made._params = [self._params[index] for index in indices]
         made._lay_out([param.cut for param in made._params], *self._kind)
         return made
@@ -312,7 +270,7 @@ class RowStore(StateStore):
     def _bring_home(self, index: int, value: torch.Tensor, moved: bool) -> None:
         """Let sharded parameter ``index``, whose local tensor is ``value``, view the shard."""
         param = self._params[index]
-        own = self._views.part(self.shard, index, self.rank)
+        own = self.own_part(self.shard, index)
         if not moved and value.data_ptr() == own.data_ptr() and value.is_contiguous():
             return
         local = self._own_local(index, value)
@@ -352,21 +310,13 @@ class RowStore(StateStore):
         return self.layout.cuts[index].part_shape(rank)
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        return [self._views.whole(full, index) for index in range(len(self._params))]
+        return [self.layout.whole(full, index) for index in range(len(self._params))]
 
     def rows_of_whole(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         return own_rows(whole.detach(), self.layout.cuts[index], self.rank)
 
-    def take_from_whole(
-        self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
-    ) -> None:
-        shard = self.shard.detach() if shard is None else shard
-        for index, (cut, whole) in enumerate(zip(self.layout.cuts, wholes, strict=True)):
-            target = self._views.part(shard, index, self.rank)
-            source = own_rows(whole.detach(), cut, self.rank)
-            is_there = source.data_ptr() == target.data_ptr() and source.is_contiguous()
-            if not (target.is_meta or is_there):
-                as_bytes(target).copy_(as_bytes(source))
+    def own_part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layout.view(buffer, index, self.rank)
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         return self._params[index].kind.parameter(value, requires_grad)

@@ -9,34 +9,30 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._engine.dtypes import as_bytes
 from .._layout.rows import Cut, RowLayout
 
 
-class RowViews:
-    """The views by one layout."""
+class RowViews(RowLayout):
+    """A RowLayout that returns the views of buffers."""
 
-    def __init__(self, layout: RowLayout) -> None:
-        self._layout = layout
-
-    def part(self, segment: torch.Tensor, index: int, rank: int) -> torch.Tensor:
+    def view(self, segment: torch.Tensor, index: int, rank: int) -> torch.Tensor:
         """segment: [S], of ``rank``. Return its part of a parameter, contiguous, in the part's
         shape."""
-        place = self._layout.part(index, rank)
-        return segment[place.slice].view(self._layout.cuts[index].part_shape(rank))
+        return segment[self.part(index, rank).slice].view(self.cuts[index].part_shape(rank))
 
-    def parts(self, segment: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def views(self, segment: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """segment: [S], of ``rank``. Return its parts of all parameters."""
-        return [self.part(segment, index, rank) for index in range(len(self._layout.cuts))]
+        return [self.view(segment, index, rank) for index in range(len(self.cuts))]
 
     def block(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """buffer: [ranks * S]. Return the slots of a parameter, [ranks, numel of the slot]."""
-        layout = self._layout
-        return buffer.view(layout.ranks, layout.numel)[:, layout.slot(index).slice]
+        return buffer.view(self.ranks, self.numel)[:, self.slot(index).slice]
 
     def pieces(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
         """buffer: [ranks * S]. Return the views that together hold a parameter, without padding; of
         one that every rank holds whole, all copies. ``cut_up`` divides a value in the same way."""
-        cut, block = self._layout.cuts[index], self.block(buffer, index)
+        cut, block = self.cuts[index], self.block(buffer, index)
         if not cut.numel:
             return []
         shape = (*cut.lead, cut.chunk, *cut.tail)
@@ -51,13 +47,13 @@ class RowViews:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """buffer: [ranks * S]. Return (to, from): the copies that fill whole parameters."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, (cut, param) in enumerate(zip(self._layout.cuts, params, strict=True)):
+        for index, (cut, param) in enumerate(zip(self.cuts, params, strict=True)):
             # `.data`: autograd has noted the version counter, which a copy may not move.
             value = _torch_private.local_part(param).data
             if not cut.numel:
                 continue
             if cut.dim is None:
-                pairs.append((value, self.part(buffer[: self._layout.numel], index, 0)))
+                pairs.append((value, self.view(buffer[: self.numel], index, 0)))
             elif cut.is_contiguous:
                 slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
                 pairs.append((slots, self.block(buffer, index)))
@@ -67,10 +63,9 @@ class RowViews:
 
     def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """buffer: [ranks * S]. Return the views of what belongs to no parameter."""
-        layout = self._layout
-        segments = buffer.view(layout.ranks, layout.numel)
-        found = [segments[:, gap.slice] for gap in layout.gaps()]
-        for index, cut in enumerate(layout.cuts):
+        segments = buffer.view(self.ranks, self.numel)
+        found = [segments[:, gap.slice] for gap in self.gaps()]
+        for index, cut in enumerate(self.cuts):
             if not cut.is_even and cut.numel:
                 block = self.block(buffer, index)
                 found.append(block[cut.full_ranks, cut.rest * cut.row_numel :])
@@ -80,13 +75,9 @@ class RowViews:
     def whole(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """buffer: [ranks * S]. Return a parameter, in its shape: a view where its parts follow each
         other, a copy otherwise."""
-        layout = self._layout
-        cut = layout.cuts[index]
-        if cut.dim is None:
-            return self.part(buffer[: layout.numel], index, 0)
-        if layout.ranks == 1 or (cut.is_contiguous and cut.numel == layout.numel):
-            place = layout.slot(index).start
-            return buffer[place : place + cut.full_numel].view(cut.shape)
+        cut, start = self.cuts[index], self.starts[index]
+        if cut.dim is None or self.ranks == 1 or (cut.is_contiguous and cut.numel == self.numel):
+            return buffer[start : start + cut.full_numel].view(cut.shape)
         value = buffer.new_empty(cut.shape)
         for part, piece in zip(cut_up(value, cut), self.pieces(buffer, index), strict=True):
             as_bytes(part).copy_(as_bytes(piece))
@@ -114,9 +105,3 @@ def own_rows(value: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
         return value
     rows = cut.rows(rank)
     return value.narrow(cut.dim, rows.start, rows.numel)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor of one-byte elements as uint8, so that copies keep every pattern of
-    bits; a tensor of larger elements is returned unchanged."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

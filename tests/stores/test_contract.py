@@ -16,10 +16,10 @@ from torch import nn
 
 from fsdp_compat._engine.storage import GroupMemory
 from fsdp_compat._engine.store import ParamStore, ReduceForm
-from fsdp_compat._stores.registration import FlatParameter
+from fsdp_compat._stores.flat_parameter import FlatParameter
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError
-from tests.support.engine_build import CPU, STORES, make_store, members_of
+from tests.support.engine_build import CPU, STORES, gather_form, make_store, members_of
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "divisible": [(4, 3), (12,), (2, 2, 6)],
@@ -155,9 +155,9 @@ def test_all_ranks_have_shards_of_one_size_and_dtype(case: Case) -> None:
 
 @each_case
 def test_places_cover_the_buffer_exactly_once(case: Case) -> None:
-    store = case.stores[0]
-    buffer = torch.zeros(case.ranks * store.numel, dtype=torch.int64)
-    places = store.places(buffer)
+    form = gather_form(case.stores[0])
+    buffer = torch.zeros(case.ranks * form.numel, dtype=torch.int64)
+    places = form.places(buffer)
     assert len(places) == len(case.values) + 1
     for view in (view for of_parameter in places for view in of_parameter):
         view.add_(1)
@@ -168,7 +168,7 @@ def test_places_cover_the_buffer_exactly_once(case: Case) -> None:
 def test_all_ranks_agree_on_the_places(case: Case) -> None:
     buffer = torch.arange(case.ranks * case.stores[0].numel)
     first, *others = [
-        [[view.tolist() for view in views] for views in store.places(buffer)]
+        [[view.tolist() for view in views] for views in gather_form(store).places(buffer)]
         for store in case.stores
     ]
     assert all(other == first for other in others)
@@ -176,8 +176,8 @@ def test_all_ranks_agree_on_the_places(case: Case) -> None:
 
 @each_case
 def test_the_places_of_a_parameter_hold_all_its_elements(case: Case) -> None:
-    store = case.stores[0]
-    places = store.places(torch.empty(case.ranks * store.numel))[:-1]
+    form = gather_form(case.stores[0])
+    places = form.places(torch.empty(case.ranks * form.numel))[:-1]
     for views, value in zip(places, case.values, strict=True):
         copies = case.ranks if case.has_copies(value) else 1
         assert sum(view.numel() for view in views) == copies * value.numel()
@@ -185,10 +185,10 @@ def test_the_places_of_a_parameter_hold_all_its_elements(case: Case) -> None:
 
 @each_case
 def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
-    store = case.stores[0]
-    places = store.places(torch.empty(case.ranks * store.numel))
+    form = gather_form(case.stores[0])
+    places = form.places(torch.empty(case.ranks * form.numel))
     for index, value in enumerate(case.values):
-        parts = store.split(index, value)
+        parts = form.split(index, value)
         assert [part.shape for part in parts] == [place.shape for place in places[index]]
         assert all(
             part.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -198,7 +198,7 @@ def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
 
 @each_case
 def test_split_accepts_values_of_any_strides(case: Case) -> None:
-    store = case.stores[0]
+    form = gather_form(case.stores[0])
     for stretched in (False, True):
         values = [
             torch.full((), 2.0).expand(value.shape)
@@ -208,21 +208,21 @@ def test_split_accepts_values_of_any_strides(case: Case) -> None:
             else value
             for value in case.values
         ]
-        buffer = torch.zeros(case.ranks * store.numel)
-        put_into(store, values, buffer)
-        found = taken_from(store, case.values, buffer)
+        buffer = torch.zeros(case.ranks * form.numel)
+        put_into(form, values, buffer)
+        found = taken_from(form, case.values, buffer)
         assert all(torch.equal(one, other) for one, other in zip(found, values, strict=True))
 
 
 @each_case
 def test_an_all_gather_restores_the_parameters_bit_by_bit(case: Case) -> None:
-    found = taken_from(case.stores[0], case.values, case.gathered(torch.float32))
+    found = taken_from(gather_form(case.stores[0]), case.values, case.gathered(torch.float32))
     assert all(torch.equal(one, other) for one, other in zip(found, case.values, strict=True))
 
 
 @each_case
 def test_padding_is_zero(case: Case) -> None:
-    *_, others = case.stores[0].places(case.gathered(torch.float32))
+    *_, others = gather_form(case.stores[0]).places(case.gathered(torch.float32))
     assert all(not view.any() for view in others)
 
 
@@ -391,7 +391,7 @@ def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype
     assert all(
         sharded.dtype == dtype for store in case.stores for sharded, _ in store.sharded_params
     )
-    found = taken_from(case.stores[0], case.values, case.gathered(dtype))
+    found = taken_from(gather_form(case.stores[0]), case.values, case.gathered(dtype))
     assert all(torch.equal(one, other) for one, other in zip(found, case.values, strict=True))
 
 

@@ -149,7 +149,7 @@ def test_what_the_subclass_sends_becomes_the_unsharded_parameter(
     for scale in (1.0, 3.0):
         with torch.no_grad():
             for store in stores:
-                for local in store.local_params():
+                for local, _ in store.sharded_params:
                     assert isinstance(local, cls)
                     local.mul_(scale)
         memory.allocate()

@@ -20,11 +20,12 @@ from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.state_store import flat_param_name, store_of
-from fsdp_compat._engine.store import ParamStore
+from fsdp_compat._engine.store import ParamStore, ReduceForm
 from fsdp_compat._engine.unit import Call, Residency, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore
 from fsdp_compat._stores.placement import RowPlacement
 from fsdp_compat._stores.row_store import RowStore
+from fsdp_compat._stores.row_views import cut_up
 
 __all__ = [
     "CPU",
@@ -33,6 +34,7 @@ __all__ = [
     "attach_unit",
     "full_gradients",
     "full_parameters",
+    "gather_form",
     "lone_mesh",
     "make_store",
     "make_unit",
@@ -58,6 +60,29 @@ def make_store(
     return FlatStore(
         members, rank=rank, ranks=ranks, home=home, use_orig_params=kind == "original", device=CPU
     )
+
+
+class RowGatherForm(ReduceForm):
+    """How the parameters of a RowStore lie in the output of an all-gather."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store, self._views = store, store.layout
+        self.numel, self.dtype = store.numel, store.dtype
+
+    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        indices = range(len(self._views.cuts))
+        return [*(self._views.pieces(buffer, i) for i in indices), self._views.padding(buffer)]
+
+    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        parallel = self._store.parallel[index]
+        value = value if parallel is None else parallel.local(value)
+        return cut_up(value, self._views.cuts[index])
+
+
+def gather_form(store: ParamStore) -> Any:
+    """Return how parameters lie in the output of an all-gather, as a ReduceForm tells it of
+    gradients: its places, and how to split a parameter into them."""
+    return RowGatherForm(store) if isinstance(store, RowStore) else store
 
 
 def members_of(module: nn.Module) -> list[OrigParam]:

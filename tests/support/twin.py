@@ -29,6 +29,7 @@ from fsdp_compat._state.model_units import model_unit_of
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import emulated
+from tests.support.engine_build import gather_form
 from tests.support.parity import assert_close
 
 __all__ = ["Transfers", "Twin", "device_named", "group_of"]
@@ -136,11 +137,12 @@ class Transfers:
             if not sent:
                 spoil()
             self._take_time()
-            *places, rest = gathered.store.places(full.data)
+            form = gather_form(gathered.store)
+            *places, rest = form.places(full.data)
             for place in rest:  # belongs to no parameter
                 place.zero_()
             for index, (parts, whole) in enumerate(zip(places, wholes, strict=True)):
-                for place, piece in zip(parts, gathered.store.split(index, whole), strict=True):
+                for place, piece in zip(parts, form.split(index, whole), strict=True):
                     place.copy_(piece)
             self.own_errors.append((first - sent[0]).abs().max())
 

@@ -21,8 +21,8 @@ from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
 from ..._engine.unit import Residency
 from ..._state.full_params import Options, full_parameters
+from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
-from ..._stores.registration import FlatParameter
 from ...api import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from ...errors import StateError
 from . import conversion

@@ -20,8 +20,8 @@ from ..._engine.preparation import Preparation
 from ..._engine.state_store import flat_param_name
 from ..._state.model_units import attribute_order_of
 from ..._state.names import FSDP_WRAPPED_MODULE
+from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
-from ..._stores.registration import FlatParameter
 from ...wrap import places_of
 from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .refusals import (

@@ -18,8 +18,8 @@ from ..._engine.unit import Unit
 from ..._state import optimizers
 from ..._state.model_units import ATTRIBUTE, ModelUnit, register
 from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
-from ..._stores.registration import FlatParameter
 from ...errors import StateError
 from .settings import Settings
 

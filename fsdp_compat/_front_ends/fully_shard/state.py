@@ -29,7 +29,6 @@ from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
-from ..._stores.row_params import present_in
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
 from ...errors import StateError
@@ -151,8 +150,8 @@ class ShardedModules:
         for own in self.stores:
             store, late = own.store, list[int]()
             if not isinstance(store, ExtensionStore):
-                slots = [place.slots[0] for place in store.orig_params]
-                late = [i for i, slot in enumerate(slots) if has_extension(present_in(slot))]
+                present = [place.present() for place in store.orig_params]
+                late = [i for i, parameter in enumerate(present) if has_extension(parameter)]
             if not late:
                 stores.append(own)
                 continue
