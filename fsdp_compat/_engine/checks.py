@@ -1,20 +1,119 @@
 """Checks of a model before a pass and between steps: the user's changes are followed, or refused
-with an error that says what to do."""
+with an error that says what to do.
+
+What a write to a parameter means, however ranks exchange data:
+
+- To an unsharded parameter, by any means (``.data``, numpy, in place): it changes temporary values
+  of this rank, until the unit is resharded. That is after its forward and after its backward; for
+  units that stay unsharded in between (the root, and all with SHARD_GRAD_OP) after backward only.
+  With one rank, or NO_SHARD, the parameter is the shard, and keeps what was written.
+- To a sharded parameter, between steps: it counts from the next forward on.
+- To a sharded parameter, between a forward and its backward: as in plain torch, an error for what
+  autograd sees (steps of optimizers, operations in place). ``follow_writes`` tells autograd, which
+  raises where the graph has saved the parameter; a unit that stays unsharded raises anyway, as its
+  values are those of forward. What autograd does not see, as by ``.data``, counts where the unit is
+  gathered again, and must not be done where it stays unsharded.
+- Units of ``fully_shard`` compute in backward with the values that sharded parameters have then;
+  they are gathered again (Freshness)."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 import typing
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
+from .. import _torch_private
 from ..errors import AssertedStateError, StateError, UsageError
 from . import agreement, hooks
 from .communicators import Communicators
-from .external_changes import ExternalChanges
 from .group import Group
 from .materialize import is_uninitialised
 from .unit import Residency, Unit
+from .user_changes import Addresses, count_fused_writes
+
+_grad, _requires_grad, _version = map(operator.attrgetter, ("grad", "requires_grad", "_version"))
+_NONES = itertools.repeat(None)
+
+
+class ExternalChanges:
+    """Whether the user has changed anything since the last ``note``: one comparison for all units,
+    by a few calls of C functions.
+
+    Gradients of small unsharded parameters are None, requires_grad is unchanged, sharded and
+    unsharded parameters have the same memory. Where that holds, units need not be checked one by
+    one, which would cost a dozen calls each.
+    """
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        groups = list(groups)
+        self._small_params = [param for group in groups for param in group.gradients.small.params]
+        sharded = [param for group in groups for param, _ in group.store.sharded_params]
+        memories = [memory for group in groups for memory in group.memories]
+        unsharded = [param for memory in memories for param in memory.unsharded_params]
+        self._trainable = [*sharded, *unsharded]
+        self._sharded = Addresses(sharded)
+        self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
+        self._noted: list[bool] | None = None  # requires_grad
+        # Sharded parameters with the unsharded ones that have their values. Where the user may
+        # change units at any time (fully_shard), written parameters are gathered again instead.
+        self._written = [
+            (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
+            for group in groups
+            if group.conduct is None
+            for param, indices in group.store.sharded_params
+            if not param.is_inference()
+        ]
+        self._written_params = [param for _, param, _ in self._written]
+        self._versions = self._count_writes()
+        count_fused_writes(self._written_params)
+
+    def _count_writes(self) -> list[int]:
+        return list(map(_version, self._written_params))
+
+    def follow_writes(self) -> set[Group]:
+        """Tell autograd that unsharded parameters have changed with the sharded ones since the last
+        call: like plain torch, it refuses backward through graphs that have saved them. Return the
+        groups that have changed.
+
+        Writes by ``.data`` or numpy are not seen.
+        """
+        before, self._versions = self._versions, self._count_writes()
+        if before == self._versions:
+            return set()
+        written = [
+            each
+            for each, old, new in zip(self._written, before, self._versions, strict=True)
+            if old != new
+        ]
+        increment_version([p for _, _, params in written for p in params if not p.is_inference()])
+        return {group for group, _, _ in written}
+
+    def has_gradients(self) -> bool:
+        """True if autograd has left a gradient on a small parameter."""
+        return any(map(operator.is_not, map(_grad, self._small_params), _NONES))
+
+    def is_intact(self) -> bool:
+        """True if nothing has changed since ``note`` and no gradient was left."""
+        return (
+            not self.has_gradients()
+            and list(map(_requires_grad, self._trainable)) == self._noted
+            and not self._sharded.changed()
+            and not self._unsharded.changed()
+        )
+
+    def sharded_params_are_intact(self) -> bool:
+        """True if no sharded parameter was given other memory since ``note``."""
+        return not self._sharded.changed()
+
+    def note(self) -> None:
+        """All units were checked, and repaired."""
+        self._noted = list(map(_requires_grad, self._trainable))
+        self._sharded.note()
+        self._unsharded.note()
 
 
 class Checks:
@@ -109,10 +208,22 @@ class Checks:
                 if kept:
                     group.require_unsharded_params()
                     if group in written and not group.memory.aliased:
-                        _refuse_written(group)
+                        _refuse_change(
+                            group,
+                            "optimizer.step() and other changes before forward or after backward",
+                            "a parameter that was written to after the forward",
+                            "call backward() before optimizer.step(), and forward again after it",
+                        )
                 if moved and not group.store.is_intact():
                     if kept:
-                        _refuse_moved(group)
+                        _refuse_change(
+                            group,
+                            "changes by `.data =` before forward or after backward: this unit "
+                            "stays unsharded in between",
+                            "a parameter that has other memory than in forward",
+                            "move the change, or choose a strategy that reshards after forward "
+                            "(FULL_SHARD)",
+                        )
                     group.store.check(group.name)
 
 
@@ -186,26 +297,14 @@ def refuse_late_hook(where: str) -> typing.NoReturn:
     )
 
 
-def _refuse_written(group: Group) -> typing.NoReturn:
+def _refuse_change(group: Group, expected: str, got: str, fix: str) -> typing.NoReturn:
     raise AssertedStateError.of(
         "Parameters were changed between forward and backward, but backward uses the values of "
         "forward.",
-        expected="optimizer.step() and other changes before forward or after backward",
-        got="a parameter that was written to after the forward",
+        expected=expected,
+        got=got,
         where=group.name,
-        fix="call backward() before optimizer.step(), and forward again after it",
-    )
-
-
-def _refuse_moved(group: Group) -> typing.NoReturn:
-    raise AssertedStateError.of(
-        "Parameters were changed between forward and backward, but backward uses the values of "
-        "forward.",
-        expected="changes by `.data =` before forward or after backward: this unit stays "
-        "unsharded in between",
-        got="a parameter that has other memory than in forward",
-        where=group.name,
-        fix="move the change, or choose a strategy that reshards after forward (FULL_SHARD)",
+        fix=fix,
     )
 
 

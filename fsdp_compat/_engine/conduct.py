@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .dtypes import ComputeDtype
-from .freshness import Freshness
 from .reduce_policy import ReducePolicy
+from .user_changes import Freshness
 
 
 class PrefetchedUnit(typing.Protocol):

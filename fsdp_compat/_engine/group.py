@@ -15,9 +15,9 @@ from .dtypes import ComputeDtype, Precision
 from .gradients import Gradients, is_large
 from .partial import PartialShard
 from .reduce_policy import ReduceAxes
-from .requires_grad import RequiresGrad
 from .storage import GroupMemory
 from .store import ParamStore
+from .user_changes import RequiresGrad
 
 
 class Group:

@@ -157,11 +157,7 @@ class ParamStore(typing.Protocol):
     # Modules show parts of parameters while sharded: they refuse calls and state dicts of their own
     # then. False: modules show DTensors, which other code can use.
     is_guarded: bool = True
-
-    @property
-    def extension(self) -> Extension | None:
-        """Tensor subclasses that all-gather in their own way, if all parameters are such."""
-        return None
+    extension: Extension | None = None
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:

@@ -18,11 +18,11 @@ from ..errors import StateError
 from .buffers import CastBuffers
 from .conduct import Conduct
 from .dtypes import ComputeDtype
-from .freshness import Freshness
 from .group import Group
 from .module_attributes import TensorAttributes
 from .module_view import ModuleView
 from .store import ModuleSlot
+from .user_changes import Freshness
 
 
 class Residency(enum.Enum):

@@ -219,7 +219,7 @@ class ExtensionStore(RowStore):
     # -- the seam
 
     @property
-    def extension(self) -> Extension:
+    def extension(self) -> Extension:  # type: ignore[override]  # not a reference to itself
         return self
 
     @torch.no_grad()

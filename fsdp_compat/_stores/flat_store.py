@@ -15,12 +15,12 @@ from torch import nn
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
-from .._engine.addresses import Addresses
 from .._engine.ownership import OrigParam
 from .._engine.state_store import FLAT_PARAM, StateStore
 from .._engine.storage import new_shard
 from .._engine.store import Kind, ModuleSlot, ReduceForm, ShardedParam
 from .._engine.tensor_parallel import TensorParallel
+from .._engine.user_changes import Addresses
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout, Section, between
 from ..errors import StateError
@@ -187,8 +187,7 @@ class FlatStore(StateStore, ReduceForm):
         if self.is_flattened:
             return [total]
         sizes, numbers = self._pieces
-        pieces = total.split_with_sizes(sizes)  # in one call
-        parts = [pieces[number] for number in numbers]
+        parts = list(map(total.split_with_sizes(sizes).__getitem__, numbers))
         if self.layout.ranks > 1:
             return parts
         return [p.view(param.shape) for p, param in zip(parts, self.layout.params, strict=True)]

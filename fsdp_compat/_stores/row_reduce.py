@@ -83,9 +83,9 @@ class RowReduceForm:
             starts = [start + offset for start in starts]
         parts = list(map(torch.as_strided, itertools.repeat(total), shapes, strides, starts))
         if self._specs and self._specs[0] is not None:
-            is_own = total.dtype is self.dtype
-            specs = self._specs if is_own else self._specs_in(total.dtype)
-            parts = torch_dtensor.dtensors(parts, specs)
+            parts = torch_dtensor.dtensors(
+                parts, self._specs if total.dtype is self.dtype else self._specs_in(total.dtype)
+            )
         if len(parts) == self._num_params:
             return list(parts)
         found: list[torch.Tensor | None] = [None] * self._num_params

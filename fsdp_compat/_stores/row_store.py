@@ -24,12 +24,12 @@ from torch import nn
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
 from .._comm.mesh import Axis
-from .._engine.addresses import Addresses
 from .._engine.dtypes import as_bytes
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
 from .._engine.store import ModuleSlot, ShardedParam
+from .._engine.user_changes import Addresses
 from .._layout.rows import Cut
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor

@@ -12,7 +12,7 @@ import types
 
 from torch import nn
 
-from .._engine import freshness
+from .._engine import user_changes
 from .._front_ends import data_parallel
 from .._state import optimizers, raw_optimizer_state
 from .._state.model_units import model_units_in
@@ -27,7 +27,7 @@ PATCHES: tuple[types.ModuleType, ...] = (
     optimizers,
     raw_optimizer_state,
     data_parallel,
-    freshness,
+    user_changes,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_compat._engine.addresses import Addresses
+from fsdp_compat._engine.user_changes import Addresses
 
 
 def test_writes_and_gradients_leave_addresses_unchanged() -> None:

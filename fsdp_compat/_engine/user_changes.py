@@ -1,0 +1,209 @@
+"""What the user has changed between steps: memory of tensors (``Addresses``), values of sharded
+parameters (``Freshness``), ``requires_grad`` (``RequiresGrad``). checks.py compares all units at
+once, and says what each change means."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import _torch_private
+from .._torch_private import dtensor as torch_dtensor
+from ..errors import StateError
+from .storage import GroupMemory
+from .store import ParamStore
+
+_dtype, _version = map(operator.attrgetter, ("dtype", "_version"))
+
+
+class Addresses:
+    """Where tensors lay in memory at the last ``note``; of DTensors, the parts of this process. The
+    comparison is a few calls of C functions for all of them."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors, is_dtensor = list(tensors), _torch_private.is_dtensor
+        self._plain = [tensor for tensor in tensors if not is_dtensor(tensor)]
+        self._dtensors = list(filter(is_dtensor, tensors))
+        self.note()
+
+    def note(self) -> None:
+        """Compare with the present memory from now on."""
+        self._noted = self._present()
+
+    def changed(self) -> bool:
+        """True if a tensor has other memory, or another size or dtype, than at the last note."""
+        return self._present() != self._noted
+
+    def _present(self) -> tuple[Sequence[object], ...]:
+        tensors = self._plain
+        if self._dtensors:
+            tensors = tensors + torch_dtensor.local_parts(self._dtensors)
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)),
+            list(map(torch.Tensor.numel, tensors)),
+            list(map(_dtype, tensors)),
+        )
+
+
+class _Steps:
+    """Counts the steps of optimizers."""
+
+    def __init__(self) -> None:
+        self.of_copies = 0  # see `add`
+        self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
+        self.fused = WeakIdKeyDictionary()  # parameters whose fused writes are counted
+        self.handle: RemovableHandle | None = None
+
+    def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Count a step for the units whose parameters the optimizer holds. DTensors that belong to
+        no unit may be copies of parameters in another dtype, which are written back after the step:
+        it is counted for all units. All ranks step an optimizer of DTensors."""
+        held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        storages = set(map(_torch_private.storage_key, filter(_has_storage, held.values())))
+        known: set[int] = set()
+        for unit in self.units:
+            own = held.keys() & unit.ids
+            if own or (storages and unit.is_in(storages)):
+                unit.num_steps += 1
+            known |= own
+        if any(_torch_private.is_dtensor(held[other]) for other in held.keys() - known):
+            self.of_copies += 1
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                with_grad = [param for param in group["params"] if param.grad is not None]
+                increment_version([param for param in with_grad if param in self.fused])
+
+
+def count_fused_writes(params: Iterable[torch.Tensor]) -> None:
+    """Let the steps of fused optimizers, which move no version counters, move those of these
+    parameters."""
+    _steps.fused.update(dict.fromkeys(params, True))
+
+
+_steps = _Steps()
+
+
+def patch() -> None:
+    """Count the steps of optimizers from now on."""
+    if _steps.handle is None:
+        _steps.handle = register_optimizer_step_post_hook(_steps.add)
+
+
+def undo() -> None:
+    """Stop counting. Units are taken for stale then."""
+    if _steps.handle is not None:
+        _steps.handle.remove()
+        _steps.handle = None
+
+
+class Freshness:
+    """Whether the sharded parameters of a unit were written to since its last all-gather.
+
+    No version counter tells: an in-place operation on a DTensor moves only the counter of the
+    DTensor, a write to its local tensor only the counter of that, and the foreach and fused
+    optimizers move neither. So steps of optimizers are counted as well. Only those of optimizers
+    that concern the unit: a rank may step an optimizer of its own between two forwards, and must
+    not gather alone then."""
+
+    def __init__(self, stores: Sequence[ParamStore]) -> None:
+        self._params: list[nn.Parameter] = [
+            param for store in stores for param, _ in store.sharded_params
+        ]
+        self._dtensors = list(filter(_torch_private.is_dtensor, self._params))
+        self.ids = frozenset(map(id, self._params))
+        self.num_steps = 0  # of optimizers that hold some of them
+        self._noted: list[int] = []
+        _steps.units.add(self)
+        patch()
+
+    def is_in(self, storages: Collection[int]) -> bool:
+        """storages: by their keys. True if one holds the local tensor of a parameter."""
+        local = torch_dtensor.local_parts(self._dtensors)
+        return any(_torch_private.storage_key(tensor) in storages for tensor in local)
+
+    def note(self) -> None:
+        """An all-gather reads the shards now."""
+        self._noted = self._present()
+
+    @property
+    def stands(self) -> bool:
+        """True if nothing was written since ``note``."""
+        return _steps.handle is not None and self._noted == self._present()
+
+    def _present(self) -> list[int]:
+        return [
+            self.num_steps,
+            _steps.of_copies,
+            sum(map(_version, self._params)),
+            sum(map(torch_dtensor.local_version, self._dtensors)),
+        ]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+class RequiresGrad:
+    """Keeps requires_grad of one group's unsharded parameters like that of the sharded parameters,
+    which the user sees between steps."""
+
+    def __init__(
+        self, store: ParamStore, memories: Sequence[GroupMemory], large: Collection[nn.Parameter]
+    ) -> None:
+        """large: unsharded parameters that need a hook each once they are trainable."""
+        self._store, self._memories = store, memories
+        self._last = [param.requires_grad for param, _ in store.sharded_params]
+        self._without_hook = set(large)
+
+    def follow(self, where: str) -> list[tuple[int, nn.Parameter]]:
+        """Apply changes since the last call. Return the large parameters, with their indices, that
+        are trainable for the first time: they need a hook.
+
+        Raises StateError where parts of a FlatParameter disagree. where: the unit, for the error.
+        """
+        found = []
+        for position, (sharded_param, indices) in enumerate(self._store.sharded_params):
+            before = sharded_param.requires_grad
+            if before is self._last[position]:
+                toggled = [
+                    any(m.unsharded_params[i].requires_grad is not before for m in self._memories)
+                    for i in indices
+                ]
+                follow_toggles(sharded_param, toggled, where)
+            self._last[position] = requires_grad = sharded_param.requires_grad
+            for index, memory in itertools.product(indices, self._memories):
+                param = memory.unsharded_params[index]
+                param.requires_grad_(requires_grad)
+                if requires_grad and param in self._without_hook:
+                    self._without_hook.remove(param)
+                    found.append((index, param))
+        return found
+
+
+def follow_toggles(sharded_param: nn.Parameter, toggled: Sequence[bool], where: str) -> None:
+    """Toggle requires_grad of a sharded parameter if the user has toggled its unsharded parameters,
+    inside forward or summon_full_params. toggled: one per unsharded parameter.
+
+    Raises StateError if only some of them were toggled.
+    """
+    if not any(toggled):
+        return
+    before = sharded_param.requires_grad
+    if not all(toggled):
+        raise StateError.of(
+            "requires_grad was changed for only some of the parameters in a FlatParameter.",
+            expected="a change for all parameters of the FlatParameter, or use_orig_params=True",
+            got=f"{sum(toggled)} of {len(toggled)} parameters with requires_grad={not before}",
+            where=where,
+            fix="set requires_grad before wrapping, or pass use_orig_params=True",
+        )
+    sharded_param.requires_grad_(not before)
