@@ -30,21 +30,13 @@ class BulkDict:
         """True if every key has its value."""
         return all(map(operator.is_, map(_value_of, self._dicts, self._keys), self._values))
 
-    def are_free(self) -> bool:
-        """True if no key is present."""
-        return not any(map(operator.contains, self._dicts, self._keys))
-
     def put_in(self) -> None:
         exhaust(map(operator.setitem, self._dicts, self._keys, self._values))
-
-    def take_out(self) -> None:
-        """Delete all keys, which must be present."""
-        exhaust(map(operator.delitem, self._dicts, self._keys))
 
     def take_out_own(self) -> None:
         """Delete the keys that have their values, and leave values that other code has put."""
         if self.are_in_place():
-            self.take_out()
+            exhaust(map(operator.delitem, self._dicts, self._keys))
             return
         for entries, key, value in zip(self._dicts, self._keys, self._values, strict=True):
             if entries.get(key) is value:

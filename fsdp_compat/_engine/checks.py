@@ -31,7 +31,7 @@ from ..errors import AssertedStateError, StateError, UsageError
 from . import agreement, hooks
 from .communicators import Communicators
 from .group import Group
-from .materialize import is_uninitialised
+from .preparation import is_uninitialised
 from .unit import Residency, Unit
 from .user_changes import Addresses, count_fused_writes
 

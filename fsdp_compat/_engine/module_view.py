@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -45,7 +45,6 @@ class ModuleView:
         self.withdrawn = False  # the modules show no managed parameters at all
         # The front end takes or loads a state dict: modules' own methods may see sharded forms.
         self.in_state_dict = False
-        self.in_forward: Callable[[], bool] = _never  # of the whole model; set by the runtime
         self._set_slots(unsharded, sharded, is_guarded)
 
     def _set_slots(
@@ -109,13 +108,11 @@ class ModuleView:
             self.keep_order()
         if self.has_parts:
             self._placeholders.arm_parts()
-            if self.in_forward():
-                self._placeholders.arm_reads()
 
     def keep_showing_unsharded(self) -> None:
         """Modules show the unsharded parameters since an earlier pass: put them back where other
         code has put sharded ones (torch.func.functional_call restores what it found)."""
-        if not self._to_sharded.is_complete():
+        if self._to_sharded.foreign() is not None:
             self._exchange_around_others(self._to_unsharded)
 
     def show_partial(self, slots: Sequence[ModuleSlot]) -> None:
@@ -132,23 +129,21 @@ class ModuleView:
             self._from_partial = None
 
     def _exchange_around_others(self, swap: _Swap) -> None:
-        foreign = swap.exchange_around_others()
-        if foreign is None:
-            return
-        # torch.func.functional_call puts back what it found, which may be the other form by now.
-        foreign = foreign if self._placeholders.is_guarded else swap.foreign_to_both()
+        """Make the swap where ``exchange`` refused: the user has set an attribute over a
+        placeholder, or torch.func.functional_call has put back what it found, which may be the
+        other form by now. Refuse it where a slot holds something else."""
+        foreign = swap.foreign(but_new=not self._placeholders.is_guarded)
         if foreign is not None:
             self._refuse_foreign(foreign)
         swap.put_in()
 
     def hide_parts(self) -> None:
         """A forward of the model begins: modules that hold parts of parameters hide them."""
-        if self._placeholders.has_parts and not self.shows_unsharded and not self.summoned:
-            self._placeholders.arm_reads()
+        self._placeholders.begin_forward(not self.shows_unsharded and not self.summoned)
 
     def reveal_parts(self) -> None:
         """The forward has ended."""
-        self._placeholders.disarm_reads()
+        self._placeholders.end_forward()
 
     # -- at other times
 
@@ -196,8 +191,6 @@ class ModuleView:
         """Put back placeholders that an assignment has taken out of a module."""
         if not (self.shows_unsharded or self.summoned):
             self._placeholders.arm()
-            if self.in_forward():
-                self.hide_parts()
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
@@ -317,42 +310,21 @@ class _Swap:
         # attributes are absent from the dictionary: None would silently drop a bias.
         self.exchange = swap_of(BulkDict([*present, *away]), self._old, self._new)
 
-    def foreign(self) -> _Slot | None:
-        """Return a slot that holds something else than its old parameter."""
+    def foreign(self, but_new: bool = False) -> _Slot | None:
+        """Return a slot that holds something else than its old parameter, and, with ``but_new``,
+        than its new one."""
         if self._present.are_in_place():
             return None
-        return next(
-            slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old
-        )
-
-    def foreign_to_both(self) -> _Slot | None:
-        """Return a slot that holds neither its old nor its new parameter."""
         for slot in self.slots:
             held = slot.parameters.get(slot.attribute)
-            if held is not slot.old and held is not slot.new:
+            if held is not slot.old and not (but_new and held is slot.new):
                 return slot
         return None
 
-    def is_complete(self) -> bool:
-        """True if every slot holds its old parameter."""
-        return self._present.are_in_place()
-
     def put_in(self) -> None:
-        """Set every new parameter."""
+        """Make the swap, whatever the slots hold."""
+        self._old.take_out_own()
         self._new.put_in()
-
-    def exchange_around_others(self) -> _Slot | None:
-        """Make the swap where ``exchange`` refused, unless a slot holds something else; return that
-        slot then."""
-        foreign = self.foreign()
-        if foreign is None:  # the user has set an attribute over a placeholder: it stays
-            self._old.take_out_own()
-            self._new.put_in()
-        return foreign
-
-
-def _never() -> bool:
-    return False
 
 
 def _orders_to_keep(slots: Sequence[ModuleSlot]) -> list[tuple[nn.Module, list[str]]]:

@@ -32,15 +32,12 @@ class PartialShard:
         axis = axis_of(mesh.get_group(1))
         self.communicator: Transport = communicator(axis, device)
         self._tag = self.communicator.new_tag()
-        rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks)
-        self._full = torch.empty(axis.ranks * rows.numel, dtype=rows.dtype, device=device)
-        self._storage = Storage(self._full)
-        self._segments = Segments(self._full, axis.ranks)
         self._memory = memory
         memory.allocate_params()  # nothing can view memory that is not there
-        self._own_rows = rows.own_rows(memory.unsharded_params)
-        self._copies = rows.copies(self._full, memory.unsharded_params)
+        rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks, memory.unsharded_params)
         memory.free()
+        self._storage = Storage(rows.full)
+        self._segments = Segments(rows.full, axis.ranks)
         self._storage.free()
         self._held: torch.Tensor | None = None  # [numel]
         self._all_gather: Handle | None = None
@@ -56,11 +53,12 @@ class PartialShard:
     def hold(self) -> list[nn.Parameter]:
         """The unsharded parameters are readable: keep this rank's rows, and return the parameters
         that modules show meanwhile."""
-        held = torch.zeros(self._rows.numel, dtype=self._rows.dtype, device=self._full.device)
+        full, ranks = self._rows.full, self.communicator.ranks
+        held = full.new_zeros(full.numel() // ranks)
         params = self._rows.params(held)
         # `.data`: the copy is not part of a graph.
         parts = [_torch_private.local_part(param).data for param in params]
-        _torch_private.copy_together(parts, self._own_rows)
+        _torch_private.copy_together(parts, self._rows.own_rows)
         self._held = held
         return params
 
@@ -69,15 +67,15 @@ class PartialShard:
         assert self._held is not None
         self._storage.allocate()
         self._all_gather = self.communicator.begin_gather(
-            self._held, self._full, self._segments, self._tag
+            self._held, self._rows.full, self._segments, self._tag
         )
 
     def end_gather(self, what: str) -> None:
         """Collective. Fill the unsharded parameters, and drop the rows."""
         self._wait(what)
         self._memory.allocate_params()
-        if self._copies[0]:
-            _torch_private.copy_together(*self._copies)
+        if self._rows.copies[0]:
+            _torch_private.copy_together(*self._rows.copies)
         self.drop(what)
 
     def drop(self, what: str) -> None:

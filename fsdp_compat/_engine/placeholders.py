@@ -22,19 +22,8 @@ from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry
 from .store import ModuleSlot
 
-_METADATA = frozenset(
-    {
-        "dim",
-        "dtype",
-        "is_complex",
-        "is_floating_point",
-        "ndim",
-        "numel",
-        "ndimension",
-        "shape",
-        "size",
-    }
-)
+_METADATA = {"dim", "dtype", "is_complex", "is_floating_point", "ndim", "ndimension"}
+_METADATA |= {"numel", "shape", "size"}
 _READ, _ASSIGNMENT = "its attribute {!r}", "an assignment to its attribute {!r}"
 _FREEZING = (_READ.format("requires_grad_"), _ASSIGNMENT.format("requires_grad"))
 
@@ -151,23 +140,8 @@ def _operator(name: str) -> Callable[..., Any]:
 for _name in (
     *("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv"),
     *("radd", "rand", "rfloordiv", "rmatmul", "rmod", "rmul", "ror", "rpow", "rsub", "rtruediv"),
-    *(
-        "iadd",
-        "imul",
-        "isub",
-        "itruediv",
-        "abs",
-        "bool",
-        "float",
-        "getitem",
-        "int",
-        "invert",
-        "iter",
-        "len",
-        "neg",
-        "setitem",
-    ),
-    *("ge", "gt", "le", "lt", "array", "index"),
+    *("iadd", "imul", "isub", "itruediv", "ge", "gt", "le", "lt", "array", "index"),
+    *("abs", "bool", "float", "getitem", "int", "invert", "iter", "len", "neg", "setitem"),
 ):
     setattr(ShardedPlaceholder, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -216,7 +190,7 @@ class Placeholders:
         self.has_parts = bool(in_forward)  # modules hold parts while the unit is sharded
         self._always, self._in_forward = BulkDict(self.always), BulkDict(in_forward)
         self._calls = BulkDict(calls.values())
-        self._reads_armed = False
+        self._refuses_reads = self._reads_armed = False
 
     def arm(self) -> None:
         self._always.put_in()
@@ -227,21 +201,28 @@ class Placeholders:
         self.disarm_parts()
 
     def arm_parts(self) -> None:
-        """Refuse calls of modules that hold parts: torch computes with parts that broadcast, and
-        some kernels read beyond the end of others."""
+        """The modules hold parts. Refuse their calls: torch computes with parts that broadcast, and
+        some kernels read beyond the end of others. Refuse reads while a forward of the model
+        runs."""
         self._calls.put_in()
+        if self._refuses_reads:
+            self._in_forward.put_in()
+            self._reads_armed = True
 
     def disarm_parts(self) -> None:
-        """Allow calls again: the modules no longer hold parts."""
-        self.disarm_reads()
+        """The modules no longer hold parts."""
         self._calls.take_out_own()
-
-    def arm_reads(self) -> None:
-        """Refuse reads of parts while a forward of the model runs."""
-        self._in_forward.put_in()
-        self._reads_armed = True
-
-    def disarm_reads(self) -> None:
         if self._reads_armed:
             self._in_forward.take_out_own()
             self._reads_armed = False
+
+    def begin_forward(self, hold_parts: bool) -> None:
+        """A forward of the model begins. hold_parts: the modules hold parts now."""
+        self._refuses_reads = True
+        if hold_parts:
+            self.arm_parts()
+
+    def end_forward(self) -> None:
+        if self._reads_armed:
+            self._in_forward.take_out_own()
+        self._refuses_reads = self._reads_armed = False

@@ -1,19 +1,24 @@
-"""Prepare a unit's modules for sharding: initial values, devices, broadcasts."""
+"""Prepare a unit's modules for sharding: give meta tensors memory and values, move buffers to the
+device, and broadcast values so that all ranks start alike."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from .. import _torch_private
+from .._comm.communicator import communicator
 from .._comm.host_memory import give_back_freed
 from .._comm.mesh import Mesh
-from . import materialize
+from ..errors import UsageError
 from .ownership import OrigParam
 from .state_store import StateStore
 from .unit import Uninitialised
+
+Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
 
 
 class Preparation:
@@ -50,14 +55,13 @@ class Preparation:
         self._done = {below for child in closed for below in child.modules()}
         self._was_meta = False
         # Slots of parameters and buffers from the meta device that still have no values.
-        self._left: set[materialize.Slot] = set()
+        self._left: set[Slot] = set()
         self._simulated = device.type == "meta"  # tensors never get values
-        self._modules = {unit: list(_own_modules(unit, units)) for unit in units}
-        self._ties = materialize.ties(root)
-        if init is None and not self._simulated:
-            materialize.require_initial_values(
-                root, [child for child in root.modules() if child not in self._done]
-            )
+        self._modules = {unit: list(_own_modules(unit, units, set())) for unit in units}
+        self._ties = _ties(root)
+        for child in root.modules() if init is None and not self._simulated else ():
+            if child not in self._done:
+                _require_reset(root, child)
 
     def of_unit(self, unit: nn.Module, members: Iterable[OrigParam]) -> list[OrigParam]:
         """Prepare the modules of a unit, and return its parameters as they are afterwards.
@@ -66,32 +70,70 @@ class Preparation:
             give_back_freed()  # memory of the previous unit
         modules = [module for module in self._modules.pop(unit) if module not in self._done]
         self._done.update(modules)
-        filled: set[materialize.Slot] = set()
-        if not self._simulated:
-            filled = materialize.materialize(self._root, modules, self._init, self._device)
+        filled = set() if self._simulated else self._materialize(modules)
         self._was_meta = self._was_meta or bool(filled)
-        materialize.restore_ties(self._ties)
-        materialize.move_buffers(modules, self._device)
-        left = materialize.uninitialised(filled)
+        self._restore_ties()
+        for module in modules:  # a store copies its part of each parameter into its shard itself
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != self._device:
+                    setattr(module, name, buffer.to(self._device))
+        tensors = _slots_of(modules)
+        left = {slot for slot in filled if is_uninitialised(tensors[slot])}
         if self._broadcast_over is not None:
-            sent = {
-                (module, name): tensor
-                for module in modules
-                for name, tensor in materialize.own_tensors(module)
-                if tensor not in self._keep
-            }
+            sent = {slot: tensor for slot, tensor in tensors.items() if tensor not in self._keep}
             # The ranks take NaN from rank 0 as a value, unless rank 0 marks it as left without one.
             marks = torch.tensor(
                 [slot in left for slot in sent], dtype=torch.uint8, device=self._device
             )
-            materialize.broadcast_states(
-                [*sent.values(), marks], self._broadcast_over, self._device
-            )
+            broadcast_states([*sent.values(), marks], self._broadcast_over, self._device)
             if not self._simulated:
                 left.difference_update(sent)
                 left.update(slot for slot, mark in zip(sent, marks.tolist(), strict=True) if mark)
         self._left |= left
         return [OrigParam(member.place.present(), member.place) for member in members]
+
+    def _materialize(self, modules: Sequence[nn.Module]) -> set[Slot]:
+        """Give those ``modules`` that have tensors on the meta device memory and values. Return the
+        slots that got memory: ``to_empty`` replaces all tensors of a module."""
+        on_meta = [m for m in modules if any(tensor.is_meta for _, tensor in _own_tensors(m))]
+        before = _addresses(on_meta)
+        for module in on_meta:
+            with _torch_private.PoisonedMemory():  # recognised by `is_uninitialised`
+                if self._init is not None:
+                    self._init(module)
+                    continue
+                with torch.no_grad():
+                    module.to_empty(device=self._device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]
+        after = _addresses(on_meta)
+        left = [
+            f"{_name_of(self._root, module)}.{name}"
+            for (module, name), address in after.items()
+            if address is None
+        ]
+        if left:
+            raise UsageError.of(
+                "Tensors are still on the meta device after initialisation.",
+                expected="param_init_fn to materialise every parameter and buffer of the module it "
+                "is given",
+                got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
+                where=f"a {type(self._root).__name__}",
+                fix="call module.to_empty(device=..., recurse=False) and fill the values in "
+                "param_init_fn",
+            )
+        return {slot for slot, address in after.items() if before.get(slot) != address}
+
+    def _restore_ties(self) -> None:
+        """Tie parameters to the first module's again: materialising modules one by one gave each
+        module a parameter of its own.
+
+        Skips ties with parameters that are still on the meta device.
+        """
+        for slots in self._ties:
+            tied = [_torch_private.parameters_of(module).get(name) for module, name in slots]
+            if not any(parameter is None or parameter.is_meta for parameter in tied):
+                for module, name in slots:
+                    _torch_private.parameters_of(module)[name] = tied[0]
 
     def uninitialised(
         self, module: nn.Module, stores: Iterable[StateStore], taken: Collection[nn.Module]
@@ -116,15 +158,96 @@ class Preparation:
         ]
 
 
-def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
+def _own_modules(
+    module: nn.Module, units: Collection[nn.Module], seen: set[nn.Module]
+) -> Iterator[nn.Module]:
     """Yield the modules of a unit, without those that belong to a unit below it."""
-    seen = {unit}
-    waiting = [unit]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        children = [
-            child for child in module.children() if child not in seen and child not in units
-        ]
-        seen.update(children)
-        waiting += reversed(children)
+    seen.add(module)
+    yield module
+    for child in module.children():
+        if child not in seen and child not in units:
+            yield from _own_modules(child, units, seen)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _slots_of(modules: Iterable[nn.Module]) -> dict[Slot, torch.Tensor]:
+    """Return the parameters and buffers of ``modules`` (not of their submodules)."""
+    return {(module, name): value for module in modules for name, value in _own_tensors(module)}
+
+
+def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
+    """Return the addresses of the tensors of ``modules``; None for those on the meta device."""
+    return {
+        slot: None if tensor.is_meta else _torch_private.local_part(tensor).data_ptr()
+        for slot, tensor in _slots_of(modules).items()
+    }
+
+
+def _ties(root: nn.Module) -> list[list[Slot]]:
+    """Return the slots of every parameter that has more than one."""
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            slots.setdefault(parameter, []).append((module, name))
+    return [places for places in slots.values() if len(places) > 1]
+
+
+def _require_reset(root: nn.Module, module: nn.Module) -> None:
+    on_meta = [name for name, tensor in _own_tensors(module) if tensor.is_meta]
+    if on_meta and not callable(getattr(module, "reset_parameters", None)):
+        raise UsageError.of(
+            "A module on the meta device cannot be initialised.",
+            expected="a method reset_parameters() that fills the module's own parameters and "
+            "buffers",
+            got=f"{type(module).__name__} without one, with {on_meta} on the meta device",
+            where=f"module {_name_of(root, module)!r}",
+            fix="pass param_init_fn=, or give the class a reset_parameters method",
+        )
+
+
+def _name_of(root: nn.Module, module: nn.Module) -> str:
+    names = (name for name, child in root.named_modules() if child is module)
+    return next(names, "") or type(root).__name__
+
+
+def is_uninitialised(tensor: torch.Tensor) -> bool:
+    """True if a tensor holds only the pattern that fills uninitialised memory. Never for empty and
+    boolean tensors."""
+    tensor = _torch_private.local_part(tensor.detach()).reshape(-1)
+    if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor[0].isnan()) and bool(tensor.isnan().all())
+    return bool((tensor == torch.iinfo(tensor.dtype).max).all())
+
+
+def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
+    """Overwrite tensors with those of the mesh's first rank.
+
+    Collective: all ranks of the mesh. First over the replica axis, then over the shard axis.
+    Tensors that are not on ``device`` are copied there one at a time.
+    """
+    tensors = {id(tensor): _torch_private.local_part(tensor.detach()) for tensor in states}
+    with torch.no_grad():
+        for axis in (mesh.replica, mesh.shard):
+            if axis.ranks == 1:
+                continue
+            comm = communicator(axis, device)
+            for tensor in tensors.values():
+                # Elements of expanded tensors share memory: send each only once.
+                for dim, stride in enumerate(tensor.stride()):
+                    tensor = (
+                        tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
+                    )
+                packed = tensor.to(device).contiguous()
+                if 0 in packed.stride():
+                    packed = torch.empty(packed.shape, dtype=packed.dtype, device=device).copy_(
+                        packed
+                    )
+                comm.broadcast([packed], "the first rank's parameters and buffers")
+                if packed.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(packed)

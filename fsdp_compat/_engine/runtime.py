@@ -91,7 +91,6 @@ class Runtime:
         """Work with the groups that the units have now."""
         self.groups = [group for unit in self.units for group in unit.groups]
         for unit in self.units:
-            unit.view.in_forward = self.in_forward
             for group in unit.groups:
                 group.gradients.limit_in_flight = self.backward.reductions.limit_in_flight
                 group.set_name(unit.label)
@@ -102,9 +101,6 @@ class Runtime:
         self._gathering.mapped.take(self.groups, self.root.label)
 
     # -- forward
-
-    def in_forward(self) -> bool:
-        return bool(self._stack)
 
     @_torch_private.never_compiled
     def run(

@@ -37,7 +37,7 @@ all-gather."""
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -120,24 +120,16 @@ class Extension(typing.Protocol):
         """The all-gather's output was copied out: rebuild the unsharded parameters."""
 
 
-class PartialRows(typing.Protocol):
+class PartialRows(typing.NamedTuple):
     """The rows of unsharded parameters that one of n ranks keeps after forward, so that backward
     all-gathers among these n."""
 
-    numel: int  # of one rank's rows, padded: the same on every rank
-    dtype: torch.dtype
-
-    def own_rows(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return views of this rank's rows of the unsharded parameters, which have memory."""
-
-    def copies(
-        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """full: [n * numel]. Return (to, from): the copies that fill the unsharded parameters."""
-
-    def params(self, held: torch.Tensor) -> list[nn.Parameter]:
-        """held: [numel]. Return the parameters of this rank's rows over it, which modules show
-        meanwhile."""
+    full: torch.Tensor  # [n * numel], which the rows are all-gathered into
+    own_rows: list[torch.Tensor]  # views of this rank's rows of the unsharded parameters
+    copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # (to, from): fill these from ``full``
+    # Takes [numel], and returns the parameters of this rank's rows over it, which modules show
+    # meanwhile.
+    params: Callable[[torch.Tensor], list[nn.Parameter]]
 
 
 class ParamStore(typing.Protocol):
@@ -199,9 +191,11 @@ class ParamStore(typing.Protocol):
         """Return how the gradients of the parameters that are trainable now lie, and those of
         ``also``: the same object for the same parameters."""
 
-    def partial_rows(self, mesh: typing.Any, rank: int, ranks: int) -> PartialRows:
-        """Return what ``rank`` of ``ranks`` keeps after forward. mesh: a 2-D DeviceMesh of which
-        these ranks are the last dimension."""
+    def partial_rows(
+        self, mesh: typing.Any, rank: int, ranks: int, unsharded_params: Sequence[nn.Parameter]
+    ) -> PartialRows:
+        """Return what ``rank`` of ``ranks`` keeps after forward of the unsharded parameters, which
+        have memory. mesh: a 2-D DeviceMesh of which these ranks are the last dimension."""
         raise StateError(f"internal: a {type(self).__name__} keeps no rows after forward")
 
 

@@ -16,7 +16,7 @@ import torch
 from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
-from .._engine.materialize import broadcast_states
+from .._engine.preparation import broadcast_states
 from ..errors import CheckpointError
 from .names import clean_name
 from .unit_loading import Rank0Value

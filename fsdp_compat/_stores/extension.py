@@ -282,7 +282,7 @@ class ExtensionStore(RowStore):
         """What the subclass was given, and what it has made of it."""
         return [*itertools.chain(*self._outputs), *self._inner]
 
-    def partial_rows(self, mesh: Any, rank: int, ranks: int) -> typing.NoReturn:
+    def partial_rows(self, *_: Any) -> typing.NoReturn:
         raise NotImplementedUsageError.of(
             "reshard_after_forward=<int> does not support tensors with fsdp_pre_all_gather.",
             expected="plain parameters",

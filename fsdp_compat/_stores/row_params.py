@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
 from .._engine.store import Kind
+from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import Cut
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError
@@ -41,6 +42,15 @@ class RowParam:
         sharded.__dict__ = attributes = attributes | vars(sharded)
         kind = Kind(type(original), attributes, placed.parallel)
         return RowParam(cut, kind, placed.spec, sharded)
+
+    def kind_on(self, mesh: Any) -> Kind:
+        """Return the kind of a parameter of some rows, cut along the last dimension of ``mesh``, a
+        2-D DeviceMesh."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        shape = self.cut.shape
+        placements = Replicate(), Shard(0) if shape else Replicate()
+        return self.kind._replace(parallel=TensorParallel(mesh, placements, shape))
 
     def require_fit(self, parameter: Any, rank: int, name: str) -> None:
         """Raise StateError unless ``parameter`` can be the sharded parameter on ``rank``."""

@@ -28,13 +28,12 @@ from .._engine.dtypes import as_bytes
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
-from .._engine.store import ModuleSlot, ShardedParam
+from .._engine.store import Kind, ModuleSlot, PartialRows, ShardedParam
 from .._engine.user_changes import Addresses
 from .._layout.rows import Cut
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, UsageError
-from .partial_rows import PartialRows
 from .placement import RowPlacement
 from .row_params import RowParam, require_one_kind, with_own_storage
 from .row_reduce import RowReduceForm
@@ -181,12 +180,10 @@ class RowStore(StateStore):
             self._forms[trainable] = RowReduceForm(trainable, self._params, self.rank, dtype)
         return self._forms[trainable]
 
-    def partial_rows(self, mesh: Any, rank: int, ranks: int) -> PartialRows:
-        """Return what ``rank`` of ``ranks`` keeps of the unsharded parameters after forward. mesh:
-        a 2-D DeviceMesh of which these ranks are the last dimension; None: plain tensors are shown.
-
-        Raises UsageError for tensor-parallel parameters.
-        """
+    def partial_rows(
+        self, mesh: Any, rank: int, ranks: int, unsharded_params: Sequence[nn.Parameter]
+    ) -> PartialRows:
+        """mesh: None shows plain tensors. Raises UsageError for tensor-parallel parameters."""
         for param, place in zip(self._params, self.orig_params, strict=True):
             if param.kind.parallel is not None:
                 raise UsageError.of(
@@ -196,8 +193,18 @@ class RowStore(StateStore):
                     where="fully_shard(reshard_after_forward=...)",
                     fix="pass True or False",
                 )
-        dtype = self._gather_dtype or self.dtype
-        return PartialRows(self._params, mesh, rank=rank, ranks=ranks, dtype=dtype)
+        cuts = [Cut(cut.shape, 0 if cut.shape else None, ranks) for cut in self.layout.cuts]
+        dtype, device = unsharded_params[0].dtype, unsharded_params[0].device
+        layout = RowViews.in_order(cuts, ranks, dtype.itemsize)
+        full = torch.empty(ranks * layout.numel, dtype=dtype, device=device)
+        own = [own_rows(p.data, cut, rank) for p, cut in zip(unsharded_params, cuts, strict=True)]
+        kinds = [p.kind if mesh is None else p.kind_on(mesh) for p in self._params]
+
+        def params(held: torch.Tensor) -> list[nn.Parameter]:
+            flags = map(_requires_grad, self._sharded)
+            return list(map(Kind.parameter, kinds, layout.views(held, rank), flags))
+
+        return PartialRows(full, own, layout.copies(full, unsharded_params), params)
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         return self.slots_with(self._sharded if unsharded_params is None else unsharded_params)

@@ -266,7 +266,7 @@ def test_checkpoints_of_sections_and_partial_gathers_are_refused() -> None:
     with pytest.raises(UsageError, match="fsdp_pre_all_gather"):
         _ = store.sections
     with pytest.raises(UsageError, match="reshard_after_forward"):
-        store.partial_rows(None, 0, 2)
+        store.partial_rows(None, 0, 2, [])
 
 
 def test_only_such_subclasses_have_an_extension() -> None:

@@ -386,19 +386,19 @@ def test_rows_of_fewer_ranks_bring_the_parameters_back(ranks: int, fewer: int) -
     memory = _filled(stores, torch.float32)
     held = []
     for rank in range(fewer):
-        rows = stores[0].partial_rows(None, rank, fewer)
-        held.append(torch.zeros(rows.numel))
+        rows = stores[0].partial_rows(None, rank, fewer, memory.unsharded_params)
+        held.append(torch.zeros(rows.full.numel() // fewer))
         shown = rows.params(held[-1])
-        for param, own in zip(shown, rows.own_rows(memory.unsharded_params), strict=True):
+        for param, own in zip(shown, rows.own_rows, strict=True):
             param.data.copy_(own)
         assert [param.requires_grad for param in shown] == [
             param.requires_grad for param in model.parameters()
         ]
-    to, sources = rows.copies(torch.cat(held), memory.unsharded_params)
     with torch.no_grad():
+        torch.cat(held, out=rows.full)
         for param in memory.unsharded_params:
             param.fill_(torch.nan)
-    for target, source in zip(to, sources, strict=True):
+    for target, source in zip(*rows.copies, strict=True):
         target.copy_(source)
     for unsharded, original in zip(memory.unsharded_params, model.parameters(), strict=True):
         assert torch.equal(unsharded, original)
@@ -410,11 +410,14 @@ def partial_dtensors() -> None:
     model = Shapes()
     wholes = [param.detach().clone() for param in model.parameters()]
     store = _store_of(model, DataMesh(mesh, 0, None))
-    rows = store.partial_rows(fewer, fewer.get_local_rank(1), 2)
-    held = torch.zeros(rows.numel)
+    memory = GroupMemory(store, 4, torch.float32, CPU)
+    memory.allocate_params()
+    rows = store.partial_rows(fewer, fewer.get_local_rank(1), 2, memory.unsharded_params)
+    held = torch.zeros(rows.full.numel() // 2)
     with torch.no_grad():
-        unsharded = [nn.Parameter(whole.contiguous()) for whole in wholes]
-        for param, own in zip(rows.params(held), rows.own_rows(unsharded), strict=True):
+        for param, whole in zip(memory.unsharded_params, wholes, strict=True):
+            param.copy_(whole)
+        for param, own in zip(rows.params(held), rows.own_rows, strict=True):
             param.to_local().copy_(own)
     for shown, whole in zip(rows.params(held), wholes, strict=True):
         assert isinstance(shown, nn.Parameter)

@@ -224,7 +224,7 @@ def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def assert_at_rest(runtime: Runtime) -> None:
     """Assert that only shards, gradients and optimizer state hold memory, as between steps."""
-    assert not runtime.in_forward()
+    assert not runtime._stack
     assert not runtime.backward.is_running
     assert dist.is_initialized()
     for unit in runtime.units:
