@@ -515,7 +515,7 @@ def test_every_path_in_the_map_exists() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("_layout/flat.py", "from fsdp_compat._engine import unit"),
+        ("_layout/spec.py", "from fsdp_compat._engine import unit"),
         ("_engine/unit.py", "def f():\n    from .._stores.flat_store import FlatStore"),
         ("_engine/unit.py", "import fsdp_compat"),
         ("_stores/__init__.py", "from .. import fully_sharded_data_parallel"),
@@ -530,7 +530,7 @@ def test_an_import_that_points_up_is_seen(path: str, text: str) -> None:
     ("path", "text"),
     [
         ("__init__.py", "from .fully_sharded_data_parallel import FullyShardedDataParallel"),
-        ("_engine/unit.py", "from . import store\nfrom .._layout.flat import FlatLayout"),
+        ("_engine/unit.py", "from . import store\nfrom .._layout.spec import FlatLayout"),
         (
             "_stores/flat_store.py",
             "from ..errors import StateError\nimport fsdp_compat._engine.store",

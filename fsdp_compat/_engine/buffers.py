@@ -91,11 +91,9 @@ class CastBuffers:
             buffer = module._buffers.get(name)
             if buffer is None or not buffer.is_floating_point():
                 continue
-            exact = next((exact for cast, exact in self._exact if cast is buffer), None)
-            # Compared by value: a write through `.data` moves no version counter.
-            unchanged = (
-                exact is not None
-                and exact.dtype == before
-                and torch.equal(exact.to(buffer.dtype), buffer.detach())
-            )
-            yield slot, exact if unchanged and exact is not None else buffer.detach().to(before)
+            value = buffer.detach().to(before)
+            for cast, exact in self._exact:
+                # Compared by value: a write through `.data` moves no version counter.
+                if cast is buffer and exact.dtype == before:
+                    value = exact if torch.equal(exact.to(buffer.dtype), buffer) else value
+            yield slot, value

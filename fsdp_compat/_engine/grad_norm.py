@@ -106,10 +106,7 @@ def _norm_over_ranks(axis: Transport, local: torch.Tensor, norm_type: float) -> 
 def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale ``grads``, whose norm is ``norm``, in place to a norm of at most ``max_norm``."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, dtype), tensors in by_kind.items():
+    for (device, dtype), tensors in _by_kind(grads).items():
         _torch_private.scale_together(tensors, factor.to(device=device, dtype=dtype))
 
 
@@ -117,19 +114,22 @@ def _local_norm(
     grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return the norm of local gradients. Empty ones, which the inf norm refuses, count as zero."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     norms = [
         norm.to(device, dtype)
-        for (_, grad_dtype), tensors in by_kind.items()
+        for (_, grad_dtype), tensors in _by_kind(grad for grad in grads if grad.numel()).items()
         for norm in _torch_private.norms_together(
             tensors, norm_type, torch.promote_types(grad_dtype, torch.float32)
         )
     ]
-    return (
-        torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if norms
-        else torch.zeros((), dtype=dtype, device=device)
-    )
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _by_kind(
+    grads: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        found.setdefault((grad.device, grad.dtype), []).append(grad)
+    return found

@@ -33,11 +33,10 @@ class TensorAttributes:
 
     def __init__(self, *modules: nn.Module) -> None:
         # (attributes of a module, number of the first ones that are nn.Module's own)
+        found = (m for module in modules for m in module.modules() if _keeps_attributes(m))
         self._holders = [
-            (m.__dict__, _num_internal(m))
-            for module in modules
-            for m in module.modules()
-            if _keeps_attributes(m)
+            (m.__dict__, sum(1 for _ in itertools.takewhile(_INTERNAL.__contains__, m.__dict__)))
+            for m in found
         ]
 
     def present(self) -> list[torch.Tensor]:
@@ -49,13 +48,6 @@ class TensorAttributes:
             for value in itertools.islice(attributes.values(), start, None)
             if isinstance(value, torch.Tensor)
         ]
-
-
-def _num_internal(module: nn.Module) -> int:
-    """Count the first attributes of a module that are nn.Module's own, or marks."""
-    return next(
-        (n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__)
-    )
 
 
 def _keeps_attributes(module: nn.Module) -> bool:

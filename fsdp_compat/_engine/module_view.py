@@ -63,11 +63,8 @@ class ModuleView:
         ]
         self._to_unsharded, self._to_sharded = self._swaps[0]
         self._orders = _orders_to_keep(unsharded[0])
-        self._rnns = list(
-            dict.fromkeys(
-                slot.module for slot in unsharded[0] if isinstance(slot.module, nn.RNNBase)
-            )
-        )
+        modules = dict.fromkeys(slot.module for slot in unsharded[0])
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         self._has_orders = bool(self._orders or self._rnns)
         self.has_parts = self._placeholders.has_parts  # modules hold parts of parameters
         self.restore()
@@ -284,26 +281,13 @@ class _Swap:
     ) -> None:
         """away, here: placeholders that go and come with the swap."""
         self.slots = [
-            _Slot(
-                new.module,
-                _torch_private.parameters_of(new.module),
-                new.attribute,
-                new.parameter,
-                old.parameter,
-            )
+            _Slot(new.module, _torch_private.parameters_of(new.module), *new[1:], old.parameter)
             for old, new in zip(before, after, strict=True)
         ]
         present = [(slot.parameters, slot.attribute, slot.old) for slot in self.slots]
-        gone = [
-            entry
-            for slot, entry in zip(self.slots, present, strict=True)
-            if slot.new is None and slot.old is not None
-        ]
-        new = [
-            (slot.parameters, slot.attribute, slot.new)
-            for slot in self.slots
-            if slot.new is not None
-        ]
+        is_gone = [slot.new is None and slot.old is not None for slot in self.slots]
+        gone = itertools.compress(present, is_gone)
+        new = [(s.parameters, s.attribute, s.new) for s in self.slots if s.new is not None]
         self._present = BulkDict(present)
         self._old, self._new = BulkDict([*gone, *away]), BulkDict([*new, *here])
         # exchange(): make the swap and return True, if every slot holds its old parameter. Absent

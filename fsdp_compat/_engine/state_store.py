@@ -13,7 +13,7 @@ from .._layout.spec import FlatLayout, Interval, Section
 from .dtypes import as_bytes
 from .group import Group
 from .ownership import ParamSlots
-from .store import ModuleSlot, ParamStore
+from .store import Kind, ModuleSlot, ParamStore
 from .tensor_parallel import TensorParallel
 
 # The attribute under which a unit's first FlatParameter is registered, and its name in local state
@@ -39,6 +39,7 @@ class StateStore(ParamStore, typing.Protocol):
     """
 
     orig_params: Sequence[ParamSlots]
+    kinds: Sequence[Kind]  # per parameter
     parallel: Sequence[TensorParallel | None]  # per parameter: how it lies on a mesh of its own
     rank: int  # of the shard axis
     # True if one sharded parameter, a FlatParameter, holds the whole shard; False if each parameter
@@ -60,11 +61,12 @@ class StateStore(ParamStore, typing.Protocol):
         """full: [ranks * S], of any dtype. Return the parameters in it, in their local shapes:
         views where they can be."""
 
+    # -- what follows from these
+
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a parameter over ``value`` (in the local shape of parameter ``index``, of any
         dtype), of the class and with the attributes of the user's parameter."""
-
-    # -- what follows from these
+        return self.kinds[index].parameter(value, requires_grad)
 
     def section_of(self, index: int) -> Section:
         """Return the section that parameter ``index`` belongs to."""

@@ -127,10 +127,9 @@ class FlatLayout:
     def part(self, index: int, rank: int) -> Interval:
         """Return the elements of parameter ``index`` that ``rank`` holds, counted from the
         parameter's first element."""
-        if not self._meets(index, rank):
-            return Interval(0, 0)
         param = self.params[index]
-        return param.place.clipped(self.interval(rank)).shifted(-param.start)
+        found = param.place.clipped(self.interval(rank))
+        return found.shifted(-param.start) if found else Interval(0, 0)
 
     def part_in_shard(self, index: int, rank: int) -> Interval:
         """Return the position of ``rank``'s part of parameter ``index`` in its shard ``[S]``; empty
@@ -142,9 +141,25 @@ class FlatLayout:
         """Return the intervals of padding, in order."""
         return between((param.place for param in self.params), self.full_numel)
 
-    def _meets(self, index: int, rank: int) -> bool:
-        place, own = self.params[index].place, self.interval(rank)
-        return place.start < own.stop and own.start < place.stop
+
+def flat_layout(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    ranks: int,
+    align: int,
+) -> FlatLayout:
+    """Return the layout of a parameter group. Each parameter and each rank's shard starts at a
+    multiple of ``align`` elements.
+
+    A group without elements still gets ``align`` elements per rank, so that its collectives are
+    never empty.
+    """
+    params, end = [], 0
+    for name, shape in zip(names, shapes, strict=True):
+        params.append(ParamSpec(name, tuple(shape), end))
+        end += aligned(math.prod(shape), align)
+    return FlatLayout(tuple(params), ranks, aligned(-(-max(end, 1) // ranks), align))
 
 
 @dataclasses.dataclass(frozen=True)

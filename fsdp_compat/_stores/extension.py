@@ -53,11 +53,12 @@ def _keeps_class(tensor: torch.Tensor) -> bool:
 
 
 class Context(typing.NamedTuple):
-    """What fsdp_pre_all_gather is given, beside its parameter."""
+    """What the two methods are given, beside their parameter."""
 
     mesh: Any  # the 1-D DeviceMesh of the shard ranks
     policy: Any  # of mixed precision
     device: torch.device  # that computes
+    dtype: torch.dtype | None  # the policy's, of unsharded parameters
 
 
 class _Input(typing.NamedTuple):
@@ -93,10 +94,8 @@ class ExtensionStore(RowStore):
         ranks: int,
         device: torch.device,
         context: Context,
-        gather_dtype: torch.dtype | None = None,
     ) -> None:
-        """device: of the sharded parameters. gather_dtype: the policy's dtype of parameters, or
-        None.
+        """device: of the sharded parameters.
 
         Raises UsageError for parameters that cannot be padded, or without the second method.
         """
@@ -104,14 +103,7 @@ class ExtensionStore(RowStore):
             local = _torch_private.local_part(member.parameter)
             _require_extension(local, Cut(tuple(local.shape), placement.dim, ranks), member.name)
         self._context = context
-        super().__init__(
-            members,
-            placements,
-            rank=rank,
-            ranks=ranks,
-            device=device,
-            gather_dtype=gather_dtype,
-        )
+        super().__init__(members, placements, rank=rank, ranks=ranks, device=device)
 
     @classmethod
     def of(cls, store: RowStore, indices: Sequence[int], context: Context) -> ExtensionStore:
@@ -152,7 +144,7 @@ class ExtensionStore(RowStore):
 
     @torch.no_grad()
     def _before(self, index: int) -> tuple[list[torch.Tensor], Any]:
-        mesh, policy, device = self._context
+        mesh, policy, device, _ = self._context
         place, cut = self.orig_params[index], self._params[index].cut
         local = _torch_private.local_part(self._sharded[index])
         if local.device != device:
@@ -183,7 +175,7 @@ class ExtensionStore(RowStore):
             output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
             for output, each in zip(self._outputs[index], self._inputs[index], strict=True)
         )
-        arguments = outputs, self._metadata[index], self._gather_dtype or self._kind[0]
+        arguments = outputs, self._metadata[index], self._context.dtype or self._kind[0]
         local: Any = _torch_private.local_part(self._sharded[index])
         hook = local.fsdp_post_all_gather
         return hook(*arguments) if out is None else hook(*arguments, out=out)

@@ -21,8 +21,7 @@ from .._engine.storage import new_shard
 from .._engine.store import Kind, ModuleSlot, ReduceForm, ShardedParam
 from .._engine.tensor_parallel import TensorParallel
 from .._engine.user_changes import Addresses
-from .._layout.flat import flat_layout
-from .._layout.spec import FlatLayout, Section, between
+from .._layout.spec import FlatLayout, Section, between, flat_layout
 from ..errors import StateError
 from .flat_parameter import FlatParameter
 
@@ -72,7 +71,7 @@ class FlatStore(StateStore, ReduceForm):
         self.take_from_whole(locals_)
         self._home, self._device, self._pin = home, device, pin
         # An attribute that is set later, on the original or on this one, is seen on both.
-        self._kinds = list(map(_kind_of, originals, self.parallel))
+        self.kinds = list(map(_kind_of, originals, self.parallel))
         grads = [None if p.grad is None else _torch_private.local_part(p.grad) for p in originals]
         self.is_flattened = not use_orig_params
         if use_orig_params:
@@ -109,7 +108,7 @@ class FlatStore(StateStore, ReduceForm):
         total = torch.zeros_like(self.shard)
         for index, grad in enumerate(given):
             if grad is not None:
-                total[self.part_in_shard(index).slice].copy_(self.rows_of_whole(index, grad))
+                self.own_part(total, index).copy_(self.rows_of_whole(index, grad))
         for (param, indices), grad in zip(self.sharded_params, self.grads(total), strict=True):
             if any(given[index] is not None for index in indices):
                 param.grad = grad
@@ -229,26 +228,30 @@ class FlatStore(StateStore, ReduceForm):
         if not self.is_intact():
             self._repair(where)
 
+    @torch.no_grad()
     def _repair(self, where: str) -> None:
-        """Let sharded parameters that were given other memory view the shard again, with the values
-        they have now. Raises StateError for one that does not fit."""
-        for (sharded, indices), view in zip(
-            self.sharded_params, self.grads(self.shard), strict=True
-        ):
-            data, name = sharded.data, FLAT_PARAM
-            if not self.is_flattened:
-                param = self.layout.params[indices[0]]
-                name = f"parameter {param.name!r}"
-                if data.shape == param.shape != view.shape:  # the user set the whole parameter
-                    data = self.rows_of_whole(indices[0], data)
-            _adopt(sharded, data, view, f"{where}, {name}")
+        """Copy what the user gave sharded parameters (by ``.data =``, ``.to()``) into the shard,
+        and let them view it again. Raises StateError for one that does not fit."""
+        views = self.grads(self.shard)
+        for (sharded, (index, *_)), view in zip(self.sharded_params, views, strict=True):
+            data, param = sharded.data, self.layout.params[index]
+            name = FLAT_PARAM if self.is_flattened else f"parameter {param.name!r}"
+            if not self.is_flattened and data.shape == param.shape != view.shape:
+                data = self.rows_of_whole(index, data)  # the user set the whole parameter
+            if (data.dtype, data.device, data.numel()) != (view.dtype, view.device, view.numel()):
+                raise StateError.of(
+                    "A sharded parameter no longer fits its shard.",
+                    expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
+                    got=f"{data.numel()} elements of {data.dtype} on {data.device}",
+                    where=f"{where}, {name}",
+                    fix="convert and move the model before it is wrapped; for computing in another "
+                    "dtype pass mixed_precision=",
+                )
+            if data.data_ptr() != view.data_ptr():
+                view.copy_(data.reshape(view.shape))
+            sharded.data = view
 
     # -- for state dicts
-
-    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter over ``value`` (in the parameter's shape, of any dtype), with the
-        class and the attributes of the original."""
-        return self._kinds[index].parameter(value, requires_grad)
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the parameters in ``full`` [ranks * S], which may have any dtype, in
@@ -281,7 +284,7 @@ class FlatStore(StateStore, ReduceForm):
         if self.is_flattened:
             state["shard"] = None  # an optimizer's copy may hold the FlatParameter as well
         else:
-            state |= {"shard": self.shard.detach(), "_kinds": None}
+            state |= {"shard": self.shard.detach(), "kinds": None}
         return {**state, "params": [param for param, _ in self.sharded_params]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -290,7 +293,7 @@ class FlatStore(StateStore, ReduceForm):
         if self.is_flattened:
             self.shard = params[0].data
         else:
-            self._kinds = list(map(_kind_of, params, self.parallel))
+            self.kinds = list(map(_kind_of, params, self.parallel))
         with torch.no_grad():
             self._register(params)
 
@@ -298,21 +301,3 @@ class FlatStore(StateStore, ReduceForm):
 def _kind_of(original: nn.Parameter, parallel: TensorParallel | None) -> Kind:
     attributes = original.__dict__ if parallel is None else {}
     return Kind(type(original), attributes, parallel)
-
-
-def _adopt(parameter: nn.Parameter, data: torch.Tensor, view: torch.Tensor, where: str) -> None:
-    """Copy what the user gave ``parameter`` (by ``.data =``, ``.to()``), or this rank's part
-    ``data`` of it, into the shard, and make the parameter a view of the shard again."""
-    if data.dtype != view.dtype or data.device != view.device or data.numel() != view.numel():
-        raise StateError.of(
-            "A sharded parameter no longer fits its shard.",
-            expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
-            got=f"{data.numel()} elements of {data.dtype} on {data.device}",
-            where=where,
-            fix="convert and move the model before it is wrapped; for computing in another "
-            "dtype pass mixed_precision=",
-        )
-    with torch.no_grad():
-        if data.data_ptr() != view.data_ptr():
-            view.copy_(data.reshape(view.shape))
-        parameter.data = view

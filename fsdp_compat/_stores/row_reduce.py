@@ -76,7 +76,7 @@ class RowReduceForm:
         in_order = list(map(grads.__getitem__, self._layout.order))
         _torch_private.chunk_together(in_order, self._layout.ranks, rows)
 
-    def grads(self, total: torch.Tensor) -> list[torch.Tensor | None]:
+    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
         # one call for each view: narrow and view would be two
         shapes, strides, starts = self._places
         if offset := int(total.storage_offset()):
@@ -87,7 +87,7 @@ class RowReduceForm:
                 parts, self._specs if total.dtype is self.dtype else self._specs_in(total.dtype)
             )
         if len(parts) == self._num_params:
-            return list(parts)
+            return parts
         found: list[torch.Tensor | None] = [None] * self._num_params
         for index, part in zip(self.indices, parts, strict=True):
             found[index] = part

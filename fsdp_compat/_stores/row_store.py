@@ -63,18 +63,17 @@ class RowStore(StateStore):
         rank: int,
         ranks: int,
         device: torch.device,
-        gather_dtype: torch.dtype | None = None,
         pin: bool = False,
     ) -> None:
         """members: parameters of one dtype, all on the meta device or none. placements: theirs.
 
         rank, ranks: of the shard axis. device: of the shard, unless it is on the meta device; pin:
-        in memory that a GPU can read. gather_dtype: of the unsharded parameters; None: the shard's.
+        in memory that a GPU can read.
         """
         originals = [member.parameter for member in members]
         values = [_torch_private.local_part(original.detach()) for original in originals]
         self.orig_params = tuple(member.place for member in members)
-        self.rank, self._pin, self._gather_dtype = rank, pin, gather_dtype
+        self.rank, self._pin = rank, pin
         cuts = [
             Cut(tuple(value.shape), placement.dim, ranks)
             for value, placement in zip(values, placements, strict=True)
@@ -110,7 +109,8 @@ class RowStore(StateStore):
 
     def _note(self) -> None:
         """The sharded parameters view the shard now."""
-        self.parallel = [param.kind.parallel for param in self._params]
+        self.kinds = [param.kind for param in self._params]
+        self.parallel = [kind.parallel for kind in self.kinds]
         self._sharded = [param.sharded for param in self._params]
         self.sharded_params = [
             ShardedParam(sharded, (index,)) for index, sharded in enumerate(self._sharded)
@@ -131,19 +131,16 @@ class RowStore(StateStore):
         )
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        memory, starts = full, list(self.layout.starts)
+        memory, starts = full, self.layout.starts
         if not self.params_view_output:
             memory, starts = self._new_memory(full)
-        return [
-            self.parameter(
-                index,
-                memory[start : start + param.cut.full_numel].view(param.cut.shape),
-                param.sharded.requires_grad,
-            )
-            for index, (param, start) in enumerate(zip(self._params, starts, strict=True))
+        values = [
+            memory[start : start + cut.full_numel].view(cut.shape)
+            for cut, start in zip(self.layout.cuts, starts, strict=True)
         ]
+        return list(map(Kind.parameter, self.kinds, values, map(_requires_grad, self._sharded)))
 
-    def _new_memory(self, full: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def _new_memory(self, full: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Return one storage for all unsharded parameters, and where they start in it. Behind each
         there is room for the padding of its last slots, so that one copy fills it."""
         unit = max(ALIGN_NBYTES // full.dtype.itemsize, 1)
@@ -152,7 +149,7 @@ class RowStore(StateStore):
             starts.append(end)
             numel = cut.full_numel if cut.dim is None else cut.numel * cut.ranks
             end = aligned(end + numel, unit)
-        return full.new_empty(max(end, 1)), starts
+        return full.new_empty(max(end, 1)), tuple(starts)
 
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
@@ -160,8 +157,6 @@ class RowStore(StateStore):
         return self.layout.copies(full, unsharded_params)
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        if self.params_view_output:
-            return []
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
@@ -324,6 +319,3 @@ class RowStore(StateStore):
 
     def own_part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         return self.layout.view(buffer, index, self.rank)
-
-    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        return self._params[index].kind.parameter(value, requires_grad)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compat._layout.flat import flat_layout
-from fsdp_compat._layout.spec import FlatLayout, Interval
+from fsdp_compat._layout.spec import FlatLayout, Interval, flat_layout
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=6)
 RANKS = st.integers(1, 6)

@@ -114,7 +114,7 @@ class Model(nn.Module):
         self.up.note = "mine"
 
 
-def _stores(model: nn.Module, ranks: int, **options: Any) -> list[ExtensionStore]:
+def _stores(model: nn.Module, ranks: int, dtype: torch.dtype | None = None) -> list[ExtensionStore]:
     return [
         ExtensionStore(
             members_of(model),
@@ -122,8 +122,7 @@ def _stores(model: nn.Module, ranks: int, **options: Any) -> list[ExtensionStore
             rank=rank,
             ranks=ranks,
             device=CPU,
-            context=Context("mesh", "policy", CPU),
-            **options,
+            context=Context("mesh", "policy", CPU, dtype),
         )
         for rank in range(ranks)
     ]
@@ -182,7 +181,7 @@ def test_the_first_method_is_told_where_it_is() -> None:
 
 
 def test_unsharded_parameters_have_the_dtype_of_the_policy() -> None:
-    stores = _stores(Model(), 2, gather_dtype=torch.bfloat16)
+    stores = _stores(Model(), 2, torch.bfloat16)
     memory = GroupMemory(stores[0], 2, torch.uint8, CPU)
     assert {param.dtype for param in memory.unsharded_params} == {torch.bfloat16}
     assert stores[0].reduce_form().dtype == torch.float32
@@ -231,7 +230,7 @@ def test_parameters_that_cannot_be_padded_are_refused(
             rank=0,
             ranks=2,
             device=CPU,
-            context=Context("mesh", "policy", CPU),
+            context=Context("mesh", "policy", CPU, None),
         )
 
 

@@ -513,7 +513,7 @@ def _shard_group(plan: Plan) -> dist.ProcessGroup | None:
 
 
 def _context_of(planned: PlannedStore, plan: Plan) -> Context:
-    return Context(planned.mesh.shard_mesh, plan.policy, plan.device)
+    return Context(planned.mesh.shard_mesh, plan.policy, plan.device, planned.gather_dtype)
 
 
 def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
@@ -527,7 +527,6 @@ def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
             ranks=mesh.shard.ranks,
             device=device,
             context=_context_of(planned, plan),
-            gather_dtype=planned.gather_dtype,
         )
     return RowStore(
         planned.params,
@@ -535,6 +534,5 @@ def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
         rank=mesh.shard.rank,
         ranks=mesh.shard.ranks,
         device=device,
-        gather_dtype=planned.gather_dtype,
         pin=offload.to_cpu and offload.pin and plan.device.type != "cpu",
     )

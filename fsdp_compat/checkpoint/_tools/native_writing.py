@@ -16,8 +16,7 @@ import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import cut_into_boxes
-from ..._layout.flat import flat_layout
-from ..._layout.spec import Interval
+from ..._layout.spec import Interval, flat_layout
 from ...errors import UsageError
 from .._blocks import BlockWriter, FileFacts
 from .._head import TEXT
