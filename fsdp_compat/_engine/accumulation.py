@@ -75,7 +75,8 @@ class ShardedGrads:
         takes = map(operator.is_not, grads, _NONES) if is_dtensor else map(_requires_grad, params)
         if all(takes) and not any(map(operator.is_not, map(_grad, params), _NONES)):
             exhaust(map(setattr, params, _GRAD, grads))
-            self._run_hooks(params, axes, what)
+            if is_dtensor:
+                self._run_hooks(params, axes, what)
             return
         is_settled = False
         for param, grad in zip(params, grads, strict=True):
@@ -89,11 +90,12 @@ class ShardedGrads:
                     is_settled = True
                 # Of the plain tensors: the addition of DTensors costs ten times as much.
                 _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
-            self._run_hooks((param,), axes, what)
+            if is_dtensor:
+                self._run_hooks((param,), axes, what)
 
     def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes, what: str) -> None:
         """Run the user's post-accumulate hooks, which may read and write gradients at once."""
-        if self._is_dtensor and _torch_private.have_post_accumulate_hooks(params):
+        if _torch_private.have_post_accumulate_hooks(params):
             axes.settle(what)
             _torch_private.run_post_accumulate_hooks(params)
 

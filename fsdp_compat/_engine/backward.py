@@ -19,7 +19,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from ..errors import StateError
 from . import hooks
 from .checks import Checks, refuse_summoned_backward
 from .communicators import Communicators
-from .device import HERE, ComputeStreams, reduce_stream
+from .device import ComputeStreams, reduce_stream
 from .gathering import Gathering
 from .gradients import Gradients, InFlightReductions
 from .group import Group
@@ -72,22 +72,25 @@ class BackwardRunner:
         the previous unit's gradients are sent."""
         self._units, self._communicators, self._checks = units, communicators, checks
         self._gathering, self._streams = gathering, streams
+        self._allow_unused_units = gathering.rounds.allow_unused_units
         self._prefetches_late = prefetches_late and not self._allow_unused_units
         self._side = reduce_stream(units[0].options.device)
         self.reductions = InFlightReductions(
-            None if self._allow_unused_units else max_inflight_reductions, self._side.exists
+            None if self._allow_unused_units else max_inflight_reductions, self._side is not None
         )
+        self._every: list[Gradients] = []  # of all units, in their order
         self.sync = True  # False inside no_sync
         self.finalizes_by_hand = False  # ``begin_finalize`` reduces, not the end of backward
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
-        self._in_graphs: dict[Unit, list[weakref.ref[Call]]] = {}  # calls of which graphs exist
         self.is_open = False  # a backward began and has not ended
         self._has_notes = False  # some group has gradients of a backward without communication
 
-    @property
-    def _allow_unused_units(self) -> bool:
-        return self._gathering.rounds.allow_unused_units
+    def take(self, groups: Iterable[Group]) -> None:
+        """Work with ``groups`` from now on, those of all units."""
+        self._every = [group.gradients for group in groups]
+        for gradients in self._every:
+            gradients.limit_in_flight = self.reductions.limit_in_flight
 
     @property
     def is_running(self) -> bool:
@@ -110,7 +113,7 @@ class BackwardRunner:
             current, self.is_open = Backward(), True
             if self._has_notes:
                 self._has_notes = False
-                for gradients in self._gradients():
+                for gradients in self._every:
                     gradients.clear()
             self._current = weakref.ref(current)
             hooks.on_end_of_backward(lambda: self._end(current))
@@ -126,17 +129,17 @@ class BackwardRunner:
             self.reductions.is_unlimited = reduces_unused and not current.defers
         return current
 
-    def _join(self) -> None:
-        """Order this stream, of whichever caller or hook, after the engine's work so far."""
+    def _join(self, side: bool = False) -> None:
+        """Order this stream, of whichever caller or hook, after the engine's work so far. side:
+        also after that on the side stream."""
         if self._streams is not None:
             self._streams.join()
+        if side and self._side is not None:
+            self._side.join()
 
-    def _gradients(self) -> list[Gradients]:
-        return [gradients for unit in self._units for gradients in self._gradients_of(unit)]
-
-    @staticmethod
-    def _gradients_of(unit: Unit) -> list[Gradients]:
-        return [group.gradients for group in unit.groups]
+    def _on_side(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that enqueues work on the side stream, if there is one."""
+        return _HERE if self._side is None else self._side.work()
 
     def pre_backward(self, call: Call, unit: Unit) -> None:
         """The gradient of one of the call's outputs is complete, so everything recorded after the
@@ -148,10 +151,11 @@ class BackwardRunner:
         if call.seen_by == backward.serial:  # several outputs, one event
             return
         call.seen_by = backward.serial
-        # Those that this rank's data have not used never come.
-        call.inputs_left = sum(map(_torch_private.runs_now, call.inputs))
         backward.keeps_params |= torch.is_grad_enabled()
-        self._join()
+        if self._streams is not None:
+            self._streams.join()
+            # Those that this rank's data have not used never come.
+            call.inputs_left = sum(map(_torch_private.runs_now, call.inputs))
         entered = backward.entered
         if self._prefetches_late:
             unit.unshard(call.dtype)
@@ -171,30 +175,13 @@ class BackwardRunner:
         if unit.conduct.unshard_in_backward:
             self._gathering.unshard_for_use(unit, call.dtype, backward=True)
 
-    def note_call(self, unit: Unit, call: Call, outputs: Sequence[torch.Tensor]) -> None:
-        """A forward call has ended, where ranks must reduce units in one order."""
-        # Not the nodes of the outputs themselves: these hold the call.
-        call.inside = [
-            node
-            for output in outputs
-            if output.grad_fn is not None
-            for node, _ in output.grad_fn.next_functions
-            if node is not None and not hasattr(node, "variable")
-        ]
-        noted = self._in_graphs.get(unit, ())
-        alive = [reference for reference in noted if reference() is not None]
-        self._in_graphs[unit] = [*alive, weakref.ref(call)]
-
-    def _has_calls_left(self, unit: Unit, backward: Backward) -> bool:
-        """True if there are noted calls in the graph that runs now, and it has not passed them:
-        gradients of parameters that they use are complete only after them."""
-        for reference in self._in_graphs.get(unit, ()):
+    @staticmethod
+    def _has_calls_left(unit: Unit, backward: Backward) -> bool:
+        """True if there are calls in the graph that runs now, and it has not passed them: gradients
+        of parameters that they use are complete only after them."""
+        for reference in unit.calls_in_graphs:
             call = reference()
-            if (
-                call is not None
-                and call.seen_by != backward.serial
-                and any(map(_torch_private.runs_now, call.inside))
-            ):
+            if call is not None and call.seen_by != backward.serial and call.runs_now():
                 return True
         return False
 
@@ -207,7 +194,8 @@ class BackwardRunner:
     def _post_backward(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
         """Collective. Reshard and start the reduction. A later gradient starts another reduction,
         which adds."""
-        self._join()
+        if self._streams is not None:
+            self._streams.join()
         if unit.calls:
             unit.forget_calls()
             backward.entered.remove(unit)
@@ -216,52 +204,53 @@ class BackwardRunner:
         # Without tags, ranks must not reduce what happens to be complete already.
         if backward.defers or (not at_end and self._has_calls_left(unit, backward)):
             return
+        if self._side is None:
+            self._reduce(unit, backward)
+            return
         self._side.release()
         with self._place(unit, at_end):
-            received = []
-            for group in unit.groups:
-                gradients = group.gradients
-                gradients.collect()
-                # A user's hook communicates by itself: where ranks use different units, all of them
-                # call it at the end of backward.
-                if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and (
-                    not self._allow_unused_units or gradients.policy.hook is None
-                ):
-                    received.append(gradients)
-            if received:
-                backward.reduced.update(received)
-                self.reductions.start(received)
+            self._reduce(unit, backward)
+
+    def _reduce(self, unit: Unit, backward: Backward) -> None:
+        """Collective. Start to reduce the gradients that have come."""
+        received = []
+        for group in unit.groups:
+            gradients = group.gradients
+            gradients.collect()
+            # A user's hook communicates by itself: where ranks use different units, all of them
+            # call it at the end of backward.
+            if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and not (
+                self._allow_unused_units and gradients.policy.hook is not None
+            ):
+                received.append(gradients)
+        if received:
+            backward.reduced.update(received)
+            self.reductions.start(received)
 
     def _place(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
         """Return the stream that takes a unit's gradients. At the end nothing is left to compute,
         and the computing stream has the memory of activations for their buffer, often the largest
         one; but what stays for later backwards is always allocated on the side stream."""
-        if not self._side.exists:
-            return HERE
         policy = unit.conduct.reduction
         leaves_nothing = self.sync and policy.sync and policy.over_replicas
         if at_end and leaves_nothing and not self.finalizes_by_hand:
-            return HERE
-        return self._side.work()
+            return _HERE
+        return self._on_side()
 
     def _end(self, backward: Backward) -> None:
         """The graph task has ended: post-backward for the units that are left, finish every
         reduction. Collective."""
-        self._join()
-        self._side.join()
+        self._join(side=True)
         with torch.no_grad():
             self._gathering.end_backward()
-            is_small_left = not self._communicators.have_tags and self._checks.has_gradients()
-            have_come = _have_come if is_small_left else _received
+            late = self._checks.groups_with_gradients()  # after post-backward of their unit, or not
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
                     unit.calls
                     or unit.residency is not Residency.SHARDED
-                    or any(map(have_come, unit.groups))
+                    or any(map(_received, unit.groups))
+                    or not late.isdisjoint(unit.groups)
                 ):
-                    self._post_backward(unit, backward, at_end=True)
-            if self._checks.has_gradients():  # that came after post-backward of their unit
-                for unit in reversed(self._units):
                     self._post_backward(unit, backward, at_end=True)
             for unit in self._units:
                 if unit.residency is Residency.UNSHARDING:  # it stays unsharded
@@ -271,8 +260,8 @@ class BackwardRunner:
             self._gathering.mapped.leave(Pass.BACKWARD)
             if backward.has_rest:
                 self._reduce_rest(backward)
-            self._side.join()
-            for gradients in self._gradients():
+            self._join(side=True)
+            for gradients in self._every:
                 if gradients.received:  # no_sync
                     gradients.sharded.note()
                     self._has_notes = True
@@ -288,7 +277,7 @@ class BackwardRunner:
         post-backward has left, in one order on all ranks: zeros for what only other ranks have
         used, or where the user has asked for them. Groups that no rank has used keep ``.grad``
         None."""
-        every = self._gradients()
+        every = self._every
         used = [gradients in backward.reduced or gradients.have_come for gradients in every]
         if self._allow_unused_units and self.sync:
             used = self._communicators.any_rank(
@@ -299,7 +288,9 @@ class BackwardRunner:
             policy = unit.conduct.reduction
             reduces = self.sync and policy.sync and not self.finalizes_by_hand
             is_ordered = self._allow_unused_units or backward.defers
-            left = [g for g in self._gradients_of(unit) if g not in backward.reduced]
+            left = [
+                group.gradients for group in unit.groups if group.gradients not in backward.reduced
+            ]
             ready = [
                 gradients
                 for gradients in left
@@ -322,17 +313,18 @@ class BackwardRunner:
         for unit in reversed(self._units):
             if unit.conduct.reshard_after_backward:
                 unit.reshard()  # it may not have been so in the backwards
-            received = [g for g in self._gradients_of(unit) if g.wants_reduction(self.sync)]
+            every = [group.gradients for group in unit.groups]
+            received = [each for each in every if each.wants_reduction(self.sync)]
             if received:
-                with self._side.work():
+                with self._on_side():
                     self.reductions.start(received)
 
     def end_finalize(self) -> None:
         """Collective. Wait for these reductions."""
         with torch.no_grad():
-            with self._side.work():
+            with self._on_side():
                 self.reductions.finish()
-            self._side.join()
+            self._join(side=True)
             self._communicators.flush("gradients that this rank has sent")
 
     def _step_optimizers(self, backward: Backward) -> None:
@@ -340,7 +332,7 @@ class BackwardRunner:
         and no gradient is still added."""
         self.steps = True
         try:
-            for gradients in self._gradients():
+            for gradients in self._every:
                 if gradients in backward.reduced:
                     gradients.sharded.step_in_backward()
         finally:
@@ -353,11 +345,11 @@ class BackwardRunner:
         self._gathering.forget_backward()
         for unit in self._units:
             unit.forget_calls()
-            with self._side.work():
+            with self._on_side():
                 for group in unit.groups:
                     group.gradients.discard()
             unit.reshard()
-        self._side.join()
+        self._join(side=True)
         self._communicators.flush("messages that this rank sent before an exception")
         self._gathering.mapped.end(Pass.BACKWARD, has_raised=True)
         self._current, self.is_open = _no_backward, False
@@ -374,13 +366,9 @@ class ThreadedBackwardRunner(BackwardRunner):
         with self._lock:
             super().pre_backward(call, unit)
 
-    def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
-        with self._lock:
-            super().on_gradient(group, index, param)
 
-
+_HERE = contextlib.nullcontext()  # on the current stream
 _received = operator.attrgetter("gradients.received")
-_have_come = operator.attrgetter("gradients.have_come")
 _has_run_backward = operator.attrgetter("has_run_backward")
 
 

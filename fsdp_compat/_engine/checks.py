@@ -51,6 +51,7 @@ class ExternalChanges:
     def __init__(self, groups: Iterable[Group]) -> None:
         groups = list(groups)
         self._small_params = [param for group in groups for param in group.gradients.small.params]
+        self._of_small_params = [group for group in groups for _ in group.gradients.small.params]
         sharded = [param for group in groups for param, _ in group.store.sharded_params]
         memories = [memory for group in groups for memory in group.memories]
         unsharded = [param for memory in memories for param in memory.unsharded_params]
@@ -92,14 +93,15 @@ class ExternalChanges:
         increment_version([p for _, _, params in written for p in params if not p.is_inference()])
         return {group for group, _, _ in written}
 
-    def has_gradients(self) -> bool:
-        """True if autograd has left a gradient on a small parameter."""
-        return any(map(operator.is_not, map(_grad, self._small_params), _NONES))
+    def groups_with_gradients(self) -> set[Group]:
+        """Return the groups with small parameters on which autograd has left gradients."""
+        have_come = map(operator.is_not, map(_grad, self._small_params), _NONES)
+        return set(itertools.compress(self._of_small_params, have_come))
 
     def is_intact(self) -> bool:
         """True if nothing has changed since ``note`` and no gradient was left."""
         return (
-            not self.has_gradients()
+            not self.groups_with_gradients()
             and list(map(_requires_grad, self._trainable)) == self._noted
             and not self._sharded.changed()
             and not self._unsharded.changed()
@@ -132,9 +134,9 @@ class Checks:
         """Check ``groups`` from now on."""
         self._changes = ExternalChanges(groups)
 
-    def has_gradients(self) -> bool:
-        """True if autograd has left a gradient on a small parameter."""
-        return self._changes.has_gradients()
+    def groups_with_gradients(self) -> set[Group]:
+        """Return the groups with small parameters on which autograd has left gradients."""
+        return self._changes.groups_with_gradients()
 
     def before_forward(self) -> None:
         """Collective, in the first forward."""

@@ -21,35 +21,16 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 
-class ComputeStreams(typing.Protocol):
-    """The streams on which one runtime's units compute."""
-
-    several: bool  # the device has streams, and so its own autograd thread
-
-    def join(self) -> None:
-        """Let work that is enqueued from now on run after all work that the runtime has enqueued.
-        The CPU does not wait."""
-
-
-class _NoStreams:
-    """A device that computes in the order of the calls."""
-
-    several = False
-
-    def join(self) -> None:
-        pass
-
-
-class _CurrentStream:
-    """A device with streams."""
-
-    several = True
+class ComputeStreams:
+    """The streams of a device on which one runtime's units compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: torch.Stream | None = None
 
     def join(self) -> None:
+        """Let work that is enqueued from now on run after all work that the runtime has enqueued.
+        The CPU does not wait."""
         current = torch.accelerator.current_stream(self._device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
@@ -61,38 +42,13 @@ def has_streams(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def compute_streams(device: torch.device) -> ComputeStreams:
-    """Return the streams of a device."""
-    return _CurrentStream(device) if has_streams(device) else _NoStreams()
+def compute_streams(device: torch.device) -> ComputeStreams | None:
+    """Return the streams of a device; None if it has none."""
+    return ComputeStreams(device) if has_streams(device) else None
 
 
 class SideStream:
-    """A stream beside the one that computes; on a device without streams, nothing."""
-
-    exists = False
-
-    def work(self) -> contextlib.AbstractContextManager[None]:
-        """Enqueue the work of the context here, after all work of the current stream so far."""
-        return HERE
-
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Inside ``work``: keep tensors that were allocated on the computing stream until
-        ``release``, because work enqueued here so far reads them."""
-
-    def release(self) -> None:
-        """Let the current stream wait until what is held was read, and drop it."""
-
-    def join(self) -> None:
-        """Let the current stream wait for all work enqueued here so far."""
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that lets the then current stream wait for all work enqueued here so
-        far, and for nothing later."""
-        return _nothing
-
-
-class _RealSideStream(SideStream):
-    exists = True
+    """A stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device=device)
@@ -101,6 +57,7 @@ class _RealSideStream(SideStream):
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
+        """Enqueue the work of the context here, after all work of the current stream so far."""
         current = torch.accelerator.current_stream(self._device)
         if current == self._stream:
             yield
@@ -110,26 +67,26 @@ class _RealSideStream(SideStream):
             yield
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Inside ``work``: keep tensors that were allocated on the computing stream until
+        ``release``, because work enqueued here so far reads them."""
         if torch.accelerator.current_stream(self._device) == self._stream:
             self._held += tensors
             self._read = self._stream.record_event()
 
     def release(self) -> None:
+        """Let the current stream wait until what is held was read, and drop it."""
         if self._read is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._read)
             self._held, self._read = [], None
 
     def mark(self) -> Callable[[], None]:
-        done = self._stream.record_event()
-        return lambda: torch.accelerator.current_stream(self._device).wait_event(done)
+        """See ``_mark``: of all work enqueued here so far."""
+        return _mark(self._stream)
 
     def join(self) -> None:
+        """Let the current stream wait for all work enqueued here so far."""
         self.release()
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-
-def _side_stream(device: torch.device) -> SideStream:
-    return _RealSideStream(device) if has_streams(device) else SideStream()
 
 
 def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
@@ -148,51 +105,49 @@ def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
 
 
 @functools.cache
-def gather_stream(device: torch.device) -> SideStream:
-    """Return the stream that sends shards of a device."""
-    return _side_stream(device)
+def gather_stream(device: torch.device) -> SideStream | None:
+    """Return the stream that sends shards of a device; None if it has no streams."""
+    return SideStream(device) if has_streams(device) else None
 
 
 @functools.cache
-def reduce_stream(device: torch.device) -> SideStream:
-    """Return the stream that takes, reduces and accumulates gradients on a device."""
-    return _side_stream(device)
+def reduce_stream(device: torch.device) -> SideStream | None:
+    """Return the stream that takes, reduces and accumulates gradients on a device; None if it has
+    no streams."""
+    return SideStream(device) if has_streams(device) else None
 
 
 def run_on(
-    stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor
+    stream: torch.Stream, function: Callable[[torch.Tensor], object], tensor: torch.Tensor
 ) -> Callable[[], None]:
-    """Run ``function(tensor)`` on ``stream``, after all work of the current stream; None: on the
-    current stream. The returned function lets the then current stream wait for it."""
-    if stream is None:
-        function(tensor)
-        return _nothing
+    """Run ``function(tensor)`` on ``stream``, after all work of the current stream. Returns what
+    ``_mark`` does."""
     stream.wait_stream(torch.accelerator.current_stream(stream.device))
     with stream:
         function(tensor)
+    return _mark(stream)
+
+
+def _mark(stream: torch.Stream) -> Callable[[], None]:
+    """Return a function that lets the then current stream wait for all work enqueued on ``stream``
+    so far, and for nothing later."""
     done = stream.record_event()
     return lambda: torch.accelerator.current_stream(stream.device).wait_event(done)
 
 
-def _nothing() -> None:
-    pass
+class OffloadPolicy:
+    """Where a group's shard and gradients live: here on the device that computes."""
 
-
-HERE = contextlib.nullcontext()  # on the current stream
-
-
-class OffloadPolicy(typing.Protocol):
-    """Where a group's shard and gradients live: on the device that computes, or offloaded to the
-    CPU."""
-
-    is_offloaded: bool  # the shard itself is never computed with
+    is_offloaded = False  # True: to the CPU, and the shard itself is never computed with
 
     def to_compute(self, own: torch.Tensor) -> torch.Tensor:
         """Return ``own``, which lives where the shard does, on the device that computes."""
+        return own
 
     def to_host(self, total: torch.Tensor) -> torch.Tensor:
         """Return ``total``, from the device that computes, where the shard lives. It may be read
         after ``wait_readers``."""
+        return total
 
     def was_read(self) -> None:
         """An operation that reads the shard was enqueued."""
@@ -201,25 +156,7 @@ class OffloadPolicy(typing.Protocol):
         """Wait for all reads of the shard and all copies."""
 
 
-class _OnDevice:
-    """Shards live on the device that computes."""
-
-    is_offloaded = False
-
-    def to_compute(self, own: torch.Tensor) -> torch.Tensor:
-        return own
-
-    def to_host(self, total: torch.Tensor) -> torch.Tensor:
-        return total
-
-    def was_read(self) -> None:
-        pass
-
-    def wait_readers(self) -> None:
-        pass
-
-
-class _OnHost:
+class _OnHost(OffloadPolicy):
     """Shards, gradients and with them the optimizer live on the CPU. If the CPU computes as well,
     the same copies are made."""
 
@@ -252,7 +189,7 @@ class _OnHost:
             self._last.popitem()[1].synchronize()
 
 
-ON_DEVICE: OffloadPolicy = _OnDevice()
+ON_DEVICE = OffloadPolicy()
 
 
 def offload_policy(device: torch.device, offload: bool) -> OffloadPolicy:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import operator
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ class Gradients:
 
     def wants_reduction(self, sync: bool) -> bool:
         """True if post-backward is to reduce what was received. sync: of the runtime."""
-        return sync and self.policy.sync and bool(self.received)
+        return sync and self._conduct.reduction.sync and bool(self.received)
 
     @property
     def have_come(self) -> bool:
@@ -162,7 +162,8 @@ class Gradients:
         ):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         buffer.put(indices, grads)
-        self._side.hold(originals)
+        if self._side is not None:
+            self._side.hold(originals)
 
     def _buffer_for(self, indices: Collection[int]) -> GradBuffer:
         """Return a buffer with places for all trainable parameters, for ``indices``, and for what
@@ -206,48 +207,13 @@ class Gradients:
             grad_dtype=self._grad_dtype,
         )
 
-    def start_reduction(self) -> None:
+    def start_reduction(self) -> Reduction:
         """Collective. Reduce what was received, with zeros for the rest."""
         if self.reduction is not None:
             self.finish_reduction()
-        self.reduction = Reduction(self._buffer_for(()).reduce(self.policy, self.what))
-
-    @property
-    def left(self) -> Left | None:
-        """What is left of the reduction; None: nothing, or computation only."""
-        return None if self.reduction is None else self.reduction.left
-
-    @property
-    def is_reduced(self) -> bool:
-        """True if nothing of the reduction is left to be communicated."""
-        return self.reduction is None or self.reduction.left in _REDUCED
-
-    def advance(self) -> None:
-        """Collective. Go to the next stage of the reduction."""
-        assert self.reduction is not None
-        self.reduction.advance()
-
-    def free_buffer(self) -> None:
-        """Collective. Advance the reduction until the buffer is free. What is left, over replicas,
-        works on what becomes the gradients."""
-        reduction, buffer = self.reduction, self._buffer
-        if reduction is not None and buffer is not None:
-            while reduction.left not in _REDUCED and buffer.holds_memory:
-                reduction.advance()
-
-    def roll(self) -> None:
-        """Collective. Send the next message of the reduction, if the buffer is free."""
-        if self.left in (Left.HOST, Left.MESSAGES) and not self._holds_memory:
-            self.advance()
-
-    def leave_host(self) -> None:
-        """Collective. Sum within this host, whose ranks have begun the same, and send the sum."""
-        if self.left is Left.HOST:
-            self.advance()
-
-    @property
-    def _holds_memory(self) -> bool:
-        return self._buffer is not None and self._buffer.holds_memory
+        stages = self._buffer_for(()).reduce(self._conduct.reduction, self.what)
+        reduction = self.reduction = Reduction(stages)
+        return reduction
 
     def finish_reduction(self) -> None:
         """Collective. Wait for the reduction, if there is one, and accumulate its result."""
@@ -306,7 +272,9 @@ class InFlightReductions:
         # Ranks may reduce units in different orders, and must not wait in between.
         self.is_unlimited = False
         self._units: collections.deque[list[Gradients]] = collections.deque()
-        self._at_end: list[Gradients] = []  # for them the host waits for the device
+        # Of older units, whose buffers are free: what is left, over replicas, works on what becomes
+        # the gradients. It runs beside the next units' backwards, one step beside each.
+        self._rest: list[Gradients] = []
 
     def start(self, unit: list[Gradients]) -> None:
         """Collective. Start the reductions of a unit."""
@@ -316,12 +284,12 @@ class InFlightReductions:
             for gradients in {gradients.axes.shard: gradients for gradients in unit}.values():
                 gradients.count_collectives()
         is_in_order = self._limit is not None and not self.is_unlimited
-        for gradients in itertools.chain.from_iterable(self._units) if is_in_order else ():
-            gradients.roll()  # beside this unit's messages
+        if is_in_order:  # beside this unit's messages
+            _advance(itertools.chain(self._rest, *self._units), Left.HOST, Left.MESSAGES)
         for gradients in unit:
-            gradients.start_reduction()
-        for gradients in unit if is_in_order else ():
-            gradients.leave_host()
+            reduction = gradients.start_reduction()
+            if reduction.left is Left.HOST and is_in_order:  # as on the other ranks of the host
+                reduction.advance()
         self._units.append(unit)
         if self._frees_at_once:
             self._free_buffers(0)
@@ -333,49 +301,43 @@ class InFlightReductions:
             self._free_buffers(self._limit)
 
     def _free_buffers(self, limit: int) -> None:
-        """All but ``limit`` buffers. What is left of these reductions, over replicas, runs beside
-        the next units' backwards, one step beside each, and is waited for after the last one."""
-        units = self._units
-        for index in range(len(units) - limit):
-            for gradients in units[index]:
-                gradients.free_buffer()
-        while len(units) > limit:
-            left = [gradients.left for gradients in units[0]]
-            if (
-                Left.HOST in left
-                or Left.MESSAGES in left
-                or (Left.WAIT in left and len(units) == limit + 1)
-            ):
-                break
-            self._finish_unit(units.popleft())
-
-    def _finish_unit(self, unit: list[Gradients]) -> None:
-        for gradients in unit:
-            while not gradients.is_reduced:
-                gradients.advance()
-            if gradients.left is Left.READ:
-                self._at_end.append(gradients)
-            else:
-                gradients.finish_reduction()
+        """All but ``limit`` buffers."""
+        while len(self._units) > limit:
+            freed = _advance(self._units.popleft(), Left.SUM)
+            self._rest = _advance(self._rest, Left.WAIT) + freed  # what older units have sent
 
     def finish(self) -> None:
         """Collective. Finish all reductions, stage by stage: every group completes a stage before
         any group begins the next."""
-        groups = list(itertools.chain.from_iterable(self._units))
-        while unfinished := [group for group in groups if not group.is_reduced]:
-            for gradients in unfinished:
-                gradients.advance()
-        for gradients in (*groups, *self._at_end):
+        groups = list(itertools.chain(self._rest, *self._units))
+        reductions = [gradients.reduction for gradients in groups if gradients.reduction]
+        while unfinished := [each for each in reductions if each.left not in (None, Left.READ)]:
+            for reduction in unfinished:
+                reduction.advance()
+        for gradients in groups:
             gradients.finish_reduction()
         self.forget()
 
     def forget(self) -> None:
         """After a backward that raised: the groups discard their gradients themselves."""
         self._units.clear()
-        self._at_end.clear()
+        self._rest.clear()
 
 
-_REDUCED = None, Left.READ
+def _advance(groups: Iterable[Gradients], *stages: Left) -> list[Gradients]:
+    """Collective. Take the next stage of reductions where it is one of ``stages``, and accumulate
+    what is complete. Return the groups of which something is left."""
+    left = []
+    for gradients in groups:
+        reduction = gradients.reduction
+        if reduction is not None:  # else a later gradient has come, and has finished it
+            if reduction.left in stages:
+                reduction.advance()
+            if reduction.left is not None:
+                left.append(gradients)
+            else:
+                gradients.finish_reduction()
+    return left
 
 
 def _no_limit() -> None:

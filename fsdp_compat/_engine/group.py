@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -51,9 +53,9 @@ class Group:
         self.replica: Transport = communicator(mesh.replica, device)
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self._tag = self.shard.new_tag()
+        self._side = gather_stream(device)
         self._all_gather: Handle | None = None  # in flight
-        # For the last all-gather of the user.
-        self._wait_for_custom = gather_stream(device).mark()
+        self._wait_for_custom: Callable[[], None] | None = None  # the last all-gather of the user
         axes = ReduceAxes(
             self.shard,
             self.replica,
@@ -67,7 +69,7 @@ class Group:
         # begins with all units unsharded, though, a buffer for gradients wider than the parameters
         # is not allocated before the first unit is resharded: post-backward moves them. A side
         # stream takes all gradients together.
-        streamed = not reduce_stream(device).exists and (
+        streamed = reduce_stream(device) is None and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         )
         large = {
@@ -102,7 +104,7 @@ class Group:
 
     def set_name(self, name: str) -> None:
         """name: of its unit, for errors."""
-        self.name = name
+        self.name, self._what = name, f"the parameters of {name}"
         self.gradients.what = f"the gradients of {name}"
 
     # -- parameters
@@ -121,7 +123,7 @@ class Group:
         memory, conduct = self.memory, self.conduct
         if memory.aliased:
             return
-        if memory.views_mapping:
+        if memory.viewed_mapping is not None:
             memory.forget_writes()
             return
         if self.partial is not None and self.partial.is_held:
@@ -137,17 +139,23 @@ class Group:
         memory.allocate()
         if self.store.extension is not None:
             self.store.extension.pack()
-        if conduct is not None and conduct.custom_all_gather is not None:
-            with gather_stream(self.device).work():
-                _gather_by_custom(conduct, self.store.shard, memory, self.shard.rank)
-            self._wait_for_custom = gather_stream(self.device).mark()
+        if self._side is None:
+            self._begin_all_gather()
             return
-        with gather_stream(self.device).work():
-            self._all_gather = self.shard.begin_gather(
-                self.store.shard, memory.all_gather_output, memory.segments, self._tag
-            )
-            if self.offload.is_offloaded:
-                self.offload.was_read()
+        with self._side.work():
+            self._begin_all_gather()
+
+    def _begin_all_gather(self) -> None:
+        shard, memory, conduct = self.store.shard, self.memory, self.conduct
+        if conduct is not None and conduct.custom_all_gather is not None:
+            _gather_by_custom(conduct, shard, memory, self.shard.rank)
+            self._wait_for_custom = None if self._side is None else self._side.mark()
+            return
+        self._all_gather = self.shard.begin_gather(
+            shard, memory.all_gather_output, memory.segments, self._tag
+        )
+        if self.offload.is_offloaded:
+            self.offload.was_read()
 
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable. Mapped ones are so in every pass."""
@@ -157,30 +165,25 @@ class Group:
         if self.memory.mapped_copy is not None and self.memory.mapped_copy.is_due:
             self.memory.copy_mapped()
             return
-        self._wait_for_custom()
-        if self._all_gather is not None:
-            self._end_all_gather()
+        self._end_all_gather()
         if self.memory.has_copies:
             self.memory.fill_unsharded_params()
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters. Collective if an all-gather is in flight."""
+    def reshard(self, is_in_flight: bool = False) -> None:
+        """Free the unsharded parameters. is_in_flight: their all-gather may not have ended;
+        collective."""
         if self.partial is not None and self.partial.is_held:
             self.partial.drop(self._what)
         if self.conduct is not None:
             self.memory.keeps_storage = self.conduct.keeps_storage or self.conduct.has_views
-        self._wait_for_custom()
-        if self._all_gather is None:
-            # An exception may have come before the handle was stored here.
-            self._all_gather = self.shard.unfinished_gather(self._tag)
-        if self._all_gather is not None and not self.shard.has_failed:
-            self._end_all_gather()  # memory that is being received into cannot be freed
-        self._all_gather = None
+        if is_in_flight:
+            if self._all_gather is None:
+                # An exception may have come before the handle was stored here.
+                self._all_gather = self.shard.unfinished_gather(self._tag)
+            if not self.shard.has_failed:
+                self._end_all_gather()  # memory that is being received into cannot be freed
+            self._all_gather = None
         self.memory.free()
-
-    @property
-    def _what(self) -> str:
-        return f"the parameters of {self.name}"
 
     def hold_partial(self) -> list[nn.Parameter]:
         """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the
@@ -191,9 +194,13 @@ class Group:
         return params
 
     def _end_all_gather(self) -> None:
-        assert self._all_gather is not None
-        self.shard.end_gather(self._all_gather, self._what)
-        self._all_gather = None  # only now: if the wait raises, memory is still received into
+        """Wait for the all-gather, if one is in flight."""
+        if self._wait_for_custom is not None:
+            self._wait_for_custom()
+            self._wait_for_custom = None
+        if self._all_gather is not None:
+            self.shard.end_gather(self._all_gather, self._what)
+            self._all_gather = None  # only now: if the wait raises, memory is still received into
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
         """Return [ranks * S] from every rank's ``own`` [S], by default the shard, in new memory

@@ -26,6 +26,7 @@ from .store import ParamStore, ReduceForm
 class Left(enum.Enum):
     """What the next stage of a reduction does, as long as there is one."""
 
+    SUM = enum.auto()  # it waits for the sum over the shard axis, frees the buffer, and may send
     HOST = enum.auto()  # it waits only for ranks of this host, and sends
     MESSAGES = enum.auto()  # it may send some
     WAIT = enum.auto()  # it sends nothing, but may wait for peers
@@ -69,7 +70,7 @@ class ReduceBuffer:
         the result; None: the form's."""
         self.received = set[int]()  # the indices of parameters whose gradients are here
         self.form, self._axes, self._predivisor = form, axes, predivisor
-        self._grad_dtype = grad_dtype or form.dtype
+        self._dtype, self._grad_dtype = dtype, grad_dtype or form.dtype
         # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
         self._sum_dtype = torch.promote_types(torch.promote_types(dtype, form.dtype), torch.float32)
         buffer = torch.empty(axes.shard.ranks * form.numel, dtype=dtype, device=device)
@@ -78,11 +79,16 @@ class ReduceBuffer:
         self._storage.free()
         # In place of the buffer's own memory: what peers read later, or what becomes gradients.
         self._block: torch.Tensor | None = None
+        self._has_own_memory = axes.shard.ranks > 1 and not axes.shard.reads_later
         self._all_indices, self._every = form.indices, frozenset(form.indices)
+        self._takes_all = form.takes_all and predivisor == 1
         self._is_clean = False  # zeros lie around the gradients already
         # Summed over the shard axis, not yet over the replicas, and the parameters in it.
         self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
+        # Of the last reduction, and what it has divided by.
+        self._policy: ReducePolicy | None = None
         self._divisor = Divisor(axes.ranks / predivisor)
+        self._has_replicas = axes.is_hybrid or axes.replica.ranks > 1
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
         ranks, places = self._axes.shard.ranks, self.form.places(buffer)
@@ -93,26 +99,20 @@ class ReduceBuffer:
     # -- memory
 
     @property
-    def holds_memory(self) -> bool:
-        return self._block is not None or self._storage.resident_nbytes > 0
-
-    @property
     def resident_nbytes(self) -> int:
         return self._storage.resident_nbytes if self._block is None else self._block.nbytes
 
     def _allocate(self) -> None:
         """Allocate memory, unless the buffer has it."""
-        if self.holds_memory:
-            return
-        buffer, axes = self._own.buffer, self._axes
-        axis = axes.shard if axes.shard.ranks > 1 else axes.replica
-        if axes.shard.ranks > 1 and not axis.reads_later:
+        if self._has_own_memory:
             self._storage.allocate()
-            return
-        # The memory of earlier gradients can be reused once no peer reads it.
-        axes.shard.settle("gradients that this rank has sent", only_reductions=True)
-        self._block = axis.allocate(buffer.numel(), buffer.dtype)
-        self.views = self._views_of(self._block)
+        elif self._block is None:
+            buffer, axes = self._own.buffer, self._axes
+            # The memory of earlier gradients can be reused once no peer reads it.
+            axes.shard.settle("gradients that this rank has sent", only_reductions=True)
+            axis = axes.shard if axes.shard.ranks > 1 else axes.replica
+            self._block = axis.allocate(buffer.numel(), buffer.dtype)
+            self.views = self._views_of(self._block)
 
     def _free(self) -> None:
         """Free the memory. A reduction in flight keeps its block."""
@@ -131,9 +131,7 @@ class ReduceBuffer:
         received = self.received
         if not received:
             self._allocate()
-            self._is_clean = (
-                self.form.takes_all and self._predivisor == 1 and indices == self._all_indices
-            )
+            self._is_clean = self._takes_all and indices == self._all_indices
             if self._is_clean:
                 received.update(indices)
                 self.form.put_all(self.views.rows, grads)
@@ -154,8 +152,7 @@ class ReduceBuffer:
         self.received.update(indices)
         whole = self.views.whole
         if whole is not None:
-            is_all = indices == self._all_indices  # the usual case of a unit without large ones
-            places, values = whole if is_all else [whole[index] for index in indices], grads
+            places, values = list(map(whole.__getitem__, indices)), grads
         else:
             places = [place for index in indices for place in self.views.places[index]]
             pairs = zip(indices, grads, strict=True)
@@ -219,16 +216,17 @@ class ReduceBuffer:
         stages of all groups run in turn, so that ranks that finish groups in different orders do
         not wait for each other in a circle.
         """
-        axes, dtype = self._axes, self._own.buffer.dtype
-        received = frozenset(self.received) if policy.finds_unused else self._every
+        axes, received = self._axes, self._every
         self._zero_missing()
         if policy.finds_unused:
+            received = frozenset(self.received)
             self._mark(received)
         elif policy.all_reduce_hook is not None:
             self._mark(())  # the hook sees no marks
         self.received.clear()
-        divisor = self._divisor_of(policy)
-        stays = axes.is_hybrid and not policy.over_replicas
+        if policy is not self._policy:
+            self._policy, self._divisor = policy, self._divisor_of(policy)
+        divisor = self._divisor
         if policy.hook is not None:
             total = self._by_hook(policy.hook)
         elif policy.custom is not None and axes.shard.ranks > 1:
@@ -236,34 +234,29 @@ class ReduceBuffer:
             yield Left.MESSAGES
         else:
             # Division and rounding may be exchanged where nothing is rounded.
-            is_last = axes.replica.ranks == 1 and self._partial is None and not stays
-            now = is_last and (dtype == self._sum_dtype or not policy.rounds_first)
+            is_exact = self._dtype == self._sum_dtype or not policy.rounds_first
+            now = is_exact and not self._has_replicas
             total = yield from self._scatter(what, divisor.tensor if now else None)
             divisor = _DIVIDED if now else divisor
         wide = None
-        if policy.rounds_first and total.dtype is not dtype:
-            wide, total = total, total.to(dtype)
-        if self._partial is not None:
-            before, its_received = self._partial
-            total, received = total.add(before), received | its_received
-            self._partial = None
-        if stays:
-            self._partial = total, received
-            yield [None] * len(self.views.places[:-1])
-            return
-        if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):
-            total, divisor = yield from self._sum_replicas(what, total, divisor)
+        if policy.rounds_first and total.dtype is not self._dtype:
+            wide, total = total, total.to(self._dtype)
+        if self._has_replicas:
+            if self._partial is not None:
+                before, its_received = self._partial
+                total, received = total.add(before), received | its_received
+                self._partial = None
+            if axes.is_hybrid and not policy.over_replicas:
+                self._partial = total, received
+                yield [None] * len(self.views.places[:-1])
+                return
+            if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):
+                total, divisor = yield from self._sum_replicas(what, total, divisor)
         if divisor.tensor is not None:
             total = total if policy.rounds_first else total.to(self._sum_dtype)
             total = total.div_(divisor.tensor)
         if policy.all_reduce_hook is not None:
-            if axes.replica.reads_later:
-                yield Left.WAIT
-                axes.replica.settle(what, only_reductions=True)  # the hook may write
-            wait = run_on(policy.all_reduce_stream, policy.all_reduce_hook, total)
-            if policy.all_reduce_stream is not None:
-                yield Left.WAIT  # it runs beside the next unit's backward
-            wait()
+            yield from self._run_all_reduce_hook(policy, total, what)
         if wide is not None and wide.dtype is self._grad_dtype:
             total = wide.copy_(total)  # the gradients need no further memory
         total = total if total.dtype is self._grad_dtype else total.to(self._grad_dtype)
@@ -276,6 +269,22 @@ class ReduceBuffer:
             unused = {index for index, mark in marks if not mark}
             grads = [None if index in unused else grad for index, grad in enumerate(grads)]
         yield grads
+
+    def _run_all_reduce_hook(
+        self, policy: ReducePolicy, total: torch.Tensor, what: str
+    ) -> Iterator[Left]:
+        """Let the user's hook change ``total``."""
+        replica, hook, stream = self._axes.replica, policy.all_reduce_hook, policy.all_reduce_stream
+        assert hook is not None
+        if replica.reads_later:
+            yield Left.WAIT
+            replica.settle(what, only_reductions=True)  # the hook may write
+        if stream is None:
+            hook(total)
+        else:
+            wait = run_on(stream, hook, total)
+            yield Left.WAIT  # it runs beside the next unit's backward
+            wait()
 
     def _zero_missing(self) -> None:
         """Zero what was not received, and what belongs to no parameter."""
@@ -307,9 +316,7 @@ class ReduceBuffer:
         value = (policy.divide_by or self._axes.ranks) / self._predivisor
         if policy.hook is not None:  # it divides by the ranks that it sums over
             value = 1.0 if self._axes.one_group else float(self._axes.replica.ranks)
-        if value != self._divisor.value:
-            self._divisor = Divisor(value)
-        return self._divisor
+        return self._divisor if value == self._divisor.value else Divisor(value)
 
     def _scatter(
         self, what: str, divisor: torch.Tensor | None
@@ -324,10 +331,12 @@ class ReduceBuffer:
         pending = axis.begin_reduce(self.views.buffer, self.views.segments, tag)
         if axis.reduce_steps:
             self._free()
-        for _ in range(axis.reduce_steps):
-            yield Left.HOST
-            pending = axis.continue_reduce(pending, self._sum_dtype, tag, what)
-        yield Left.WAIT if self._axes.replica.ranks == 1 else Left.MESSAGES
+            for _ in range(axis.reduce_steps):
+                yield Left.HOST
+                pending = axis.continue_reduce(pending, self._sum_dtype, tag, what)
+            yield Left.WAIT if self._axes.replica.ranks == 1 else Left.MESSAGES
+        else:
+            yield Left.SUM
         total = axis.end_reduce(pending, own, self._sum_dtype, what, divisor)
         self._free()
         return total
@@ -337,7 +346,7 @@ class ReduceBuffer:
     ) -> Generator[Left, None, tuple[torch.Tensor, Divisor]]:
         """Sum ``total`` over the replica axis. Return it, and what it is still to be divided by."""
         axis, tag = self._axes.replica, self._axes.replica_tag
-        total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
+        total = total.to(self._dtype)  # the all-reduce has the same dtype
         # Each piece is divided during the all-reduce, unless it would be rounded before it is in
         # the wider dtype again.
         now = divisor.is_exact or total.dtype == self._sum_dtype
@@ -389,10 +398,6 @@ class DirectGradBuffer:
         self.form: ReduceForm = store.reduce_form()
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
         self.received = self._grads.keys()
-
-    @property
-    def holds_memory(self) -> bool:
-        return bool(self._grads)
 
     @property
     def resident_nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class ReducePolicy:
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_stream: torch.Stream | None = None  # that the hook runs on; None: as reductions
 
-    @property
+    @functools.cached_property
     def finds_unused(self) -> bool:
         """True if parameters that no rank has used are found by their marks. A user's hook may sum
         over further ranks: it sees no marks, and all parameters get gradients."""

@@ -57,8 +57,7 @@ class Runtime:
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label = self, label
         device = root.options.device
-        streams = compute_streams(device)
-        self._streams = streams if streams.several else None
+        self._streams = compute_streams(device)
         self._communicators = Communicators(device)
         self._checks = Checks(root, self.units, self._communicators)
         self._gathering = Gathering(
@@ -92,12 +91,12 @@ class Runtime:
         self.groups = [group for unit in self.units for group in unit.groups]
         for unit in self.units:
             for group in unit.groups:
-                group.gradients.limit_in_flight = self.backward.reductions.limit_in_flight
                 group.set_name(unit.label)
         self._units_of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._units_with_parts = [unit for unit in self.units if unit.view.has_parts]
         self._communicators.take(self.groups)
         self._checks.take(self.groups)
+        self.backward.take(self.groups)
         self._gathering.mapped.take(self.groups, self.root.label)
 
     # -- forward
@@ -160,10 +159,6 @@ class Runtime:
             return self.run(unit, rounds.around(unit, function), args, kwargs)
         finally:
             self._gathering.end_rounds()
-
-    def begin_call(self, unit: Unit) -> Call:
-        """Return a forward call that begins now."""
-        return Call(unit, next(self._ticks))
 
     def pre_forward(
         self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,7 +225,7 @@ class Runtime:
             pass
         if call.counted and unit.running:
             unit.running -= 1
-        call.end_tick, in_graph = next(self._ticks), False
+        call.end_tick, nodes = next(self._ticks), list[Any]()  # of outputs that are in the graph
         if torch.is_grad_enabled():
             tensors = unit.attributes.present()
             if type(output) is torch.Tensor:
@@ -240,11 +235,12 @@ class Runtime:
             for tensor in tensors:
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     hooks.on_gradient_of_output(tensor, call)
-                    in_graph = True
+                    nodes.append(tensor.grad_fn)
         if unit.running or _torch_private.graph_task() != -1:
             return
-        if in_graph and not self._communicators.have_tags:
-            self.backward.note_call(unit, call, tensors)
+        in_graph = bool(nodes)
+        if nodes and not self._communicators.have_tags:
+            unit.note_call_in_graph(call, nodes)
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:

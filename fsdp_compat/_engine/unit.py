@@ -34,18 +34,6 @@ class Residency(enum.Enum):
     # holds: own shard + rows of the unsharded parameters, for an all-gather among fewer ranks
     PARTIAL = enum.auto()
 
-    # enum.Enum's is a Python function, and moves are looked up several times per step.
-    __hash__ = object.__hash__
-
-
-_MOVES: dict[Residency, tuple[Residency, ...]] = {
-    Residency.SHARDED: (Residency.UNSHARDING,),
-    # back to SHARDED: a wrong prefetch, or an exception
-    Residency.UNSHARDING: (Residency.UNSHARDED, Residency.SHARDED),
-    Residency.UNSHARDED: (Residency.SHARDED, Residency.PARTIAL),
-    Residency.PARTIAL: (Residency.UNSHARDING, Residency.SHARDED),
-}
-
 
 NOT_UNSHARDED = (Residency.SHARDED, Residency.PARTIAL)
 
@@ -117,6 +105,10 @@ class Call:
         device. Never for a call without inputs in the graph."""
         return bool(self.inputs) and self.inputs_left <= 0
 
+    def runs_now(self) -> bool:
+        """True if the running backward passes the call, or has done so."""
+        return any(map(_torch_private.runs_now, self.inside))
+
     def hold_unit(self) -> Unit:
         """Return the unit, for another backward through the call."""
         unit = self.unit = self._unit_reference()
@@ -145,7 +137,10 @@ class Unit:
     ) -> None:
         """module: its forward calls are those of the unit. modules: several whose calls are, the
         first one ``module``. conduct: if the user may change it."""
-        self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
+        self.module, self.modules = module, tuple(modules) or (module,)
+        self.groups, self.options = list(groups), options
+        # Unsharded parameters are copied out of the all-gather's output.
+        self.copies_out = any(group.memory.has_copies for group in groups)
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.conduct = conduct or Conduct(options.reshard_after_forward)
         if conduct is not None:
@@ -156,6 +151,8 @@ class Unit:
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
         self.calls: list[Call] = []  # between pre-backward and post-backward
+        # Without tags: the calls of which graphs exist. All of them pass before a reduction.
+        self.calls_in_graphs: list[weakref.ref[Call]] = []
         self.uninitialised: list[Uninitialised] = []  # checked before the first forward
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
@@ -164,17 +161,8 @@ class Unit:
         self.view = ModuleView(self, *self._slots(), is_guarded)
 
     @property
-    def module(self) -> nn.Module:
-        return self.modules[0]
-
-    @property
     def is_root(self) -> bool:
         return self.runtime is not None and self.runtime.root is self
-
-    @property
-    def copies_out(self) -> bool:
-        """True if unsharded parameters are copied out of the all-gather's output."""
-        return any(group.memory.has_copies for group in self.groups)
 
     def _slots(self) -> tuple[list[list[ModuleSlot]], list[ModuleSlot]]:
         """Return the slots of modules, by ComputeDtype unsharded, and sharded."""
@@ -196,6 +184,7 @@ class Unit:
         sharded."""
         assert self.residency is Residency.SHARDED
         self.groups, self.dtype = list(groups), ComputeDtype.TRAIN
+        self.copies_out = any(group.memory.has_copies for group in groups)
         self.view.replace_slots(*self._slots())
 
     @property
@@ -209,13 +198,6 @@ class Unit:
             return ComputeDtype.EVAL
         return ComputeDtype.TRAIN
 
-    def _move(self, to: Residency) -> None:
-        if to not in _MOVES[self.residency]:
-            raise StateError(
-                f"internal: {self.label} cannot go from {self.residency.name} to {to.name}"
-            )
-        self.residency = to
-
     def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
         """Collective. Start the all-gather, unless the unit is unsharded, or about to be, in this
         dtype."""
@@ -226,7 +208,7 @@ class Unit:
             for group in self.groups:
                 group.use_dtype(dtype)
         if self.residency in NOT_UNSHARDED and not self.view.summoned:
-            self._move(Residency.UNSHARDING)
+            self.residency = Residency.UNSHARDING
             if self.conduct.freshness is not None:
                 self.conduct.freshness.note()
             if _torch_private.counts_collectives():
@@ -247,7 +229,7 @@ class Unit:
         if self.residency is Residency.UNSHARDING:
             for group in self.groups:
                 group.wait_for_unshard()
-            self._move(Residency.UNSHARDED)
+            self.residency = Residency.UNSHARDED
 
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded ones.
@@ -263,9 +245,10 @@ class Unit:
         if self.residency is not Residency.SHARDED:
             self.conduct.has_views = self.conduct.num_holders >= 0 and self._has_views()
             self.view.hide_partial()
+            is_in_flight = self.residency is Residency.UNSHARDING
             for group in self.groups:
-                group.reshard()
-            self._move(Residency.SHARDED)
+                group.reshard(is_in_flight)
+            self.residency = Residency.SHARDED
 
     def watch_holders(self, in_graph: bool) -> None:
         """The unit stays unsharded, and users see its parameters. Tensors over their memory that
@@ -298,7 +281,7 @@ class Unit:
     @property
     def is_mapped(self) -> bool:
         """True if unsharded parameters are every rank's shard, and change with it."""
-        return any(group.memory.views_mapping for group in self.groups)
+        return any(group.memory.viewed_mapping is not None for group in self.groups)
 
     def keep(self) -> None:
         """The unit stays unsharded after a pass, although its shards may be written to."""
@@ -308,9 +291,10 @@ class Unit:
     def reshard_to_partial(self) -> None:
         """Keep rows of the unsharded parameters for backward's all-gather among fewer ranks, and
         show these."""
+        assert self.residency is Residency.UNSHARDED
         self.view.show_sharded()
         params = [group.hold_partial() for group in self.groups]
-        self._move(Residency.PARTIAL)
+        self.residency = Residency.PARTIAL
         self.view.show_partial(
             [
                 slot
@@ -340,9 +324,17 @@ class Unit:
     def unshard_for_others(self) -> None:
         """Collective. This unit is unsharded, but other ranks all-gather it: take part, and receive
         the same values again."""
+        self.residency = Residency.UNSHARDING
         for group in self.groups:
             group.unshard()
-            group.wait_for_unshard()
+        self.wait_for_unshard()
+
+    def note_call_in_graph(self, call: Call, nodes: Sequence[Any]) -> None:
+        """A forward call has ended, where ranks must reduce units in one order. nodes: of its
+        outputs. They hold the call."""
+        call.inside = _torch_private.nodes_before(nodes)
+        self.calls_in_graphs = [each for each in self.calls_in_graphs if each() is not None]
+        self.calls_in_graphs.append(weakref.ref(call))
 
     def forget_calls(self) -> None:
         """Post-backward: no call needs the unit any more."""

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import functools
 import importlib
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ __all__ = [
     "load_collectives",
     "local_part",
     "never_compiled",
+    "nodes_before",
     "note_composable",
     "num_holders",
     "has_optimizers_in_backward",
@@ -93,6 +95,19 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def in_graph_task() -> bool:
     """True inside of backward."""
     return graph_task() != -1
+
+
+def nodes_before(nodes: Sequence[Any]) -> list[Any]:
+    """Return the nodes that run right after ``nodes`` in backward, without those of parameters, and
+    without those through which one of ``nodes`` may be reached: all that are older. No public name
+    tells the age of a node."""
+    first = min(map(_age, nodes))
+    edges = itertools.chain.from_iterable(map(_edges, nodes))
+    return [node for node, _ in edges if node is not None and _age(node) < first]
+
+
+_edges = operator.attrgetter("next_functions")
+_age = operator.methodcaller("_sequence_nr")  # that of a parameter's node is the highest
 
 
 def runs_now(node: Any) -> bool:

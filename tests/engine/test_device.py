@@ -24,6 +24,7 @@ def test_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> Non
     now = [first]
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now[0])
     streams = compute_streams(torch.device("cuda", 0))
+    assert streams is not None
     streams.join()
     streams.join()
     assert log == []
@@ -35,12 +36,8 @@ def test_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert log == ["second after first", "first after second"]
 
 
-def test_cpu_has_no_streams_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> None:
-        raise AssertionError("asked for a stream")
-
-    monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
-    compute_streams(torch.device("cpu")).join()
+def test_cpu_has_no_streams_to_join() -> None:
+    assert compute_streams(torch.device("cpu")) is None
 
 
 # -- inputs of calls on devices with streams

@@ -246,7 +246,7 @@ def streams_of(log: Log, backward: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, refuse))
         stack.enter_context(
             mock.patch.object(
-                runtime, "compute_streams", lambda _: device._CurrentStream(torch.device("cuda", 0))
+                runtime, "compute_streams", lambda _: device.ComputeStreams(torch.device("cuda", 0))
             )
         )
         stack.enter_context(
@@ -542,3 +542,30 @@ def test_backward_on_another_stream_is_joined_at_each_change() -> None:
         # gradients are assigned on the caller's stream
         end = log.index("main after other")
         assert log.index("backward 0") < end < log.index("reduced root")
+
+
+class Two(nn.Module):
+    """Returns an output, and what depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layer(x.tanh())
+        return x, x.square().mean()
+
+
+def calls_that_outlive_their_outputs() -> int:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = FullyShardedDataParallel(Two())
+    outputs = model(torch.ones(1, WIDTH, requires_grad=True))
+    calls = model._unit.calls_in_graphs
+    assert [call() is not None and bool(call().inside) for call in calls] == [True]
+    del outputs
+    return sum(call() is not None for call in calls)
+
+
+def test_without_tags_a_graph_is_freed_with_its_outputs_also_if_one_depends_on_another() -> None:
+    assert run_ranks(1, calls_that_outlive_their_outputs) == [0]

@@ -245,7 +245,7 @@ def test_stages_of_a_reduction_have_an_order_and_tags(kind: str) -> None:
     setup.buffer.put([1], [ones(1)])
     stages = setup.buffer.reduce(POLICY, "the gradients of unit 'u'")
     seen = [next(stages) for _ in range(4)]
-    assert seen[:3] == [Left.MESSAGES, Left.MESSAGES, Left.WAIT]
+    assert seen[:3] == [Left.SUM, Left.MESSAGES, Left.WAIT]
     assert not isinstance(seen[3], Left)
     assert setup.shard.calls == ["begin_reduce 4", "end_reduce the gradients of unit 'u'"]
     assert setup.replica.calls == ["begin_total 8", "continue_all_reduce", "end_all_reduce"]
@@ -254,7 +254,7 @@ def test_stages_of_a_reduction_have_an_order_and_tags(kind: str) -> None:
 def test_reduction_without_replicas_ends_after_the_shard_axis(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1)])
     stages = setup.buffer.reduce(POLICY, "the gradients of unit 'u'")
-    assert next(stages) is Left.WAIT
+    assert next(stages) is Left.SUM
     assert not isinstance(next(stages), Left)
     assert not setup.replica.calls
 

@@ -3,8 +3,6 @@ goes."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -15,12 +13,6 @@ from fsdp_compat._engine.unit import Residency, Unit
 from fsdp_compat.errors import StateError
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, make_unit, members_of
 
-ALLOWED = [
-    ("SHARDED", "UNSHARDING"),
-    ("UNSHARDING", "UNSHARDED"),
-    ("UNSHARDING", "SHARDED"),
-    ("UNSHARDED", "SHARDED"),
-]
 # Gathered in another dtype, so that one rank gathers too.
 HALF = Precision(torch.bfloat16, torch.float32)
 
@@ -41,28 +33,6 @@ def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) 
         unit.wait_for_unshard()
     assert unit.residency.name == state
     return unit
-
-
-@pytest.mark.parametrize(("old", "new"), ALLOWED)
-def test_unit_allows_these_moves(old: str, new: str) -> None:
-    unit = unit_in(old)
-    unit._move(Residency[new])
-    assert unit.residency.name == new
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pair
-        for pair in itertools.product(("SHARDED", "UNSHARDING", "UNSHARDED"), repeat=2)
-        if pair not in ALLOWED
-    ],
-)
-def test_unit_refuses_other_moves_naming_itself_and_both_states(old: str, new: str) -> None:
-    unit = unit_in(old)
-    with pytest.raises(StateError, match=rf"'blocks\.7'.* from {old} to {new}"):
-        unit._move(Residency[new])
-    assert unit.residency.name == old
 
 
 @pytest.mark.parametrize(

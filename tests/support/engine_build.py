@@ -123,7 +123,7 @@ def attach_unit(unit: Unit) -> None:
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert unit.runtime is not None
-        calls.append(unit.runtime.begin_call(unit))
+        calls.append(Call(unit, next(unit.runtime._ticks)))
         return unit.runtime.pre_forward(calls[-1], unit, args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
