@@ -155,7 +155,7 @@ class Gradients:
             self.finish_reduction()
         buffer, originals = self._buffer, grads
         # The other trainable parameters are looked at once, when the reduction starts.
-        if buffer is None or not buffer.has_places(indices):
+        if buffer is None or not buffer.indices.issuperset(indices):
             buffer = self._buffer_for(indices)
         if any(map(_is_sparse, grads)) or (
             torch.is_grad_enabled() and any(map(_requires_grad, grads))

@@ -80,7 +80,7 @@ class ReduceBuffer:
         # In place of the buffer's own memory: what peers read later, or what becomes gradients.
         self._block: torch.Tensor | None = None
         self._has_own_memory = axes.shard.ranks > 1 and not axes.shard.reads_later
-        self._all_indices, self._every = form.indices, frozenset(form.indices)
+        self._all_indices, self.indices = form.indices, frozenset(form.indices)
         self._takes_all = form.takes_all and predivisor == 1
         self._is_clean = False  # zeros lie around the gradients already
         # Summed over the shard axis, not yet over the replicas, and the parameters in it.
@@ -120,10 +120,6 @@ class ReduceBuffer:
         self._storage.free()
 
     # -- gradients
-
-    def has_places(self, indices: Iterable[int]) -> bool:
-        """True if the form has places for these parameters."""
-        return self._every.issuperset(indices)
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
         """Take gradients: assign those not yet received, add the others. An index may come twice.
@@ -216,7 +212,7 @@ class ReduceBuffer:
         stages of all groups run in turn, so that ranks that finish groups in different orders do
         not wait for each other in a circle.
         """
-        axes, received = self._axes, self._every
+        axes, received = self._axes, self.indices
         self._zero_missing()
         if policy.finds_unused:
             received = frozenset(self.received)
@@ -396,15 +392,13 @@ class DirectGradBuffer:
 
     def __init__(self, store: ParamStore) -> None:
         self.form: ReduceForm = store.reduce_form()
+        self.indices = frozenset(self.form.indices)
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
         self.received = self._grads.keys()
 
     @property
     def resident_nbytes(self) -> int:
         return sum(grad.nbytes for grad in self._grads.values())
-
-    def has_places(self, indices: Iterable[int]) -> bool:
-        return True
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
         for index, grad in zip(indices, grads, strict=True):

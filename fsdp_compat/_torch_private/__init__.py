@@ -365,7 +365,10 @@ def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Te
     """Start an all-gather. The public function costs more host time than the call itself."""
     if full.dtype.is_complex:  # backends do not support complex numbers
         full, own = torch.view_as_real(full), torch.view_as_real(own)
-    return _run_uncounted(group._allgather_base, full, own, _ASYNC_GATHER)
+    if not counts_collectives():  # a context costs more host time than the question
+        return group._allgather_base(full, own, _ASYNC_GATHER)
+    with uncounted():
+        return group._allgather_base(full, own, _ASYNC_GATHER)
 
 
 def start_reduce_scatter(
@@ -374,14 +377,10 @@ def start_reduce_scatter(
     """Start a summing reduce-scatter, see ``start_all_gather``."""
     if total.dtype.is_complex:
         total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
-    return _run_uncounted(group._reduce_scatter_base, total, buffer, _ASYNC_SUM)
-
-
-def _run_uncounted(collective: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
-    if not counts_collectives():  # a context costs more host time than the question
-        return collective(*arguments)
+    if not counts_collectives():
+        return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
     with uncounted():
-        return collective(*arguments)
+        return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
