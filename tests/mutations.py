@@ -319,7 +319,7 @@ BREAKS = (
     ),
     Break(
         "writes to mapped parameters are kept",
-        "if self.viewed_mapping.has_writes():",
+        "if self.mapping.has_writes():",
         "if False:",
         f"{FRONTENDS}/test_writes.py -k lasts_until",
     ),

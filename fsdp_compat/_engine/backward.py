@@ -72,7 +72,6 @@ class BackwardRunner:
         the previous unit's gradients are sent."""
         self._units, self._communicators, self._checks = units, communicators, checks
         self._gathering, self._streams = gathering, streams
-        self._allow_unused_units = gathering.rounds.allow_unused_units
         self._prefetches_late = prefetches_late and not self._allow_unused_units
         self._side = reduce_stream(units[0].options.device)
         self.reductions = InFlightReductions(
@@ -85,6 +84,10 @@ class BackwardRunner:
         self._current: Callable[[], Backward | None] = _no_backward  # weak
         self.is_open = False  # a backward began and has not ended
         self._has_notes = False  # some group has gradients of a backward without communication
+
+    @property
+    def _allow_unused_units(self) -> bool:
+        return self._gathering.rounds.allow_unused_units
 
     def take(self, groups: Iterable[Group]) -> None:
         """Work with ``groups`` from now on, those of all units."""
@@ -179,7 +182,7 @@ class BackwardRunner:
     def _has_calls_left(unit: Unit, backward: Backward) -> bool:
         """True if there are calls in the graph that runs now, and it has not passed them: gradients
         of parameters that they use are complete only after them."""
-        for reference in unit.calls_in_graphs:
+        for reference in unit.conduct.calls_in_graphs:
             call = reference()
             if call is not None and call.seen_by != backward.serial and call.runs_now():
                 return True

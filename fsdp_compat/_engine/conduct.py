@@ -55,5 +55,8 @@ class Conduct:
     # Without one the unit is unsharded only inside forward and backward, and between them if it is
     # kept; modules show sharded parameters in between.
     freshness: Freshness | None = None
+    # Without tags: weak references to the calls of which graphs exist. All of them pass before the
+    # unit is reduced.
+    calls_in_graphs: list[Any] = dataclasses.field(default_factory=list)
     # Of a unit of several modules: those that were not called yet in this pass.
     to_run: set[nn.Module] = dataclasses.field(default_factory=set)

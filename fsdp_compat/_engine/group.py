@@ -53,7 +53,6 @@ class Group:
         self.replica: Transport = communicator(mesh.replica, device)
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self._tag = self.shard.new_tag()
-        self._side = gather_stream(device)
         self._all_gather: Handle | None = None  # in flight
         self._wait_for_custom: Callable[[], None] | None = None  # the last all-gather of the user
         axes = ReduceAxes(
@@ -104,7 +103,7 @@ class Group:
 
     def set_name(self, name: str) -> None:
         """name: of its unit, for errors."""
-        self.name, self._what = name, f"the parameters of {name}"
+        self.name = name
         self.gradients.what = f"the gradients of {name}"
 
     # -- parameters
@@ -123,7 +122,7 @@ class Group:
         memory, conduct = self.memory, self.conduct
         if memory.aliased:
             return
-        if memory.viewed_mapping is not None:
+        if memory.views_mapping:
             memory.forget_writes()
             return
         if self.partial is not None and self.partial.is_held:
@@ -139,17 +138,19 @@ class Group:
         memory.allocate()
         if self.store.extension is not None:
             self.store.extension.pack()
-        if self._side is None:
+        side = gather_stream(self.device)
+        if side is None:
             self._begin_all_gather()
             return
-        with self._side.work():
+        with side.work():
             self._begin_all_gather()
 
     def _begin_all_gather(self) -> None:
         shard, memory, conduct = self.store.shard, self.memory, self.conduct
         if conduct is not None and conduct.custom_all_gather is not None:
             _gather_by_custom(conduct, shard, memory, self.shard.rank)
-            self._wait_for_custom = None if self._side is None else self._side.mark()
+            side = gather_stream(self.device)
+            self._wait_for_custom = None if side is None else side.mark()
             return
         self._all_gather = self.shard.begin_gather(
             shard, memory.all_gather_output, memory.segments, self._tag
@@ -184,6 +185,10 @@ class Group:
                 self._end_all_gather()  # memory that is being received into cannot be freed
             self._all_gather = None
         self.memory.free()
+
+    @property
+    def _what(self) -> str:
+        return f"the parameters of {self.name}"
 
     def hold_partial(self) -> list[nn.Parameter]:
         """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the

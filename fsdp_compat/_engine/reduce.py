@@ -70,7 +70,7 @@ class ReduceBuffer:
         the result; None: the form's."""
         self.received = set[int]()  # the indices of parameters whose gradients are here
         self.form, self._axes, self._predivisor = form, axes, predivisor
-        self._dtype, self._grad_dtype = dtype, grad_dtype or form.dtype
+        self._grad_dtype = grad_dtype or form.dtype
         # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
         self._sum_dtype = torch.promote_types(torch.promote_types(dtype, form.dtype), torch.float32)
         buffer = torch.empty(axes.shard.ranks * form.numel, dtype=dtype, device=device)
@@ -79,16 +79,13 @@ class ReduceBuffer:
         self._storage.free()
         # In place of the buffer's own memory: what peers read later, or what becomes gradients.
         self._block: torch.Tensor | None = None
-        self._has_own_memory = axes.shard.ranks > 1 and not axes.shard.reads_later
         self._all_indices, self.indices = form.indices, frozenset(form.indices)
-        self._takes_all = form.takes_all and predivisor == 1
         self._is_clean = False  # zeros lie around the gradients already
         # Summed over the shard axis, not yet over the replicas, and the parameters in it.
         self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
-        # Of the last reduction, and what it has divided by.
-        self._policy: ReducePolicy | None = None
-        self._divisor = Divisor(axes.ranks / predivisor)
-        self._has_replicas = axes.is_hybrid or axes.replica.ranks > 1
+        # The policy of the last reduction, and what it has divided by.
+        self._divided: tuple[ReducePolicy | None, Divisor]
+        self._divided = None, Divisor(axes.ranks / predivisor)
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
         ranks, places = self._axes.shard.ranks, self.form.places(buffer)
@@ -104,7 +101,7 @@ class ReduceBuffer:
 
     def _allocate(self) -> None:
         """Allocate memory, unless the buffer has it."""
-        if self._has_own_memory:
+        if self._axes.keep_buffers:
             self._storage.allocate()
         elif self._block is None:
             buffer, axes = self._own.buffer, self._axes
@@ -127,7 +124,9 @@ class ReduceBuffer:
         received = self.received
         if not received:
             self._allocate()
-            self._is_clean = self._takes_all and indices == self._all_indices
+            self._is_clean = (
+                self.form.takes_all and self._predivisor == 1 and indices == self._all_indices
+            )
             if self._is_clean:
                 received.update(indices)
                 self.form.put_all(self.views.rows, grads)
@@ -212,7 +211,7 @@ class ReduceBuffer:
         stages of all groups run in turn, so that ranks that finish groups in different orders do
         not wait for each other in a circle.
         """
-        axes, received = self._axes, self.indices
+        axes, dtype, received = self._axes, self._own.buffer.dtype, self.indices
         self._zero_missing()
         if policy.finds_unused:
             received = frozenset(self.received)
@@ -220,9 +219,9 @@ class ReduceBuffer:
         elif policy.all_reduce_hook is not None:
             self._mark(())  # the hook sees no marks
         self.received.clear()
-        if policy is not self._policy:
-            self._policy, self._divisor = policy, self._divisor_of(policy)
-        divisor = self._divisor
+        if policy is not self._divided[0]:
+            self._divided = policy, self._divisor_of(policy)
+        divisor = self._divided[1]
         if policy.hook is not None:
             total = self._by_hook(policy.hook)
         elif policy.custom is not None and axes.shard.ranks > 1:
@@ -230,14 +229,14 @@ class ReduceBuffer:
             yield Left.MESSAGES
         else:
             # Division and rounding may be exchanged where nothing is rounded.
-            is_exact = self._dtype == self._sum_dtype or not policy.rounds_first
-            now = is_exact and not self._has_replicas
+            is_exact = dtype == self._sum_dtype or not policy.rounds_first
+            now = is_exact and not axes.have_replicas
             total = yield from self._scatter(what, divisor.tensor if now else None)
             divisor = _DIVIDED if now else divisor
         wide = None
-        if policy.rounds_first and total.dtype is not self._dtype:
-            wide, total = total, total.to(self._dtype)
-        if self._has_replicas:
+        if policy.rounds_first and total.dtype is not dtype:
+            wide, total = total, total.to(dtype)
+        if axes.have_replicas:
             if self._partial is not None:
                 before, its_received = self._partial
                 total, received = total.add(before), received | its_received
@@ -312,7 +311,7 @@ class ReduceBuffer:
         value = (policy.divide_by or self._axes.ranks) / self._predivisor
         if policy.hook is not None:  # it divides by the ranks that it sums over
             value = 1.0 if self._axes.one_group else float(self._axes.replica.ranks)
-        return self._divisor if value == self._divisor.value else Divisor(value)
+        return self._divided[1] if value == self._divided[1].value else Divisor(value)
 
     def _scatter(
         self, what: str, divisor: torch.Tensor | None
@@ -342,7 +341,7 @@ class ReduceBuffer:
     ) -> Generator[Left, None, tuple[torch.Tensor, Divisor]]:
         """Sum ``total`` over the replica axis. Return it, and what it is still to be divided by."""
         axis, tag = self._axes.replica, self._axes.replica_tag
-        total = total.to(self._dtype)  # the all-reduce has the same dtype
+        total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
         # Each piece is divided during the all-reduce, unless it would be rounded before it is in
         # the wider dtype again.
         now = divisor.is_exact or total.dtype == self._sum_dtype

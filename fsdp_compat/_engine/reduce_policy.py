@@ -78,6 +78,15 @@ class ReduceAxes:
     def ranks(self) -> int:
         return self.shard.ranks * self.replica.ranks
 
+    @functools.cached_property
+    def have_replicas(self) -> bool:
+        return self.is_hybrid or self.replica.ranks > 1
+
+    @functools.cached_property
+    def keep_buffers(self) -> bool:
+        """True if one buffer can be used for every reduction."""
+        return self.shard.ranks > 1 and not self.shard.reads_later
+
     def settle(self, what: str) -> None:
         """Wait until the gradients of finished reductions may be written to."""
         self.offload.wait_readers()

@@ -155,7 +155,6 @@ class GroupMemory:
         # All ranks' shards: the parameters view them, in place of an all-gather output, or are
         # copied out of them.
         self.mapping: Mapping | None = None
-        self.viewed_mapping: Mapping | None = None  # the same, if the parameters view it
         self._num_writes = 0  # to mapped parameters
         self.mapped_copy: MappedCopy | None = None
         self.keeps_storage = False  # `free` leaves the memory of the parameters
@@ -164,6 +163,11 @@ class GroupMemory:
         # In an empty storage the address is the distance from its beginning.
         self._offsets = list(map(torch.Tensor.data_ptr, self._views))
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
+
+    @property
+    def views_mapping(self) -> bool:
+        """True if the parameters are mapped, and nothing is all-gathered."""
+        return self.mapping is not None and self.mapped_copy is None
 
     def use_copies_of(
         self, store: ParamStore, mapping: Mapping, passes: Collection[object]
@@ -187,7 +191,7 @@ class GroupMemory:
         more. Only while sharded, at first."""
         if mapping is self.mapping:
             return
-        self.mapping = self.viewed_mapping = mapping
+        self.mapping = mapping
         ranks, output = len(self.segments), self.all_gather_output
         self.all_gather_output = mapping.full
         params = store.make_unsharded_params(self.all_gather_output)
@@ -199,16 +203,16 @@ class GroupMemory:
 
     def keep(self) -> None:
         """Until the next ``free``, leave the parameters as they are when shards are written to."""
-        if self.viewed_mapping is not None:
-            self.viewed_mapping.keep()
+        if self.mapping is not None and self.views_mapping:
+            self.mapping.keep()
             self._num_writes = -1
 
     def forget_writes(self) -> None:
         """Mapped parameters are about to be used: drop what this process has written to them since
         their last use. Autograd does not see every write (``.data``, numpy)."""
-        assert self.viewed_mapping is not None
-        if self.viewed_mapping.has_writes():
-            self.viewed_mapping.forget_writes()
+        assert self.mapping is not None
+        if self.mapping.has_writes():
+            self.mapping.forget_writes()
         self._num_writes = self._count_writes()
 
     def _count_writes(self) -> int:
@@ -228,7 +232,7 @@ class GroupMemory:
 
     def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
         """Make strayed parameters view the buffer again; the values they had are lost."""
-        was_free = self.viewed_mapping is None and not self._buffer.resident_nbytes
+        was_free = not self.views_mapping and not self._buffer.resident_nbytes
         self._buffer.allocate()  # nothing can view memory that is not there
         params = store.make_unsharded_params(self.all_gather_output)
         for index in indices:
@@ -280,9 +284,9 @@ class GroupMemory:
     def free(self) -> None:
         if self.aliased:
             return
-        if self.viewed_mapping is not None:
+        if self.mapping is not None and self.views_mapping:
             if self._count_writes() != self._num_writes:
-                self.viewed_mapping.forget_writes()  # the memory; what autograd does not see stays
+                self.mapping.forget_writes()  # the memory; what autograd does not see stays
             return
         if self.has_copies or not self.keeps_storage:
             self._buffer.free()

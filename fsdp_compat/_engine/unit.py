@@ -137,10 +137,7 @@ class Unit:
     ) -> None:
         """module: its forward calls are those of the unit. modules: several whose calls are, the
         first one ``module``. conduct: if the user may change it."""
-        self.module, self.modules = module, tuple(modules) or (module,)
-        self.groups, self.options = list(groups), options
-        # Unsharded parameters are copied out of the all-gather's output.
-        self.copies_out = any(group.memory.has_copies for group in groups)
+        self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.conduct = conduct or Conduct(options.reshard_after_forward)
         if conduct is not None:
@@ -151,14 +148,21 @@ class Unit:
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
         self.calls: list[Call] = []  # between pre-backward and post-backward
-        # Without tags: the calls of which graphs exist. All of them pass before a reduction.
-        self.calls_in_graphs: list[weakref.ref[Call]] = []
         self.uninitialised: list[Uninitialised] = []  # checked before the first forward
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
         self.attributes = TensorAttributes(*self.modules)
         is_guarded = all(group.store.is_guarded for group in groups)
         self.view = ModuleView(self, *self._slots(), is_guarded)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.modules[0]
+
+    @property
+    def copies_out(self) -> bool:
+        """True if unsharded parameters are copied out of the all-gather's output."""
+        return any(group.memory.has_copies for group in self.groups)
 
     @property
     def is_root(self) -> bool:
@@ -184,7 +188,6 @@ class Unit:
         sharded."""
         assert self.residency is Residency.SHARDED
         self.groups, self.dtype = list(groups), ComputeDtype.TRAIN
-        self.copies_out = any(group.memory.has_copies for group in groups)
         self.view.replace_slots(*self._slots())
 
     @property
@@ -281,7 +284,7 @@ class Unit:
     @property
     def is_mapped(self) -> bool:
         """True if unsharded parameters are every rank's shard, and change with it."""
-        return any(group.memory.viewed_mapping is not None for group in self.groups)
+        return any(group.memory.views_mapping for group in self.groups)
 
     def keep(self) -> None:
         """The unit stays unsharded after a pass, although its shards may be written to."""
@@ -333,8 +336,9 @@ class Unit:
         """A forward call has ended, where ranks must reduce units in one order. nodes: of its
         outputs. They hold the call."""
         call.inside = _torch_private.nodes_before(nodes)
-        self.calls_in_graphs = [each for each in self.calls_in_graphs if each() is not None]
-        self.calls_in_graphs.append(weakref.ref(call))
+        conduct = self.conduct
+        conduct.calls_in_graphs = [each for each in conduct.calls_in_graphs if each() is not None]
+        conduct.calls_in_graphs.append(weakref.ref(call))
 
     def forget_calls(self) -> None:
         """Post-backward: no call needs the unit any more."""

@@ -561,7 +561,7 @@ def calls_that_outlive_their_outputs() -> int:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = FullyShardedDataParallel(Two())
     outputs = model(torch.ones(1, WIDTH, requires_grad=True))
-    calls = model._unit.calls_in_graphs
+    calls = model._unit.conduct.calls_in_graphs
     assert [call() is not None and bool(call().inside) for call in calls] == [True]
     del outputs
     return sum(call() is not None for call in calls)
