@@ -59,7 +59,7 @@ class GlooTransport(ProcessGroupTransport):
             connections.require_thread()
             what = connections.names.get(tag, "a message that an exception left behind")
             if tag % len(Kind) != Kind.GATHER:
-                connections.fail_wait(what, cause="an exception has interrupted a reduction")
+                connections.fail(what, cause="an exception has interrupted a reduction")
             self.end_gather(leftover, what)
         return connections.begin(tag)
 

@@ -10,7 +10,7 @@ import os
 import time
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread, get_ident
 
 import torch
@@ -20,7 +20,6 @@ from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
 from ..errors import StateError
 from .divergence import deadlock, progress
-from .divergence.status_store import status_store
 from .divergence.store_rendezvous import rendezvous_of
 from .divergence.time_limits import warn_after_s
 from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
@@ -101,7 +100,11 @@ class GlooConnections(Waiter):
         self.on_close: Callable[[bool], None] = _nothing
         _all_connections.add(self)
         deadlock.watch(self)
-        self._connect(group)
+        rendezvous = rendezvous_of(axis.members, name)
+        if rendezvous is not None:
+            rendezvous.meet("connect() over a process group", group, name)
+        with self._collective(1, "connect()"):
+            self.gloo = torch_gloo.gloo_of_its_own(group, name, rank, ranks, self.timeout)
 
     @property
     def awaits_readers(self) -> bool:
@@ -111,8 +114,18 @@ class GlooConnections(Waiter):
     def require_open(self) -> None:
         """Raise StateError if the connections were closed, or are about to be because their process
         group was destroyed."""
-        if self.gloo is None or not self.is_alive:
-            self._refuse()
+        if self.gloo is not None and self.is_alive:
+            return
+        if not self._failure:
+            raise group_destroyed()
+        raise StateError.of(
+            "Communication between the ranks has failed before, and stays failed.",
+            expected="no further use of this process group after the first error",
+            got=self._failure,
+            where=self._where(),
+            fix="end the process, so that torchrun restarts all ranks from a checkpoint; or "
+            "wrap the model again over a new process group, on all ranks",
+        )
 
     def require_thread(self) -> None:
         """Raise StateError if another thread is in the middle of an exchange. Threads may take
@@ -129,12 +142,18 @@ class GlooConnections(Waiter):
             )
         activity.thread = thread
 
+    def _where(self) -> str:
+        rank, members = self.activity.rank, self.activity.members
+        return (
+            f"rank {rank} of {len(members)} (global ranks {list(members)}), at {progress.place()}"
+        )
+
     # -- messages
 
     def begin(self, tag: int) -> int:
         """Count another use of a tag, and return the count. All members count alike."""
         if self.gloo is None:
-            self._refuse()
+            self.require_open()
         activity = self.activity
         if get_ident() != activity.thread:
             self.require_thread()
@@ -151,19 +170,24 @@ class GlooConnections(Waiter):
                 if not work.wait(timeout):
                     raise RuntimeError("the connection was closed")
         except RuntimeError as error:
-            self.fail_wait(self._name(message, what), error, waiting)
+            self.fail(self._name(message, what), error, waiting)
         finally:
             activity.waiting, self._awaited = None, _NOTHING
 
     def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         """Run a synchronous collective of all members."""
-        number = self.begin(COLLECTIVE)
-        self.activity.waiting = waiting = (COLLECTIVE, number, 0, 0), 0, what
+        with self._collective(self.begin(COLLECTIVE), what), _torch_private.uncounted():
+            collective(torch_gloo.GlooCollectives(self.gloo, self._finish))
+
+    @contextlib.contextmanager
+    def _collective(self, number: int, what: str) -> Iterator[None]:
+        """A wait for all members, which fails for good if it is left with an exception."""
+        self.activity.counts[COLLECTIVE] = number
+        self.activity.waiting = waiting = (COLLECTIVE, number, 0), 0, what
         try:
-            with _torch_private.uncounted():
-                collective(torch_gloo.GlooCollectives(self.gloo, self._finish))
+            yield
         except RuntimeError as error:
-            self.fail_wait(what, error, waiting)
+            self.fail(what, error, waiting, "" if self.gloo is not None else str(error))
         except BaseException as error:
             self.abandon(what, error)
             raise
@@ -190,33 +214,12 @@ class GlooConnections(Waiter):
     def _name(self, message: MessageId, what: str) -> str:
         """Return the name of the thing a wait is for. Flushed messages were gathered under another
         name."""
-        tag, _, _, num_receives = message
+        tag, _, num_receives = message
         return what if num_receives else self.names.get(tag % ACK_TAG, what)
-
-    # -- connecting
-
-    def _connect(self, group: dist.ProcessGroup) -> None:
-        what, activity = "connect()", self.activity
-        rendezvous = rendezvous_of(activity.members, activity.name)
-        if rendezvous is not None:
-            rendezvous.meet(f"{what} over a process group", group, activity.name)
-        activity.counts[COLLECTIVE] = 1
-        activity.waiting = waiting = (COLLECTIVE, 1, 0, 0), 0, what
-        try:
-            self.gloo = torch_gloo.gloo_of_its_own(
-                group, activity.name, activity.rank, len(activity.members), self.timeout
-            )
-        except RuntimeError as error:
-            self.fail_wait(what, error, waiting, str(error))
-        except BaseException as error:
-            self.abandon(what, error)
-            raise
-        finally:
-            activity.waiting = None
 
     # -- failing
 
-    def fail_wait(
+    def fail(
         self,
         what: str,
         error: RuntimeError | None = None,
@@ -224,37 +227,28 @@ class GlooConnections(Waiter):
         cause: str = "",
     ) -> typing.NoReturn:
         """Fail because a wait has failed, and raise a StateError with the reason. cause: in words,
-        if it is not that a connection has closed or the time limit."""
-        wait = None if waiting is None else self.describe(waiting)
-        report = self.activity.diagnosis or deadlock.failure_of_member(self)
-        if report is None and error is not None and not cause:
-            report = self._why_failed(error, wait)
-        if report is None:
-            report = Report(False, {}, cause)
-        if wait is not None:
+        if no ``error`` of the backend is to be explained."""
+        activity = self.activity
+        wait = self.describe(waiting or ((COLLECTIVE, 0, 0), 0, ""))  # by default for all peers
+        is_lost = False
+        if error is not None and not cause:
+            is_lost, cause = not torch_gloo.is_timeout(error), "a connection was closed"
+            if not is_lost:
+                limit_s = self.timeout.total_seconds()
+                cause = f"no message within {limit_s:g} s, the time limit of the process group"
+        report = activity.diagnosis or deadlock.reason_of(self, wait, is_lost)
+        report = report or Report({}, cause)
+        if waiting is not None:
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
         if report.is_circle:
             first = f"Waiting for {what} can never end: ranks wait for each other."
         else:
-            first = f"Waiting for {what} failed{': ' if report.cause else ''}{report.cause}."
-        activity, got = self.activity, str(report) or "no message"
+            first = f"Waiting for {what} failed: {report.cause}."
+        got = str(report) or "no message"
         self._failure = self._failure or f"{first} {got}"
         deadlock.give_up(self, report)
-        culprit = None if report.culprit == activity.global_rank else report.culprit
+        culprit = None if report.culprit == wait.rank else report.culprit
         raise communication_error(first, got, activity.rank, activity.members, culprit) from error
-
-    def _why_failed(self, error: RuntimeError, wait: Wait | None) -> Report:
-        """Return why the backend has ended a wait, for which no rank has reported a reason."""
-        if torch_gloo.is_timeout(error):
-            limit_s = self.timeout.total_seconds()
-            text = f"no message within {limit_s:g} s, the time limit of the process group"
-            return Report(False, {}, text)
-        wait = wait or self.describe(((COLLECTIVE, 0, 0, 0), 0, ""))  # for all peers
-        store, lost = status_store(), None
-        if store is not None:
-            with contextlib.suppress(RuntimeError):  # the rank that is lost may have had the store
-                lost = deadlock.report_of_lost(self, wait, store)
-        return lost or Report(False, {}, "a connection was closed")
 
     def abandon(self, what: str, error: BaseException) -> None:
         """Fail because an exception of other code, above all an interrupt, came in the middle of an
@@ -263,26 +257,7 @@ class GlooConnections(Waiter):
             rank = self.activity.global_rank
             name = type(error).__name__
             self._failure = f"rank {rank} left {what} with {name}, at {progress.place()}"
-            report = Report(False, {rank: self._failure}, self._failure, rank)
-            deadlock.give_up(self, report)
-
-    def _refuse(self) -> typing.NoReturn:
-        if not self._failure:
-            raise group_destroyed()
-        raise StateError.of(
-            "Communication between the ranks has failed before, and stays failed.",
-            expected="no further use of this process group after the first error",
-            got=self._failure,
-            where=self._where(),
-            fix="end the process, so that torchrun restarts all ranks from a checkpoint; or "
-            "wrap the model again over a new process group, on all ranks",
-        )
-
-    def _where(self) -> str:
-        rank, members = self.activity.rank, self.activity.members
-        return (
-            f"rank {rank} of {len(members)} (global ranks {list(members)}), at {progress.place()}"
-        )
+            deadlock.give_up(self, Report({rank: self._failure}, self._failure, rank))
 
     # -- for deadlock detection (divergence/waits.py)
 
@@ -291,7 +266,7 @@ class GlooConnections(Waiter):
         return not self._is_closed
 
     def describe(self, waiting: Waiting) -> Wait:
-        (tag, number, _, num_receives), index, what = waiting
+        (tag, number, num_receives), index, what = waiting
         what, members = self._name(waiting[0], what), self.activity.members
         rank, is_send = self.activity.global_rank, index >= num_receives
         if tag == COLLECTIVE:
@@ -299,12 +274,11 @@ class GlooConnections(Waiter):
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
             source, target = self.peers[index - num_receives if is_send else index]
-            peer = target if is_send else source
-            peers = (members[peer],)
+            peer = members[target if is_send else source]
+            peers = (peer,)
+            text = f"rank {rank} waits for {what} from rank {peer}"
             if is_send:
-                text = f"rank {rank} waits for rank {peers[0]} to take {what}"
-            else:
-                text = f"rank {rank} waits for {what} from rank {peers[0]}"
+                text = f"rank {rank} waits for rank {peer} to take {what}"
         text += f", at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
@@ -327,19 +301,19 @@ class GlooConnections(Waiter):
             else:
                 work.abort()
 
-    def fail(self, report: Report) -> None:
-        self.on_close(True)  # first: peers may be reading what is given up here
-        self._failure = self._failure or f"another communication of this process failed: {report}"
-        self.end_wait()
-        self.close()
-
-    def close(self) -> None:
+    def close(self, report: Report | None) -> None:
         """Nothing is received afterwards, even if other code still holds a work or a message."""
-        self.gloo, self._is_closed = None, True
+        self._is_closed = True
+        self.on_close(report is not None)  # first: peers may be reading what is given up here
+        if report is not None:
+            self._failure = (
+                self._failure or f"another communication of this process failed: {report}"
+            )
+            self.end_wait()
+        self.gloo = None
         self.unfinished.clear()
         self.sent.clear()
         self.activity.counts.clear()
-        self.on_close(False)
 
     def leave(self) -> None:
         """In a forked process: refuse every use, and end nothing of the parent's."""

@@ -31,9 +31,9 @@ class MessageTransport(GlooTransport):
         except RuntimeError as error:
             receives.clear()
             sends.clear()
-            connections.fail_wait(connections.names.get(tag, "parameters or gradients"), error)
-        connections.sent[tag, number] = sends, sent, (tag, number, own.nbytes, 0)
-        message = tag, number, own.nbytes, len(receives)
+            connections.fail(connections.names.get(tag, "parameters or gradients"), error)
+        connections.sent[tag, number] = sends, sent, (tag, number, 0)
+        message = tag, number, len(receives)
         handle = connections.unfinished[tag] = Handle(receives, into, sent, message)
         return handle
 

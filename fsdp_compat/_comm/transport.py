@@ -77,7 +77,7 @@ class Handle:
         works: list[Work],
         parts: Sequence[torch.Tensor] = (),
         keep: typing.Any = None,
-        message: MessageId = (0, 0, 0, 0),
+        message: MessageId = (0, 0, 0),
         divisor: torch.Tensor | None = None,
     ) -> None:
         """divisor: of the sum of an all-reduce."""
@@ -175,7 +175,7 @@ class Transport(ValueCollectives):
     # Peers may still read what this rank has sent when the call that has sent it has ended, until
     # ``settle``. So each reduction needs memory of its own, see ``allocate``.
     reads_later = False
-    maps = False  # ``map_shards`` and the meetings exist
+    maps = False  # ``map_shards`` and barriers exist
     # How often ``continue_reduce`` is called between begin and end. If it is, it waits only for
     # ranks of this host, and the buffer may be freed as soon as ``begin_reduce`` returns.
     reduce_steps = 0
@@ -299,18 +299,14 @@ class Transport(ValueCollectives):
         into new ones. Return why, if some rank cannot map all of them."""
         return "ranks do not read each other's memory"
 
-    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
-        """Tell the other ranks that this one has come to the meeting with this tag. Only if
-        something is mapped. Two meetings with one tag have one with another tag between them."""
+    def begin_barrier(self, tag: int, word: int = 0) -> Handle:
+        """Tell the other ranks that this one has come to the barrier with this tag. Only if
+        something is mapped. Two barriers with one tag have one with another tag between them."""
         raise NotImplementedError
 
-    def end_meeting(self, handle: Handle, what: str) -> list[int]:
-        """Wait until all ranks have come. Return the words of the others."""
-        raise NotImplementedError
-
-    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
-        """Fail because a rank, whose word was the one with ``index``, has left what the meeting
-        ends with an exception."""
+    def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
+        """Wait until all ranks have come. Return the words of the others. fails: communication
+        fails if one of them is 1, by which a rank tells that it has left with an exception."""
         raise NotImplementedError
 
 

@@ -38,7 +38,7 @@ class _Pending(Handle):
     __slots__ = ("stage", "step", "target")
 
     def __init__(self, stage: Handle, keep: torch.Tensor, target: torch.Tensor, tag: int) -> None:
-        super().__init__([], (), keep, (tag, 0, 0, 0))
+        super().__init__([], (), keep, (tag, 0, 0))
         self.stage, self.target, self.step = stage, target, 0
 
 

@@ -22,7 +22,7 @@ from .group import Group
 
 
 class Pass(enum.IntEnum):
-    """Kinds of passes. They have meetings of their own: a backward may begin in a forward."""
+    """Kinds of passes. They have barriers of their own: a backward may begin in a forward."""
 
     FORWARD = 0
     BACKWARD = 2
@@ -80,9 +80,9 @@ class MappedShards:
             places = axis.places()
             if places != axis.mapped_at:
                 axis.mapped_at, axis.version = places, axis.version + 1
-            handles.append(axis.communicator.begin_meeting(axis.tag + which, axis.version))
+            handles.append(axis.communicator.begin_barrier(axis.tag + which, axis.version))
         told = [
-            [axis.version, *axis.communicator.end_meeting(handle, what)]
+            [axis.version, *axis.communicator.end_barrier(handle, what)]
             for axis, handle in zip(self._axes, handles, strict=True)
         ]
         for axis, versions in zip(self._axes, told, strict=True):
@@ -98,7 +98,7 @@ class MappedShards:
         self._reading.discard(which)
         if which in self._open and not self._open[which]:
             self._open[which] = [
-                (axis, axis.communicator.begin_meeting(axis.tag + which + 1, int(has_raised)))
+                (axis, axis.communicator.begin_barrier(axis.tag + which + 1, int(has_raised)))
                 for axis in self._axes or ()
             ]
 
@@ -111,9 +111,7 @@ class MappedShards:
         self.leave(which, has_raised)
         what = f"the end of a {which.name.lower()} of {self._label}"
         for axis, handle in self._open.pop(which, ()):
-            raised = axis.communicator.end_meeting(handle, what)
-            if any(raised) and not has_raised:
-                axis.communicator.fail_meeting(handle, what, raised.index(1))
+            axis.communicator.end_barrier(handle, what, fails=not has_raised)
 
     def _decide(self) -> list[_Axis]:
         """Collective. Return the axes along which something can be mapped."""

@@ -18,31 +18,30 @@ import torch.distributed as dist
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.divergence.processes import Process
 from fsdp_compat._comm.mesh import mesh_from_group
-from fsdp_compat._comm.same_host import counters, shared_memory
+from fsdp_compat._comm.same_host import counters, memory_files, shared_memory
 from fsdp_compat._comm.same_host.counters import PeerTable, Table
-from fsdp_compat._comm.same_host.peer_memory import PeerMemory
+from fsdp_compat._comm.same_host.peers import PeerMemory
 from fsdp_compat.errors import UsageError
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED
 
-pytestmark = pytest.mark.skipif(not counters.are_supported(), reason="no counters on this machine")
+pytestmark = pytest.mark.skipif(
+    not memory_files.are_supported(), reason="no counters on this machine"
+)
 
 TAG, LONG, AT_ONCE_S = 5, datetime.timedelta(seconds=60), 10.0
 
 
 def table_of_this_process() -> Table:
-    shared_memory.control()  # makes the file that the token is of
     return Table(shared_memory.token())
 
 
 def opened(table: Table, pid: int | None = None) -> PeerTable:
     """Return the table as a peer sees it. pid: of the process that is said to own it."""
-    arena, file = shared_memory._arena, table.file
-    assert arena.control is not None and file is not None
-    memory = PeerMemory(os.getpid(), arena.control.fd, arena.token)
-    process = Process.with_id(pid or os.getpid())
-    assert process is not None
-    return PeerTable(memory, file.fd, file.number, process)
+    file, process = table.file, Process.with_id(pid or os.getpid())
+    assert file is not None and process is not None
+    memory = PeerMemory(os.getpid(), shared_memory.token())
+    return PeerTable(memory.open(file.fd, file.number), process)
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -54,20 +53,20 @@ def seconds_of(call: Callable[[], object]) -> float:
 def test_a_peer_sees_numbers_and_words_of_each_tag_alone() -> None:
     table = table_of_this_process()
     peer = opened(table)
-    table.send(TAG, 3, (1, -2, 3, 4, 5, 6, 1 << 62))
+    table.send(TAG, 3, (1, -2, 3, 4, 5, 1 << 62))
     assert peer.sent(TAG, 3).wait(LONG)
-    assert peer.words(TAG) == (1, -2, 3, 4, 5, 6, 1 << 62)
+    assert peer.words(TAG) == (1, -2, 3, 4, 5, 1 << 62)
     table.acknowledge(TAG, 7)
     assert peer.read(TAG, 7).wait(LONG)
     for tag in (TAG - 1, TAG + 1, counters.NUM_TAGS - 1):
-        assert peer.words(tag) == (0,) * 7
+        assert peer.words(tag) == (0,) * 6
         assert not peer.has_reached(counters._row(tag) // 4, 1)
 
 
 def test_a_wait_ends_with_the_count_the_time_limit_or_an_abort() -> None:
     table = table_of_this_process()
     peer = opened(table)
-    thread = threading.Timer(0.05, table.send, (TAG, 1, (0,) * 7))
+    thread = threading.Timer(0.05, table.send, (TAG, 1, (0,) * 6))
     thread.start()
     assert peer.sent(TAG, 1).wait(LONG)
     thread.join()
@@ -83,9 +82,9 @@ def test_a_wait_ends_with_the_count_the_time_limit_or_an_abort() -> None:
 def test_a_wait_fails_when_the_peer_closes_but_not_for_what_it_has_counted() -> None:
     table = table_of_this_process()
     peer = opened(table)
-    table.send(TAG, 1, (0,) * 7)
-    table.close()
-    assert peer.sent(TAG, 1).wait(LONG)
+    table.send(TAG, 1, (0,) * 6)
+    table.close(has_failed=False)
+    assert peer.sent(TAG, 1).wait(LONG) and not peer.has_failed
     with pytest.raises(RuntimeError, match="the connection was closed"):
         peer.sent(TAG, 2).wait(LONG)
 
@@ -117,7 +116,7 @@ def test_a_forked_process_has_no_counters() -> None:
     child = os.fork()
     if not child:
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        table.send(TAG, 1, (0,) * 7)
+        table.send(TAG, 1, (0,) * 6)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
@@ -125,17 +124,15 @@ def test_a_forked_process_has_no_counters() -> None:
 def exchanges_numbers() -> list[tuple[int, ...]]:
     """Each rank sends its square a thousand times; the words that the other one saw."""
     rank, table = dist.get_rank(), table_of_this_process()
-    arena, file = shared_memory._arena, table.file
-    assert arena.control is not None and file is not None
+    assert table.file is not None
     cards: list[tuple[Any, ...]] = [()] * 2
-    own = Process.own(), arena.control.fd, arena.token, file.fd, file.number
+    own = Process.own(), shared_memory.token(), table.file.fd, table.file.number
     dist.all_gather_object(cards, own)
-    process, control, token, fd, number = cards[1 - rank]
-    memory = PeerMemory(process.pid, control, token)
-    peer = PeerTable(memory, fd, number, process)
+    process, token, fd, number = cards[1 - rank]
+    peer = PeerTable(PeerMemory(process.pid, token).open(fd, number), process)
     seen = []
     for each in range(1, 1001):
-        table.send(TAG, each, (each, each * each, rank, 0, 0, 0, 0))
+        table.send(TAG, each, (each, each * each, rank, 0, 0, 0))
         assert peer.sent(TAG, each).wait(LONG)
         seen.append(peer.words(TAG))
         table.acknowledge(TAG, each)
@@ -146,7 +143,7 @@ def exchanges_numbers() -> list[tuple[int, ...]]:
 
 def test_two_processes_see_every_word_in_order() -> None:
     for rank, seen in enumerate(run_ranks(2, exchanges_numbers)):
-        assert seen == [(n, n * n, 1 - rank, 0, 0, 0, 0) for n in range(1, 1001)]
+        assert seen == [(n, n * n, 1 - rank, 0, 0, 0) for n in range(1, 1001)]
 
 
 def takes_too_many_tags() -> tuple[int, str]:

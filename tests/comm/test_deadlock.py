@@ -4,6 +4,7 @@ communication that has failed stays failed; and slow ranks get no error."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import re
 import threading
@@ -101,7 +102,7 @@ def cycle(*posts: Post, failed: dict[int, Report] | None = None) -> Report | Non
 
 def test_find_cycle_finds_circles_and_waits_for_their_ranks() -> None:
     circle = post(wait(1, 2)), post(wait(2, 1))
-    assert cycle(*circle) == Report(True, {1: "1 waits for (2,)", 2: "2 waits for (1,)"})
+    assert cycle(*circle) == Report({1: "1 waits for (2,)", 2: "2 waits for (1,)"})
     found = cycle(post(wait(0, 1)), *circle)
     assert found is not None and set(found.lines) == {0, 1, 2}
 
@@ -134,17 +135,17 @@ def test_find_cycle_follows_every_peer_of_a_collective() -> None:
 
 
 def test_find_cycle_returns_the_report_of_a_failed_peer() -> None:
-    report = Report(False, {1: "1 has waited for 5"})
-    expected = Report(False, {0: "0 waits for (1,)", 1: "1 has waited for 5"})
+    report = Report({1: "1 has waited for 5"}, "time")
+    expected = Report({0: "0 waits for (1,)", 1: "1 has waited for 5"}, "time")
     assert cycle(post(wait(0, 1)), failed={1: report}) == expected
     assert cycle(post(wait(0, 1, tag=RENDEZVOUS)), failed={1: report}) is None
 
 
 def test_find_cycle_returns_the_first_report_of_any_member() -> None:
     """The awaited rank was killed: a neighbour on its host reports that."""
-    first = Report(False, {2: "2 waits for (1,)"}, "rank 1 was killed", 1)
-    found = cycle(post(wait(0, 1)), failed={2: first, 3: Report(False, {3: "rank 2 closed"})})
-    assert found == Report(False, {0: "0 waits for (1,)", **first.lines}, first.cause, 1)
+    first = Report({2: "2 waits for (1,)"}, "rank 1 was killed", 1)
+    found = cycle(post(wait(0, 1)), failed={2: first, 3: Report({3: "rank 2 closed"}, "closed")})
+    assert found == Report({0: "0 waits for (1,)", **first.lines}, first.cause, 1)
 
 
 def test_status_store_forgets_a_withdrawn_post() -> None:
@@ -174,11 +175,11 @@ class FakeWaiter(Waiter):
         """Begin a message and wait for it."""
         counts = self.activity.counts
         counts[tag] = counts.get(tag, 0) + 1
-        self.activity.waiting = waiting = (tag, counts[tag], 0, 1), 0, f"tag {tag}"
+        self.activity.waiting = waiting = (tag, counts[tag], 1), 0, f"tag {tag}"
         return waiting
 
     def describe(self, waiting: Waiting) -> Wait:
-        (tag, number, _, _), _, what = waiting
+        (tag, number, _), _, what = waiting
         rank = self.activity.rank
         peers = tuple(r for r in self.activity.members if r != rank)
         return Wait(rank, peers, self.activity.name, tag, number, f"rank {rank} waits for {what}")
@@ -190,11 +191,8 @@ class FakeWaiter(Waiter):
     def end_wait(self) -> None:
         self.calls.append("end_wait")
 
-    def fail(self, report: Report) -> None:
-        self.calls.append(f"fail: {report}")
-
-    def close(self) -> None:
-        self.calls.append("close")
+    def close(self, report: Report | None) -> None:
+        self.calls.append(f"close: {report}")
 
 
 class Process:
@@ -236,7 +234,7 @@ def test_search_publishes_a_wait_after_the_patience_and_withdraws_it(
     own.look(deadlock.PATIENCE - 0.1)
     assert own.posted is None
     own.look(0.2)
-    assert own.posted == Post(own.waiter.describe(((4, 1, 0, 1), 0, "tag 4")), {"all": {4: 1}})
+    assert own.posted == Post(own.waiter.describe(((4, 1, 1), 0, "tag 4")), {"all": {4: 1}})
     own.waiter.begin()  # the next wait
     own.look()
     assert own.posted is None
@@ -256,7 +254,7 @@ def test_search_ends_the_wait_of_every_rank_of_a_circle(two: tuple[Process, Proc
     assert two[0].waiter.calls == [], "the other rank may compute"
     two[1].look()
     two[0].look()
-    expected = Report(True, {0: "rank 0 waits for tag 4", 1: "rank 1 waits for tag 8"})
+    expected = Report({0: "rank 0 waits for tag 4", 1: "rank 1 waits for tag 8"})
     for process in two:
         assert process.waiter.calls == ["end_wait"]
         assert process.waiter.activity.diagnosis == expected
@@ -278,7 +276,7 @@ def test_search_ends_a_long_wait_whose_connection_is_lost(two: tuple[Process, Pr
     own.waiter.lost = 1
     own.look(0.2 * deadlock.PATIENCE)
     assert own.waiter.calls == ["end_wait"]
-    expected = Report(False, {}, "rank 1 closed its connection", 1)
+    expected = Report({}, "rank 1 closed its connection", 1)
     assert own.waiter.activity.diagnosis == expected
 
 
@@ -288,7 +286,7 @@ def test_search_reports_the_failure_of_all_connections(two: tuple[Process, Proce
     closed.is_connected = False
     own.waiters = [own.waiter, other, closed]
     own.waiter.begin()
-    peer.store.report_failure("all", 1, Report(False, {1: "rank 1 was interrupted"}))
+    peer.store.report_failure("all", 1, Report({1: "rank 1 was interrupted"}, "an interrupt"))
     own.look()
     own.look(deadlock.PATIENCE)
     assert own.waiter.calls == ["end_wait"]
@@ -403,12 +401,12 @@ def test_give_up_fails_all_connections_and_tells_their_members(
     waiters[2].is_connected = False
     for waiter in waiters:
         own._waiters.add(waiter)
-    report = Report(False, {0: "rank 0 has left"})
+    report = Report({0: "rank 0 has left"}, "an exception")
     deadlock.give_up(waiters[0], report)
-    assert [waiter.calls for waiter in waiters] == [["fail: rank 0 has left"]] * 2 + [[]]
-    member = FakeWaiter(1, "other")
-    assert deadlock.failure_of_member(member) == report
-    assert deadlock.failure_of_member(waiters[1]) is None, "its own"
+    assert [waiter.calls for waiter in waiters] == [["close: rank 0 has left"]] * 2 + [[]]
+    wait = waiters[1].describe(waiters[1].begin())
+    assert deadlock.reason_of(waiters[1], dataclasses.replace(wait, rank=1), False) == report
+    assert deadlock.reason_of(waiters[1], wait, False) is None, "its own"
     assert store.failure_of("closed") is None
 
 
@@ -539,7 +537,7 @@ def connections(rank: int = 1) -> GlooConnections:
 def test_connections_describe_every_kind_of_wait(
     tag: int, num_receives: int, index: int, text: str, peers: tuple[int, ...]
 ) -> None:
-    found = connections().describe(((tag, 7, 0, num_receives), index, "'b'"))
+    found = connections().describe(((tag, 7, num_receives), index, "'b'"))
     assert found.text.startswith(f"{text}, at ")
     assert (found.rank, found.peers, found.name, found.tag, found.number) == (
         *(11, peers, "all"),
@@ -552,7 +550,7 @@ def test_connections_refuse_a_second_thread_in_the_middle_of_an_exchange() -> No
     assert found.begin(4) == 1
     found.activity.thread = -1  # it was another one
     assert found.begin(4) == 2, "threads may take turns"
-    found.activity.thread, found.sent = -1, {(4, 1): ([], None, (4, 1, 0, 0))}
+    found.activity.thread, found.sent = -1, {(4, 1): ([], None, (4, 1, 0))}
     with pytest.raises(StateError, match="Two threads communicate over one process group at once"):
         found.begin(4)
 

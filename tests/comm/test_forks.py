@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, StateError
 from fsdp_compat._comm.same_host import shared_memory
-from fsdp_compat._comm.same_host.peer_memory import PeerMemory
+from fsdp_compat._comm.same_host.peers import PeerMemory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -203,8 +203,7 @@ def test_forks_during_a_step_do_not_change_it() -> None:
 def reads_after_forks() -> list[float]:
     """What a peer reads at a location that was told before several forks, the files of which it has
     not opened yet."""
-    shared_memory.control()
-    arena, kept, found = shared_memory._arena, [], []
+    kept, found = [], []
     for number in range(3):
         kept.append(shared_memory.allocate(WIDTH, torch.float32).fill_(number))
         found.append(shared_memory.locate(kept[-1]))
@@ -212,8 +211,7 @@ def reads_after_forks() -> list[float]:
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
-    assert arena.control is not None
-    peer = PeerMemory(os.getpid(), arena.control.fd, arena.token)
+    peer = PeerMemory(os.getpid(), shared_memory.token())
     return [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found]
 
 

@@ -261,7 +261,7 @@ def test_rank_whose_program_has_ended_is_not_waited_for(make: Callable[..., Rank
 
 def test_rank_whose_communication_has_failed_is_not_waited_for(make: Callable[..., Ranks]) -> None:
     ranks = make(2)
-    ranks.status.report_failure(CONNECTIONS, 1, Report(False, {1: "it is lost"}))
+    ranks.status.report_failure(CONNECTIONS, 1, Report({1: "it is lost"}))
     (message,) = ranks.simulation.run(ranks.call(0))
     assert "rank 1 has not arrived: its communication has failed (it is lost)" in message
 

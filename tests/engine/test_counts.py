@@ -169,16 +169,16 @@ def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
         assert seen == made
 
 
-def meetings_that_are_seen() -> int:
+def barriers_that_are_seen() -> int:
     model = wrapped()
     step(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model)
-    return sum(each.count for each in profile.key_averages() if each.key.endswith("::end_meeting"))
+    return sum(each.count for each in profile.key_averages() if each.key.endswith("::end_barrier"))
 
 
-def test_profilers_see_the_meetings_of_mapped_passes() -> None:
-    assert run_ranks(2, meetings_that_are_seen, environment=MAPPED) == [4, 4]
+def test_profilers_see_the_barriers_of_mapped_passes() -> None:
+    assert run_ranks(2, barriers_that_are_seen, environment=MAPPED) == [4, 4]
 
 
 def sent_by_steps(

@@ -106,7 +106,7 @@ def saves_on_rank_0() -> list[str]:
         if dist.get_rank() == 0:
             found.append(message_of(model.state_dict))
             if gives_up:
-                report = deadlock.Report(False, {0: "rank 0 has left"})
+                report = deadlock.Report({0: "rank 0 has left"}, "an exception")
                 deadlock.give_up(model._runtime.groups[0].shard.connections, report)
                 break
             step(model)
@@ -311,7 +311,7 @@ def raises_before_backward() -> list[str]:
         loss.backward()
     if dist.get_rank() == 1:
         store.wait(["warned"])
-        report = deadlock.Report(False, {1: "rank 1 has left"})
+        report = deadlock.Report({1: "rank 1 has left"}, "an exception")
         deadlock.give_up(model._runtime.groups[0].shard.connections, report)
     logging.getLogger("fsdp_compat.waits").removeHandler(recorder)
     return recorder.found

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm.same_host import shared_memory
+from fsdp_compat._comm.same_host import peers, shared_memory
 
 __all__ = [
     "Allocation",
@@ -198,7 +198,7 @@ def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
     address = storage.data_ptr()
     return storage.device.type == "cpu" and any(
         0 <= address - chunk.address < len(chunk.view)
-        for peer in shared_memory._peers.values()
+        for peer in peers._memories.values()
         for chunk in peer._chunks.values()
     )
 

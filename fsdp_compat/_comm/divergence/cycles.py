@@ -50,7 +50,7 @@ def find_cycle(store: StatusStore, own: Post) -> Report | None:
             circle = ranks[ranks.index(rank) :]
             refused = [rank for rank in circle if path[rank].wait.can_be_refused]
             if not refused or own.wait.rank in refused:
-                return with_path(Report(True, {}))
+                return with_path(Report({}))
         del path[wait.rank]
         done.add(wait.rank)
         return None

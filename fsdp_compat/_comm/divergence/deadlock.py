@@ -139,22 +139,17 @@ class Search:
         if activity.diagnosis is not None:
             waiter.end_wait()  # again, as this wait may have begun after the last time
             return
-        report = find_cycle(store, own) or self._lost_peer(waiter, own.wait, store)
+        report = find_cycle(store, own)
+        now = time.monotonic()
+        if report is None and now - max(self._since, self._probed_at) >= PATIENCE:
+            self._probed_at = now  # rarely, because each time a message is sent
+            report = _report_of_lost(waiter, own.wait, store)
         if report is not None and activity.waiting is waiting:
             activity.diagnosis = report
             if not own.wait.can_be_refused:
                 # first: a peer that loses its connection looks here for the reason
                 _report_failure(waiters, report, store)
             waiter.end_wait()
-
-    def _lost_peer(self, waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:
-        """Return a report if a peer has gone without one, as a killed process does. Asks rarely,
-        because each time a message is sent."""
-        now = time.monotonic()
-        if now - max(self._since, self._probed_at) < PATIENCE:
-            return None
-        self._probed_at = now
-        return report_of_lost(waiter, wait, store)
 
 
 class _Watcher:
@@ -203,7 +198,7 @@ class _Watcher:
             with self.lock:
                 waiters = self.waiters()
                 for waiter in set(self._waiters).difference(waiters):
-                    waiter.close()  # a model may still hold it
+                    waiter.close(None)  # a model may still hold it
                 self._leave_old_world()
                 if self._responder is not None:
                     with contextlib.suppress(Exception):  # the store is gone
@@ -238,22 +233,24 @@ def watch(waiter: Waiter) -> None:
     _watcher.watch(waiter)
 
 
-def report_of_lost(waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:
-    """Return a report if a rank that a wait needs has gone."""
+def _report_of_lost(waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:
+    """Return a report if a rank that a wait needs has gone, as a killed process does."""
     rank = waiter.lost_peer(wait, store.is_gone)
     if rank is None:
         return None
     # a rank that has failed says why before it closes its connections
     reported = store.failure_of(wait.name, except_of=wait.rank)
-    return reported or Report(False, {}, store.fate_of(rank), rank)
+    return reported or Report({}, store.fate_of(rank), rank)
 
 
-def failure_of_member(waiter: Waiter) -> Report | None:
-    """Return what another member has reported when its connections of the same name failed."""
-    store, activity = status_store(), waiter.activity
+def reason_of(waiter: Waiter, wait: Wait, is_lost: bool) -> Report | None:
+    """Return why a wait has failed, as far as the store tells: what another member has reported or,
+    with ``is_lost``, that one has gone."""
+    store = status_store()
     if store is not None:
-        with contextlib.suppress(RuntimeError):
-            return store.failure_of(activity.name, except_of=activity.global_rank)
+        with contextlib.suppress(RuntimeError):  # the rank that is lost may have had the store
+            reported = store.failure_of(wait.name, except_of=wait.rank)
+            return reported or (_report_of_lost(waiter, wait, store) if is_lost else None)
     return None
 
 
@@ -278,4 +275,4 @@ def give_up(failed: Waiter, report: Report) -> None:
                 _watcher.search.withdraw(store)
         for waiter in waiters:
             if waiter.is_connected:
-                waiter.fail(report)
+                waiter.close(report)

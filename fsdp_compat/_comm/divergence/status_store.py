@@ -76,9 +76,9 @@ class StatusStore:
         value = self._get(f"failed/{name}")
         if value is None:
             return None
-        rank, is_circle, lines, *rest = value
+        rank, lines, *rest = value
         lines = {int(rank): line for rank, line in lines.items()}
-        return None if rank == except_of else Report(is_circle, lines, *rest)
+        return None if rank == except_of else Report(lines, *rest)
 
     # -- rendezvous, see store_rendezvous.py
 

@@ -133,7 +133,7 @@ class StoreRendezvous(Waiter):
     # -- for deadlock detection (waits.py)
 
     def describe(self, waiting: Waiting) -> Wait:
-        (tag, number, _, _), _, what = waiting
+        (tag, number, _), _, what = waiting
         rank, peers = self.activity.global_rank, self.activity.others
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
@@ -186,7 +186,7 @@ class Turn:
             return
         if self._num_arrived() > 1:  # another rank asks already; but it may die
             self._ask_s *= 5 * max(1, len(activity.members) / 64)
-        activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
+        activity.waiting = (RENDEZVOUS, self._number, 0), 0, self._call
 
     def close(self, known: dict[int, str]) -> None:
         """Close the rendezvous, unless it is complete or closed. known: why, for some ranks."""
@@ -203,7 +203,7 @@ class Turn:
             told = f": {self._told[each]}" if each in self._told else ""
             absent = f"has not arrived{told}" if each in missing else "arrived"
             lines[each] = f"rank {each} {self._call_of(each) or absent}"
-        self._store.report_failure(self._key(), rank, Report(False, lines | known))
+        self._store.report_failure(self._key(), rank, Report(lines | known))
 
     def _is_complete(self, total: int) -> bool:
         return total == len(self._activity.members) * self._value
@@ -239,7 +239,7 @@ class Turn:
         own = {rank: f"rank {rank} called {self._call} at {progress.place()}"}
         lines = own | (report.lines if report else {})
         first = f"The ranks did not come together in {self._call}."
-        return self._rendezvous.error(first, str(Report(False, lines)))
+        return self._rendezvous.error(first, str(Report(lines)))
 
     def _key(self) -> str:
         """Return the name under which a refusal is reported."""

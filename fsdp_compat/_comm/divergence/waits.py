@@ -9,7 +9,7 @@ rendezvous (store_rendezvous.py). Each is a ``Waiter`` and keeps an ``Activity``
 deadlock.py reads the activities from a thread of its own, and has two answers:
 
     activity.diagnosis = report, waiter.end_wait()     this wait can never end
-    waiter.fail(report)                                all communication of this process has failed
+    waiter.close(report)                               all communication of this process has failed
 
 A waiter knows nothing of the search, and the search knows nothing of gloo."""
 
@@ -26,9 +26,8 @@ from ... import _torch_private
 COLLECTIVE = -1  # a synchronous collective of all members
 RENDEZVOUS = -2  # a rendezvous: nothing has been sent yet
 
-# (tag, how often the tag was used, bytes of the message, number of receives among the works, which
-# come before the sends)
-MessageId = tuple[int, int, int, int]
+# (tag, how often the tag was used, number of receives among the works, which come before the sends)
+MessageId = tuple[int, int, int]
 
 # (message, index of the work, what); each wait has a new tuple, and its identity tells them apart
 Waiting = tuple[MessageId, int, str]
@@ -38,10 +37,14 @@ Waiting = tuple[MessageId, int, str]
 class Report:
     """Why communication has failed."""
 
-    is_circle: bool  # ranks wait for each other; else a time limit, a lost connection, an interrupt
     lines: dict[int, str]  # by global rank: what it waits for
-    cause: str = ""  # in words, unless it is a circle
+    # In words: a time limit, a lost connection, an interrupt; "": ranks wait for each other.
+    cause: str = ""
     culprit: int | None = None  # the global rank whose own error comes first, if one is known
+
+    @property
+    def is_circle(self) -> bool:
+        return not self.cause
 
     def __str__(self) -> str:
         return "; ".join(self.lines[rank] for rank in sorted(self.lines))
@@ -115,8 +118,6 @@ class Waiter:
     def end_wait(self) -> None:
         """End the wait of the communicating thread with an error. Called until it has ended."""
 
-    def fail(self, report: Report) -> None:
-        """Close the connections. Every later use raises an error with the reason."""
-
-    def close(self) -> None:
-        """Close the connections because the process group was destroyed."""
+    def close(self, report: Report | None) -> None:
+        """Close the connections because communication has failed, or because the process group was
+        destroyed (None). Every later use raises an error with the reason."""

@@ -27,7 +27,6 @@ import bisect
 import collections
 import contextlib
 import ctypes
-import itertools
 import mmap
 import os
 import threading
@@ -41,10 +40,10 @@ from .memory_files import (
     REMOVE,
     SHARED,
     TOKEN_NBYTES,
+    MappedFile,
     SealedFile,
     advise,
     are_supported,
-    epoch_in,
     map_memory,
     refusal_of,
     unmap_in,
@@ -66,14 +65,12 @@ class Chunk:
     def __init__(self, index: int, nbytes: int, token: bytes) -> None:
         """Raises OSError if the system refuses."""
         self.index, self.nbytes = index, nbytes
-        self._token, self._numbers = token, itertools.count(1)
-        self.file: SealedFile | None = SealedFile(nbytes, token, next(self._numbers))
+        self._token = token
+        self.file: SealedFile | None = SealedFile(nbytes, token)
         # before forks; a peer may have their descriptors and not have opened them yet
         self.old_files: list[SealedFile] = []
-        self.address = map_memory(None, nbytes, SHARED, self.file.fd, 0)
-        weakref.finalize(self, unmap_in, os.getpid(), self.address, nbytes).atexit = False
-        advise(self.address, nbytes, DONTFORK)
-        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")
+        self._memory = MappedFile(self.file.fd, self.file.number)
+        self.address, self.view = self._memory.address, self._memory.view
         self.taken: dict[int, int] = {}  # by start: size
         self.frozen: list[int] = []  # starts, in order
         self.free = [(PAGE_NBYTES, nbytes)]  # (start, end), sorted; adjacent ranges are merged
@@ -139,7 +136,7 @@ class Chunk:
                 old.fd,
                 start,
             )
-        new = SealedFile(self.nbytes, self._token, next(self._numbers))
+        new = SealedFile(self.nbytes, self._token)
         forgotten = 0
         for start, end in free:
             if start < self.top:
@@ -182,9 +179,6 @@ class Arena:
     def __init__(self) -> None:
         self.pid, self.token = os.getpid(), os.urandom(TOKEN_NBYTES)
         self.chunks: list[Chunk] = []
-        self.control: SealedFile | None = None
-        # private until there is a control file
-        self.epoch = epoch_in(memoryview(bytearray(PAGE_NBYTES)))
         self.is_closed, self.refusal = not are_supported(), "no files in memory"
         self.lock = threading.RLock()
         # A block may die inside any allocation, even one of the arena's own: it waits here for the
@@ -243,21 +237,11 @@ class Arena:
             needed,
         ):
             try:
-                if self.control is None:
-                    self._make_control()
                 self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
                 return True
             except OSError as error:
                 self.refusal = refusal_of(error)
         return False
-
-    def _make_control(self) -> None:
-        control = SealedFile(PAGE_NBYTES, self.token, 0)
-        try:
-            page = mmap.mmap(control.fd, PAGE_NBYTES)
-        except ValueError as error:
-            raise OSError(str(error)) from error
-        self.epoch, self.control = epoch_in(memoryview(page)), control
 
     def _give_back(self, chunk: Chunk, start: int, size: int) -> None:
         if os.getpid() != self.pid:
@@ -290,7 +274,6 @@ class Arena:
         for chunk in self.chunks:
             chunk.file = None
             chunk.old_files.clear()
-        self.control, self.epoch = None, epoch_in(memoryview(bytearray(PAGE_NBYTES)))
 
 
 def _in_pages(nbytes: int) -> int:

@@ -16,28 +16,24 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
-import itertools
-import os
-import platform
+import mmap
 import struct
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 from ..divergence.processes import Process
-from . import memory_files
-from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
-from .peer_memory import MappedFile, PeerMemory
+from .memory_files import MappedFile, SealedFile
 
 NUM_TAGS = 1 << 18
-NUM_WORDS = 7  # about a message
+NUM_WORDS = 6  # about a message
 SLICE_S = 0.1  # of a wait, between two looks at what may end it
 
 # A row: number of the last message sent, of the last one read, words about the one sent.
 _ROW_NBYTES = 64
 _WORDS = struct.Struct(f"{NUM_WORDS}q")
 _SENT, _READ, _SAID = 0, 1, 8  # the first two in counters, the third in bytes
-_CLOSED = 16  # a counter, in the first page: 1 when the owner has closed the table
+# counters in the first page: 1 when the owner has closed the table, and when it has failed
+_CLOSED, _FAILED = 16, 17
 
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1
 
@@ -47,16 +43,6 @@ class _Time(ctypes.Structure):
 
 
 _SLICE = ctypes.pointer(_Time(0, int(SLICE_S * 1e9)))
-_numbers = itertools.count(1 << 40)  # of files: no table has the number of a chunk
-
-
-def are_supported() -> bool:
-    """True if this machine has what counters need."""
-    return (
-        memory_files.are_supported()
-        and platform.machine() == "x86_64"
-        and ctypes.sizeof(ctypes.c_void_p) == 8
-    )
 
 
 @functools.cache
@@ -73,18 +59,15 @@ class Table:
     def __init__(self, token: bytes) -> None:
         """token: of this process's memory. Raises OSError if the system refuses."""
         # None when the peers have opened it
-        self.file: SealedFile | None = SealedFile(_NBYTES, token, next(_numbers))
-        self._address = map_memory(None, _NBYTES, SHARED, self.file.fd, 0)
-        weakref.finalize(self, unmap_in, os.getpid(), self._address, _NBYTES).atexit = False
-        advise(self._address, _NBYTES, DONTFORK)
-        self._bytes = memoryview((ctypes.c_ubyte * _NBYTES).from_address(self._address)).cast("B")
-        self._counters = self._bytes.cast("I")
+        self.file: SealedFile | None = SealedFile(_NBYTES, token)
+        self._memory = MappedFile(self.file.fd, self.file.number)
+        self._counters = self._memory.view.cast("I")
 
     def send(self, tag: int, number: int, words: Sequence[int]) -> None:
         """Tell the peers of a message, in NUM_WORDS of 64 bits. They have read the last one of the
         tag."""
         row = _row(tag)
-        _WORDS.pack_into(self._bytes, row + _SAID, *words)
+        _WORDS.pack_into(self._memory.view, row + _SAID, *words)
         self._set(row, _SENT, number)
 
     def acknowledge(self, tag: int, number: int) -> None:
@@ -93,27 +76,28 @@ class Table:
 
     def _set(self, row: int, counter: int, number: int) -> None:
         self._counters[row // 4 + counter] = number
-        _futex()(self._address + row + 4 * counter, _WAKE, _ALL, None, None, 0)
+        _futex()(self._memory.address + row + 4 * counter, _WAKE, _ALL, None, None, 0)
 
-    def close(self) -> None:
-        """Let the waits of all peers fail."""
+    def close(self, has_failed: bool) -> None:
+        """Let the waits of all peers fail and, if communication has failed, what they read now."""
+        if has_failed:
+            self._counters[_FAILED] = 1
         self._counters[_CLOSED] = 1
 
 
 class PeerTable:
     """The counters of a peer."""
 
-    def __init__(self, memory: PeerMemory, fd: int, number: int, process: Process) -> None:
-        """fd, number: of the file, in the peer's process. Raises OSError if it cannot be read."""
-        self._file: MappedFile = memory.open(fd, number)
-        if len(self._file.view) != _NBYTES:
+    def __init__(self, memory: MappedFile, process: Process) -> None:
+        """memory: of the table. Raises OSError if it is of another size."""
+        if memory.nbytes != _NBYTES:
             raise OSError("a table of another size")
-        self._counters = self._file.view.cast("I")
-        self._process = process
+        self._memory, self._process = memory, process
+        self._counters = memory.view.cast("I")
 
     def words(self, tag: int) -> tuple[int, ...]:
         """Return what the peer has said of its last message."""
-        return _WORDS.unpack_from(self._file.view, _row(tag) + _SAID)
+        return _WORDS.unpack_from(self._memory.view, _row(tag) + _SAID)
 
     def sent(self, tag: int, number: int) -> CounterWork:
         """Return the wait until the peer has sent a message."""
@@ -130,7 +114,12 @@ class PeerTable:
         """Wait until a counter may have reached a number, for at most a slice."""
         value = self._counters[counter]
         if value < number:
-            _futex()(self._file.address + 4 * counter, _WAIT, value, _SLICE, None, 0)
+            _futex()(self._memory.address + 4 * counter, _WAIT, value, _SLICE, None, 0)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the peer's communication has failed: what was read may be other values."""
+        return bool(self._counters[_FAILED])
 
     @property
     def is_lost(self) -> bool:
@@ -174,7 +163,7 @@ class CounterWork:
 
 
 def _row(tag: int) -> int:
-    return PAGE_NBYTES + tag * _ROW_NBYTES
+    return mmap.PAGESIZE + tag * _ROW_NBYTES
 
 
 _NBYTES = _row(NUM_TAGS)  # of a table

@@ -22,7 +22,8 @@ import torch
 
 from ..transport import Mapping
 from .memory_files import FIXED, NORESERVE, PAGE_NBYTES, advise, map_memory, unmap_in
-from .peer_memory import Location, PeerMemory
+from .peers import PeerMemory
+from .shared_memory import Location
 
 # of the parts that all mappings of this process consist of; the system has a limit of 65,530
 MAX_PARTS = 1 << 14

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import itertools
 import mmap
 import os
+import platform
 import struct
 import sys
 import weakref
@@ -23,46 +25,57 @@ SHARED, FIXED, NORESERVE, REMOVE, DONTFORK = 0x01, 0x10, 0x4000, 9, 10
 
 
 def are_supported() -> bool:
-    """True if this system has such files, and other processes can open them."""
+    """True if this machine has such files, other processes can open them, and counters work
+    (counters.py)."""
     return (
-        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+        sys.platform == "linux"
+        and platform.machine() == "x86_64"
+        and ctypes.sizeof(ctypes.c_void_p) == 8
+        and hasattr(os, "memfd_create")
+        and os.path.isdir("/proc/self/fd")
     )
+
+
+_numbers = itertools.count()
 
 
 class SealedFile:
     """A memfd that cannot shrink: pages that a reader has mapped stay valid."""
 
-    def __init__(self, nbytes: int, token: bytes, number: int) -> None:
-        """Raises OSError if the system refuses."""
+    def __init__(self, nbytes: int, token: bytes) -> None:
+        """token: of this process's memory. Raises OSError if the system refuses."""
         self.fd = os.memfd_create("fsdp_compat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.number = number
+        self.number = next(_numbers)
         weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(
             self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
-        os.pwrite(self.fd, HEADER.pack(token, number), 0)
+        os.pwrite(self.fd, HEADER.pack(token, self.number), 0)
 
 
-def epoch_in(control: memoryview) -> memoryview:
-    """Return the epoch in a control file: one int64."""
-    return control[HEADER.size : HEADER.size + 8].cast("q")
+class MappedFile:
+    """The memory of a file, mapped as long as this object lives. Children do not inherit it: their
+    copy would keep the memory."""
+
+    def __init__(
+        self, fd: int, number: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
+    ) -> None:
+        """Raises OSError if the system refuses."""
+        self.number, self.nbytes = number, os.fstat(fd).st_size
+        self.address = map_memory(None, self.nbytes, SHARED, fd, 0, access)
+        weakref.finalize(self, unmap_in, os.getpid(), self.address, self.nbytes).atexit = False
+        advise(self.address, self.nbytes, DONTFORK)
+        self.view = memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    pages, number = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+    libc.mmap.argtypes = (*pages, number, number, number, ctypes.c_long)
+    libc.munmap.argtypes, libc.madvise.argtypes = pages, (*pages, number)
     return libc
 
 

@@ -1,23 +1,30 @@
 """Tensors in memory that the other ranks of this host can read.
 
-``allocate`` puts tensors into blocks of this process's arena (arena.py), ``locate`` says where a
-tensor lies, and ``attach`` returns the memory of another process (peer_memory.py).
+``allocate`` puts tensors into blocks of this process's arena (arena.py), and ``locate`` says where
+a tensor lies.
 
 Where the system has no more descriptors or addresses, new tensors are ordinary memory."""
 
 from __future__ import annotations
 
 import os
-import weakref
+import typing
 
 import torch
 
 from .arena import Arena
-from .peer_memory import Location, PeerMemory
 
 _num_forks = 0
 _arena = Arena()
-_peers: weakref.WeakValueDictionary[bytes, PeerMemory] = weakref.WeakValueDictionary()
+
+
+class Location(typing.NamedTuple):
+    """Where a message lies, in terms that other processes understand."""
+
+    chunk: int  # index
+    number: int  # of the file of the chunk; no two files of a process have the same one
+    fd: int  # of that file, in its process
+    offset: int  # bytes
 
 
 def num_forks() -> int:
@@ -46,7 +53,6 @@ def _after_fork_in_child() -> None:
     global _arena
     parents, _arena = _arena, Arena()
     parents.leave()
-    _peers.clear()
 
 
 os.register_at_fork(
@@ -74,24 +80,11 @@ def _let_go(nbytes: int) -> None:
         raise RuntimeError("memory that fsdp_compat shares with other ranks cannot be resized")
 
 
-def located(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous 1-D tensor if it lies in a block; otherwise a copy in one, if there is
-    memory."""
-    if locate(tensor) is not None:
-        return tensor
-    return allocate(tensor.numel(), tensor.dtype).copy_(tensor)
-
-
-def refusal() -> str:
-    """Return why the system has refused memory last."""
-    return _arena.refusal
-
-
 def locate(tensor: torch.Tensor) -> Location | None:
     """Return where a contiguous tensor lies in this process's blocks, or None if it lies elsewhere.
     A tensor without elements lies anywhere."""
     if not tensor.numel():
-        return Location(_epoch(), 0, 0, 0, 0) if _arena.chunks else None
+        return first_location()
     address = tensor.data_ptr()
     chunk = _arena.chunk_of(address)
     if chunk is None or not tensor.is_contiguous():
@@ -105,41 +98,22 @@ def locate(tensor: torch.Tensor) -> Location | None:
             if not chunk.thaw(offset):
                 return None
             file = chunk.file
-    return None if file is None else Location(_epoch(), chunk.index, file.number, file.fd, offset)
+    return None if file is None else Location(chunk.index, file.number, file.fd, offset)
 
 
-def _epoch() -> int:
-    return _arena.epoch[0]
-
-
-def bump_epoch() -> None:
-    """Invalidate every location given so far. A peer checks the epoch after it has read."""
-    _arena.epoch[0] += 1
-
-
-def has_old_files() -> bool:
-    """True if files from before a fork are kept for peers that have not opened them yet."""
-    return any(chunk.old_files for chunk in _arena.chunks)
-
-
-def forget_old_files() -> None:
-    """Close those files. The caller knows that no peer still has to read anything."""
-    for chunk in _arena.chunks:
-        chunk.old_files.clear()
-
-
-def control() -> int | None:
-    """Return the descriptor of the control file of this process's memory, or None if no process
-    could read it."""
-    return _arena.control.fd if _arena.open() and _arena.control is not None else None
-
-
-def any_chunk() -> Location | None:
-    """Return the beginning of a chunk that peers can map."""
+def first_location() -> Location | None:
+    """Return the beginning of a chunk that peers can map, or None if no process could read this
+    one's memory."""
+    _arena.open()
     for chunk in _arena.chunks:
         if chunk.file is not None:
-            return Location(_epoch(), chunk.index, chunk.file.number, chunk.file.fd, 0)
+            return Location(chunk.index, chunk.file.number, chunk.file.fd, 0)
     return None
+
+
+def refusal() -> str:
+    """Return why the system has refused memory last."""
+    return _arena.refusal
 
 
 def token() -> bytes:
@@ -147,9 +121,8 @@ def token() -> bytes:
     return _arena.token
 
 
-def attach(pid: int, control: int, token: bytes) -> PeerMemory:
-    """Return the memory of another process. Raises OSError or ValueError if it cannot be read."""
-    found = _peers.get(token)
-    if found is None:
-        found = _peers[token] = PeerMemory(pid, control, token)
-    return found
+def forget_old_files() -> None:
+    """Close the files from before forks, which were kept for peers that have not opened them yet.
+    The caller knows that no peer still has to read anything."""
+    for chunk in _arena.chunks:
+        chunk.old_files.clear()

@@ -12,27 +12,27 @@ from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, GlooConnections, all_or_nothing, any_awaits_readers
 from ..mesh import Axis
 from ..transport import Handle, Kind, Mapping, Work
-from . import counters, shared_memory
+from . import counters, peers, shared_memory
 from .counters import Table
 from .mapping import map_shards, writes_are_found
 from .memory_files import refusal_of
-from .peers import Message, Peer, attach, introduce
+from .peers import Message, Peer
 
 
 def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
     """Return the transport of an axis whose ranks can all read each other's memory, or None on all
     of them. Collective. values: the transport for other ranks. maps: see SameHostTransport."""
-    own = introduce()
+    own = peers.introduce()
     told = values.gather_objects(None if own is None else own[0])
     if own is None or None in told:
         return None
-    peers = attach(told, axis.rank)
-    if not all(values.gather_objects(peers is not None)):
+    found = peers.attach(told, axis.rank)
+    if not all(values.gather_objects(found is not None)):
         return None
-    assert peers is not None
+    assert found is not None
     table = own[1]
     table.file = None  # the peers have opened it: a child would inherit the descriptor
-    return SameHostTransport(axis, values.device, values.connections, table, peers, maps)
+    return SameHostTransport(axis, values.device, values.connections, table, found, maps)
 
 
 class SameHostTransport(GlooTransport):
@@ -43,8 +43,8 @@ class SameHostTransport(GlooTransport):
     *ack* by its own counters; the sender must not modify the memory before it arrives. Waits for
     both have the same time limit and the same deadlock detection as waits for gloo.
 
-    A rank whose communication fails bumps an epoch in its shared memory, and a reader checks the
-    epoch after it has read.
+    A rank whose communication fails says so in its counters, and a reader looks there after it has
+    read.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SameHostTransport(GlooTransport):
     @all_or_nothing
     def settle(self, what: str, only_reductions: bool = False) -> None:
         super().settle(what, only_reductions)
-        if shared_memory.has_old_files() and not any_awaits_readers():
+        if not any_awaits_readers():
             shared_memory.forget_old_files()
 
     # -- a message
@@ -95,12 +95,14 @@ class SameHostTransport(GlooTransport):
     ) -> Handle:
         connections = self.connections
         what = connections.names.get(tag, "parameters or gradients")
-        block = shared_memory.located(sent)
-        location = shared_memory.locate(block)
+        block, location = sent, shared_memory.locate(sent)
+        if location is None:
+            block = self.allocate(sent.numel(), sent.dtype).copy_(sent)
+            location = shared_memory.locate(block)
         if location is None:
             rank = self.members[self.rank]
             error = f"rank {rank} can get no more shared memory: {shared_memory.refusal()}"
-            connections.fail_wait(what, cause=error)
+            connections.fail(what, cause=error)
         last = connections.activity.counts.get(tag, 0)
         if (tag, last) in connections.sent:  # whose place the message takes
             self._await_taken(tag, last, what)
@@ -108,8 +110,8 @@ class SameHostTransport(GlooTransport):
         self._table.send(tag, number, Message.words(location, block))
         tables = [self._peers[target].table for _, target in connections.peers]
         acks: list[Work] = [table.read(tag, number) for table in tables]
-        connections.sent[tag, number] = acks, block, (tag + ACK_TAG, number, 0, 0)
-        message = tag, number, block.nbytes, len(acks)
+        connections.sent[tag, number] = acks, block, (tag + ACK_TAG, number, 0)
+        message = tag, number, len(acks)
         handle = Handle(self._arrivals(tag, number), into or (), block, message)
         connections.unfinished[tag] = handle
         return handle
@@ -134,21 +136,21 @@ class SameHostTransport(GlooTransport):
         """Return this rank's part of a message. like: a tensor of the expected length and dtype;
         the dtype of what this rank sends is accepted, too."""
         tag, peer, rank = handle.message[0], self._peers[source], self.members[source]
-        sent, numel = peer.message(tag), handle.keep.numel()
+        sent, numel = Message.of_words(peer.table.words(tag)), handle.keep.numel()
         if (
             sent.dtype is None
             or sent.numel != numel
             or sent.dtype not in (like.dtype, handle.keep.dtype)
         ):
             error = f"rank {rank} has sent {sent} for {numel} of {like.dtype}"
-            self.connections.fail_wait(what, cause=error)
+            self.connections.fail(what, cause=error)
         first = self._first(tag % len(Kind), source, numel) * sent.dtype.itemsize
         location = sent.location._replace(offset=sent.location.offset + first)
         try:
             return peer.memory.view(location, like.numel(), sent.dtype)
         except OSError as error:
             text = f"the memory of rank {rank} cannot be read: {refusal_of(error)}"
-            self.connections.fail_wait(what, cause=text)
+            self.connections.fail(what, cause=text)
 
     def _first(self, kind: int, source: int, numel: int) -> int:
         """Return the element at which this rank's part of a message [numel] begins."""
@@ -157,11 +159,11 @@ class SameHostTransport(GlooTransport):
         return (source if kind == Kind.REPLICATE_BACK else self.rank) * -(-numel // self.ranks)
 
     def _finish(self, handle: Handle, what: str) -> None:
-        tag, number, _, _ = handle.message
+        tag, number, _ = handle.message
         for source, peer in self._peers.items():
-            if peer.has_failed(tag):
+            if peer.table.has_failed:
                 error = f"the communication of rank {self.members[source]} has failed"
-                self.connections.fail_wait(what, cause=error)
+                self.connections.fail(what, cause=error)
         self.connections.activity.counts[tag + ACK_TAG] = number
         self._table.acknowledge(tag, number)
         super()._finish(handle, what)
@@ -197,29 +199,24 @@ class SameHostTransport(GlooTransport):
         return "; ".join(filter(None, self.gather_objects(refusal))) or found
 
     @all_or_nothing
-    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
+    def begin_barrier(self, tag: int, word: int = 0) -> Handle:
         number = self.connections.begin(tag)
         self._table.send(tag, number, [word] * counters.NUM_WORDS)
         works = self._arrivals(tag, number)
-        return Handle(works, message=(tag, number, 0, len(works)))
+        return Handle(works, message=(tag, number, len(works)))
 
     @all_or_nothing
-    def end_meeting(self, handle: Handle, what: str) -> list[int]:
+    def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
         self._end(handle, what)
-        tag = handle.message[0]
-        return [self._peers[source].table.words(tag)[0] for source, _ in self.connections.peers]
-
-    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
-        connections = self.connections
-        rank = self.members[connections.peers[index][0]]
-        cause = f"rank {rank} has left with an exception"
-        connections.fail_wait(what, waiting=(handle.message, index, what), cause=cause)
+        tag, sources = handle.message[0], [source for source, _ in self.connections.peers]
+        words = [self._peers[source].table.words(tag)[0] for source in sources]
+        if fails and any(words):
+            index = words.index(1)
+            cause = f"rank {self.members[sources[index]]} has left with an exception"
+            self.connections.fail(what, waiting=(handle.message, index, what), cause=cause)
+        return words
 
 
 def _close(table: Table, peers: dict[int, Peer], has_failed: bool) -> None:
-    """Let the waits of all peers fail; if communication has failed, also what they read now."""
-    if has_failed:
-        shared_memory.bump_epoch()
-    else:
-        table.close()
-        peers.clear()  # with their memory
+    table.close(has_failed)
+    peers.clear()  # with their memory
