@@ -3,14 +3,22 @@ PythonGroupTransport for process groups that are written in Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch_private
 from .mesh import Axis, is_in_python
-from .transport import Collectives, Handle, Kind, ProcessGroupTransport, communication_error
+from .transport import (
+    VALUES,
+    Handle,
+    Kind,
+    ProcessGroupTransport,
+    as_bytes,
+    communication_error,
+)
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,19 +35,30 @@ class BackendTransport(ProcessGroupTransport):
         """device: with its index: without one, all ranks of a host would use the first device.
         small: that of the small collectives, if it is another one."""
         super().__init__(axis, device)
-        self._small = small or device
+        self.values_device = small or device
 
-    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+        with self._explained(what):
+            return super().gather_now(own, what, tag)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        with self._explained(what), _torch_private.uncounted():
+            works = [
+                dist.broadcast(tensor, group_src=0, group=self.group, async_op=True)
+                for tensor in as_bytes(tensors)
+            ]
+            for work in filter(None, works):
+                work.wait()
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Say in an error of the backend what it is about."""
         try:
-            with _torch_private.uncounted():
-                collective(_PublicCollectives(self.group, self._small))
+            yield
         except RuntimeError as error:
-            raise communication_error(
-                f"{what[0].upper()}{what[1:]} failed.",
-                f"an error of the backend ({error})",
-                self.rank,
-                self.members,
-            ) from error
+            got = f"an error of the backend ({error})"
+            first = f"Waiting for {what} failed."
+            raise communication_error(first, got, self.rank, self.members) from error
 
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
@@ -47,7 +66,8 @@ class BackendTransport(ProcessGroupTransport):
         if own.dtype is not full.dtype or own.device != full.device:
             # cast and moved into its place, and sent from there
             own = segments[self.rank].copy_(own, non_blocking=True)
-        self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
+        if tag != VALUES:
+            self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
         return Handle([], keep=(self._start_gather(full, own), own))
 
     def end_gather(self, handle: Handle, what: str) -> None:
@@ -111,28 +131,6 @@ class PythonGroupTransport(BackendTransport):
                 total, list(buffer.chunk(self.ranks)), group=self.group, async_op=True
             )
         )
-
-
-class _PublicCollectives:
-    """torch's public collectives of a process group."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self.device = group, device
-
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        dist.all_reduce(values, op=op, group=self._group)
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        works = [
-            dist.broadcast(tensor, group_src=0, group=self._group, async_op=True)
-            for tensor in tensors
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        return gather_in_group(self._group, own)
 
 
 def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:

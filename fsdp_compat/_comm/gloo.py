@@ -1,20 +1,19 @@
 """What the transports for gloo on CPU share: each rank exchanges messages with each other one.
 
-How values reach the peers is up to messages.py and same_host/transport.py. The small synchronous
-collectives use the same connections, so that a collective that was left midway cannot disturb the
-user's own."""
+How values reach the peers is up to messages.py and same_host/transport.py."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from .divergence.waits import COLLECTIVE
 from .gloo_connections import GlooConnections, all_or_nothing
 from .mesh import Axis
 from .summation import sum_in_rank_order
-from .transport import Collectives, Handle, Kind, ProcessGroupTransport
+from .transport import VALUES, Handle, Kind, ProcessGroupTransport, as_bytes
 
 
 class GlooTransport(ProcessGroupTransport):
@@ -89,14 +88,34 @@ class GlooTransport(ProcessGroupTransport):
     def require_working(self) -> None:
         self.connections.require_open()
 
-    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        self.connections.run(what, collective)
+    @all_or_nothing
+    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+        full = super().gather_now(own, what, tag)
+        self._await_taken(tag, self.connections.activity.counts[tag], what)
+        return full
+
+    @all_or_nothing
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """A rank receives from the one whose number lacks its lowest bit, and sends to those whose
+        number has one more, below its lowest."""
+        connections, rank, sent = self.connections, self.rank, as_bytes(tensors)
+        what = f"a broadcast of {what}"
+        message = COLLECTIVE, connections.begin(COLLECTIVE), 1
+        lowest = rank & -rank or 1 << self.ranks.bit_length()
+        if rank:
+            receives = [(tensor, rank - lowest) for tensor in sent]
+            connections.wait(connections.post(receives, (), VALUES, what), message, what)
+        bits = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
+        targets = [rank + bit for bit in bits if rank + bit < self.ranks]
+        sends = [(tensor, target) for target in targets for tensor in sent]
+        connections.wait(connections.post((), sends, VALUES, what), message, what)
 
     @all_or_nothing
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
-        self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
+        if tag != VALUES:
+            self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
         # what is sent does not lie in `full`, which may be freed before slow peers have received
         handle = self._start(self._cast(own, full.dtype), tag, segments)
         segments[self.rank].copy_(own)

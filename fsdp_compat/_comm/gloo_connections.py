@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import functools
 import os
 import time
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from threading import Thread, get_ident
+from collections.abc import Callable, Iterable
+from threading import get_ident
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from .divergence.store_rendezvous import rendezvous_of
 from .divergence.time_limits import warn_after_s
 from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
 from .mesh import Axis
-from .transport import Collectives, Handle, Work, communication_error, group_destroyed
+from .transport import Handle, Work, communication_error, group_destroyed
 
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that of its ack
 
@@ -32,7 +30,6 @@ ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that o
 Sent = tuple[list[Work], object, MessageId]
 
 _NOTHING: list[Work] = []
-_LOOK = datetime.timedelta(seconds=0.5)  # between two looks at a collective
 
 
 class Connected(typing.Protocol):
@@ -103,8 +100,17 @@ class GlooConnections(Waiter):
         rendezvous = rendezvous_of(axis.members, name)
         if rendezvous is not None:
             rendezvous.meet("connect() over a process group", group, name)
-        with self._collective(1, "connect()"):
+        self.activity.counts[COLLECTIVE] = 1
+        self.activity.waiting = waiting = (COLLECTIVE, 1, 0), 0, "connect()"
+        try:
             self.gloo = torch_gloo.gloo_of_its_own(group, name, rank, ranks, self.timeout)
+        except RuntimeError as error:
+            self.fail("connect()", error, waiting, str(error))
+        except BaseException as error:
+            self.abandon("connect()", error)
+            raise
+        finally:
+            self.activity.waiting = None
 
     @property
     def awaits_readers(self) -> bool:
@@ -174,42 +180,22 @@ class GlooConnections(Waiter):
         finally:
             activity.waiting, self._awaited = None, _NOTHING
 
-    def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        """Run a synchronous collective of all members."""
-        with self._collective(self.begin(COLLECTIVE), what), _torch_private.uncounted():
-            collective(torch_gloo.GlooCollectives(self.gloo, self._finish))
-
-    @contextlib.contextmanager
-    def _collective(self, number: int, what: str) -> Iterator[None]:
-        """A wait for all members, which fails for good if it is left with an exception."""
-        self.activity.counts[COLLECTIVE] = number
-        self.activity.waiting = waiting = (COLLECTIVE, number, 0), 0, what
+    def post(
+        self,
+        receives: Iterable[tuple[torch.Tensor, int]],
+        sends: Iterable[tuple[torch.Tensor, int]],
+        tag: int,
+        what: str,
+    ) -> list[Work]:
+        """Begin to receive into tensors from ranks, and to send tensors to ranks."""
+        works: list[Work] = []
         try:
-            yield
+            works += [self.gloo.recv([tensor], source, tag) for tensor, source in receives]
+            works += [self.gloo.send([tensor], target, tag) for tensor, target in sends]
         except RuntimeError as error:
-            self.fail(what, error, waiting, "" if self.gloo is not None else str(error))
-        except BaseException as error:
-            self.abandon(what, error)
-            raise
-        finally:
-            self.activity.waiting = None
-
-    def _finish(self, gloo: object, works: Sequence[dist.Work]) -> None:
-        """Wait for the works of a collective. They may never end when a connection closes, see
-        ``abort_wait``, and cannot be aborted; but a short wait for them closes nothing."""
-        try:
-            for work in works:
-                while not work.is_completed():
-                    with contextlib.suppress(RuntimeError):  # it has failed, or takes longer
-                        work.wait(_LOOK)
-                    is_over = self._is_closed or self.activity.diagnosis is not None
-                    if is_over and not work.is_completed():
-                        raise RuntimeError("the connection was closed")
-                work.wait()  # raises its error
-        except BaseException:
-            # gloo cannot be freed before its collectives have ended, which may be at the time limit
-            Thread(target=_outwait, args=(gloo, works), daemon=True).start()
-            raise
+            works.clear()
+            self.fail(what, error)
+        return works
 
     def _name(self, message: MessageId, what: str) -> str:
         """Return the name of the thing a wait is for. Flushed messages were gathered under another
@@ -324,13 +310,6 @@ class GlooConnections(Waiter):
 
 def _nothing(has_failed: bool) -> None:
     pass
-
-
-def _outwait(gloo: object, works: Sequence[dist.Work]) -> None:
-    """Keep gloo and the memory of its works until they have ended."""
-    for work in works:
-        with contextlib.suppress(RuntimeError):
-            work.wait()
 
 
 _all_connections: weakref.WeakSet[GlooConnections] = weakref.WeakSet()

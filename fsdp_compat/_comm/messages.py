@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .gloo import GlooTransport
-from .transport import Handle, Kind, Work
+from .transport import Handle, Kind
 
 
 class MessageTransport(GlooTransport):
@@ -20,18 +20,14 @@ class MessageTransport(GlooTransport):
         own = outgoing[self.rank]
         if into is None:
             into = [own if r == self.rank else torch.empty_like(own) for r in range(self.ranks)]
-        number, gloo = self._begin(tag), connections.gloo
-        receives: list[Work] = []
-        sends: list[Work] = []
-        try:
-            for source, _ in connections.peers:
-                receives.append(gloo.recv([into[source]], source, tag))
-            for _, target in connections.peers:
-                sends.append(gloo.send([outgoing[target]], target, tag))
-        except RuntimeError as error:
-            receives.clear()
-            sends.clear()
-            connections.fail(connections.names.get(tag, "parameters or gradients"), error)
+        number = self._begin(tag)
+        works = connections.post(
+            [(into[source], source) for source, _ in connections.peers],
+            [(outgoing[target], target) for _, target in connections.peers],
+            tag,
+            connections.names.get(tag, "parameters or gradients"),
+        )
+        receives, sends = works[: self.ranks - 1], works[self.ranks - 1 :]
         connections.sent[tag, number] = sends, sent, (tag, number, 0)
         message = tag, number, len(receives)
         handle = connections.unfinished[tag] = Handle(receives, into, sent, message)

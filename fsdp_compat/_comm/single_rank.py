@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .transport import Collectives, Handle, Transport
+from .transport import Handle, Transport
 
 
 class SingleRank(Transport):
@@ -30,7 +30,7 @@ class SingleRank(Transport):
             device, event = handle.keep
             torch.accelerator.current_stream(device).wait_event(event)
 
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
         return own
 
     def begin_reduce(
@@ -59,23 +59,8 @@ class SingleRank(Transport):
     def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
         pass
 
-    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        collective(_Alone())
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        pass
 
     def gather_objects(self, value: object) -> list[typing.Any]:
         return [value]
-
-
-class _Alone:
-    """The collectives of one rank."""
-
-    device = torch.device("cpu")
-
-    def all_reduce(self, values: torch.Tensor, op: object) -> None:
-        pass
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        return own

@@ -13,7 +13,7 @@ import itertools
 import pickle
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,30 +34,23 @@ class Kind(enum.IntEnum):
     REPLICATE_BACK = 3
 
 
+# The largest tag: that of small collectives, which are not counted.
+VALUES = (1 << 18) - len(Kind)
+
+
 class Traffic:
     """Collectives and bytes that one rank has sent along one axis, by kind."""
 
     def __init__(self) -> None:
-        self.clear()
+        self.counts, self.nbytes = collections.Counter[Kind](), collections.Counter[Kind]()
 
     def add(self, kind: Kind, nbytes: int) -> None:
-        self._counts[kind] += 1
-        self._nbytes[kind] += nbytes
+        self.counts[kind] += 1
+        self.nbytes[kind] += nbytes
 
     def clear(self) -> None:
-        self._counts, self._nbytes = [0] * len(Kind), [0] * len(Kind)
-
-    @property
-    def counts(self) -> collections.Counter[Kind]:
-        return collections.Counter(
-            {kind: self._counts[kind] for kind in Kind if self._counts[kind]}
-        )
-
-    @property
-    def nbytes(self) -> collections.Counter[Kind]:
-        return collections.Counter(
-            {kind: self._nbytes[kind] for kind in Kind if self._counts[kind]}
-        )
+        self.counts.clear()
+        self.nbytes.clear()
 
 
 class Work(typing.Protocol):
@@ -104,57 +97,7 @@ class Mapping(typing.Protocol):
         """True if this process has written to ``full``, by any means."""
 
 
-class ValueCollectives(abc.ABC):
-    """Small collectives that return their values at once."""
-
-    @abc.abstractmethod
-    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        """Run a synchronous collective. what: it is for, for errors."""
-
-    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
-        """flags: uint8 [n]. Return their maximum over the ranks."""
-        return self.max_of(flags, what)
-
-    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Return the sum of ``values`` over the ranks, computed in place."""
-        self._run(what, lambda group: group.all_reduce(values, dist.ReduceOp.SUM))
-        return values
-
-    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Return the maximum of ``values`` over the ranks, computed in place."""
-        self._run(what, lambda group: group.all_reduce(values, dist.ReduceOp.MAX))
-        return values
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Send contiguous tensors from the first rank of the axis; on the other ranks they are
-        overwritten."""
-        raw = [
-            tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()
-        ]  # backends do not know every dtype
-        self._run(f"a broadcast of {what}", lambda group: group.broadcast(raw))
-
-    def gather_objects(self, value: object) -> list[typing.Any]:
-        """Return every rank's picklable ``value``, in rank order. For plans and errors, not for
-        large tensors."""
-        packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
-        found: list[typing.Any] = []
-
-        def gather(group: Collectives) -> None:
-            sizes = group.all_gather(torch.tensor([len(packed)], device=group.device)).tolist()
-            longest = max(sizes)
-            own = torch.zeros(longest, dtype=torch.uint8, device=group.device)
-            own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8).to(group.device)
-            full = group.all_gather(own).cpu()
-            found.extend(
-                pickle.loads(memory_of(full[r * longest : r * longest + size]))
-                for r, size in enumerate(sizes)
-            )
-
-        self._run("an exchange of what each rank holds", gather)
-        return found
-
-
-class Transport(ValueCollectives):
+class Transport(abc.ABC):
     """Communication along one axis. By default there is nothing to wait for after a message was
     received, memory is ordinary memory, and nothing is mapped.
 
@@ -187,13 +130,14 @@ class Transport(ValueCollectives):
         """device: of the tensors that are sent."""
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members
         self.device, self.traffic = device, Traffic()
+        self.values_device = torch.device("cpu")  # of small collectives
 
     @property
     def has_failed(self) -> bool:
         """True if communication has failed: memory of messages in flight is no longer used."""
         return False
 
-    def require_working(self) -> None:
+    def require_working(self) -> None:  # noqa: B027 (a default)
         """Raise StateError if communication has failed before."""
 
     @abc.abstractmethod
@@ -206,7 +150,7 @@ class Transport(ValueCollectives):
         make = torch.zeros if zero else torch.empty
         return make(numel, dtype=dtype, device=self.device)
 
-    def settle(self, what: str, only_reductions: bool = False) -> None:
+    def settle(self, what: str, only_reductions: bool = False) -> None:  # noqa: B027 (a default)
         """Wait until everything that this rank has sent may be written to. only_reductions: what
         finished reductions have sent."""
 
@@ -230,15 +174,50 @@ class Transport(ValueCollectives):
     def unfinished_gather(self, tag: int) -> Handle | None:
         """Return the gather with this tag that has not ended, if its buffer must stay allocated:
         an exception may have come between its beginning and the place where the handle is kept."""
+        return None
 
-    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+    # -- values
+
+    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
         """Return [ranks * S] from every rank's ``own`` [S], and wait for it."""
         own = own.contiguous()
         full = own.new_empty(self.ranks * own.numel())
-        handle = self.begin_gather(own, full, full.chunk(self.ranks), 0)
-        self.end_gather(handle, "a gather of state")
-        self.settle("a gather of state")
+        handle = self.begin_gather(own, full, full.chunk(self.ranks), tag)
+        self.end_gather(handle, what)
         return full
+
+    def _by_rank(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        return self.gather_now(values.reshape(-1), what, VALUES).view(self.ranks, *values.shape)
+
+    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+        """flags: uint8 [n]. Return their maximum over the ranks."""
+        return self.max_of(flags, what)
+
+    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the sum of ``values`` over the ranks."""
+        return self._by_rank(values, what).sum(0, dtype=values.dtype)
+
+    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the maximum of ``values`` over the ranks."""
+        return self._by_rank(values, what).amax(0)
+
+    def gather_objects(self, value: object) -> list[typing.Any]:
+        """Return every rank's picklable ``value``, in rank order. For plans and errors, not for
+        large tensors."""
+        packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
+        what, device = "what each rank holds", self.values_device
+        sizes = self._by_rank(torch.tensor(len(packed), device=device), what).tolist()
+        own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
+        parts = self._by_rank(own, what).cpu()
+        return [
+            pickle.loads(memory_of(part[:size])) for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Send contiguous tensors from the first rank of the axis; on the other ranks they are
+        overwritten."""
 
     # -- gradients
 
@@ -310,6 +289,12 @@ class Transport(ValueCollectives):
         raise NotImplementedError
 
 
+def as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the bytes of contiguous tensors, except empty ones: backends do not know
+    every dtype."""
+    return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+
+
 def group_destroyed() -> StateError:
     """The error for communication over a process group that was destroyed."""
     return StateError.of(
@@ -356,18 +341,3 @@ def communication_error(
         where=f"rank {rank} of {len(members)} (global ranks {list(members)})",
         fix=f"{look}; if ranks may use different units, pass allow_unused_units=True",
     )
-
-
-class Collectives(typing.Protocol):
-    """Synchronous collectives of one set of ranks."""
-
-    device: torch.device  # of the tensors that it accepts
-
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """In place."""
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """From the first rank."""
-
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return [ranks * n] from every rank's ``own`` [n]."""

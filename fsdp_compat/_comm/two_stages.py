@@ -29,7 +29,7 @@ from .gloo import GlooTransport
 from .gloo_connections import all_or_nothing
 from .mesh import Axis
 from .messages import MessageTransport
-from .transport import Collectives, Handle, ProcessGroupTransport
+from .transport import Handle, ProcessGroupTransport
 
 
 class _Pending(Handle):
@@ -43,8 +43,7 @@ class _Pending(Handle):
 
 
 class TwoStages(ProcessGroupTransport):
-    """Exchanges by two transports. The small synchronous collectives, except broadcasts, are those
-    of a transport between all ranks."""
+    """Exchanges by two transports."""
 
     reduce_steps = 1
 
@@ -204,8 +203,11 @@ class TwoStages(ProcessGroupTransport):
             self._far.broadcast(tensors, what)
         self._near.broadcast(tensors, what)
 
-    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        self.connections.run(what, collective)
+    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+        of_place = self._far.gather_now(own, what, tag)
+        full = self._near.gather_now(of_place, what, tag)
+        grid = full.view(self._num_places, self._num_hosts, own.numel())
+        return (grid.transpose(0, 1) if self._is_by_host else grid).reshape(-1)
 
     # -- parts
 

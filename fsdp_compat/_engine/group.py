@@ -214,7 +214,7 @@ class Group:
         Leaves the buffers of forward and backward alone.
         """
         own = self.store.shard if own is None else own
-        full = self.shard.gather_now(self.offload.to_compute(own))
+        full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
         self.offload.wait_readers()  # the caller may write to the shard as soon as this returns
         return full
 

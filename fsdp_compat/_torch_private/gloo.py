@@ -7,18 +7,12 @@ import contextlib
 import ctypes
 import datetime
 import functools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-    PrefixStore,
-)
+from torch._C._distributed_c10d import PrefixStore
 
 
 def gloo_of_its_own(
@@ -97,30 +91,3 @@ def _aborts() -> dict[int | None, Any]:
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
             found[table + 2 * ctypes.sizeof(ctypes.c_void_p)] = abort  # two entries come before it
     return found
-
-
-class GlooCollectives:
-    """The collectives of ``gloo_of_its_own``, which no public function accepts."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, gloo: Any, finish: Callable[[Any, Sequence[dist.Work]], None]) -> None:
-        """finish: called with gloo and the works of a collective, waits for them."""
-        self._gloo, self._finish = gloo, finish
-
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        options: Any = AllreduceOptions()
-        options.reduceOp = op
-        self._finish(self._gloo, [self._gloo.allreduce([values], options)])
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._finish(
-            self._gloo,  # from the first rank, by default
-            [self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors],
-        )
-
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        full = own.new_empty(self._gloo.size() * own.numel())
-        parts = list(full.chunk(self._gloo.size()))
-        self._finish(self._gloo, [self._gloo.allgather([parts], [own], AllgatherOptions())])
-        return full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
-from fsdp_compat._comm import backend
 from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import axis_of
@@ -67,24 +66,22 @@ def test_gradients_reduced_in_float64_are_stored_in_float32() -> None:
     assert run_ranks(2, _trains, mixed_precision=precision) == [GATHERED_AND_REDUCED] * 2
 
 
-class _Devices:
-    """Collectives that only note the device they would use."""
+def _device_of_objects() -> torch.device:
+    second, found = torch.device("cuda", 1), list[torch.device]()
 
-    found: ClassVar[list[torch.device]] = []
+    def zeros(*args: Any, device: torch.device, **kwargs: Any) -> torch.Tensor:
+        found.append(device)
+        return real(*args, **kwargs)
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.found.append(device)
-
-    def all_reduce(self, values: torch.Tensor, op: object) -> None:
-        pass
-
-
-def _devices_of_small_collectives() -> None:
-    second = torch.device("cuda", 1)
-    with mock.patch.object(backend, "_PublicCollectives", _Devices):
-        communicator(axis_of(dist.group.WORLD), second).sum_of(torch.zeros(1), "a test")
-    assert _Devices.found == [second]
+    comm, real = communicator(axis_of(dist.group.WORLD), second), torch.zeros
+    with (
+        mock.patch.object(torch, "zeros", zeros),
+        mock.patch.object(torch, "tensor", lambda value, device: real(()).long() + value),
+    ):
+        assert comm.gather_objects("abc"[: comm.rank + 1]) == ["a", "ab"]
+    [device] = found
+    return device
 
 
-def test_small_collectives_use_the_device_of_the_model() -> None:
-    run_ranks(2, _devices_of_small_collectives)
+def test_objects_are_gathered_on_the_device_of_the_model() -> None:
+    assert run_ranks(2, _device_of_objects) == [torch.device("cuda", 1)] * 2

@@ -78,7 +78,7 @@ def _collectives(of_ranks: Sequence[int], dtype: torch.dtype) -> None:
             comm.end_gather(handle, "x")
             comm.settle("x")
             assert torch.equal(full, torch.cat(shards).to(dtype))
-            assert torch.equal(comm.gather_now(shards[rank]), torch.cat(shards))
+            assert torch.equal(comm.gather_now(shards[rank], "a test"), torch.cat(shards))
 
             buffers = [values(r, ranks * numel, dtype) for r in range(ranks)]
             segments = buffers[rank].chunk(ranks)

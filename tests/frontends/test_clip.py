@@ -32,6 +32,7 @@ from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
 from tests.support.pairwise import each_value, pairs
 from tests.support.ranks import run_ranks
+from tests.support.same_host import MESSAGES
 from tests.support.sampling import sample
 
 NORM_TYPES = [1, 2.0, 3, 0.5, math.inf]
@@ -442,13 +443,17 @@ def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
 
 
 @flat_form
-def test_clipping_sends_one_all_reduce_and_none_without_sharding(
+def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding(
     use_orig_params: bool,
 ) -> None:
-    one = {"allreduce": 1}
-    for sent in run_ranks(4, _sends, use_orig_params):
-        names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-        assert sent == {**dict.fromkeys(names, one), "NO_SHARD": {}}
+    for sent in run_ranks(4, _sends, use_orig_params, environment=MESSAGES):
+        names = ("FULL_SHARD", "SHARD_GRAD_OP"), ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        of_four, of_two = {"send": 3, "recv": 3}, {"send": 1, "recv": 1}
+        assert sent == {
+            **dict.fromkeys(names[0], of_four),
+            **dict.fromkeys(names[1], of_two),
+            "NO_SHARD": {},
+        }
 
 
 class _Kernels(TorchDispatchMode):

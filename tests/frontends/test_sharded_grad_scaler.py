@@ -25,7 +25,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateError, UsageError
 from fsdp_compat._comm import communicator
 from fsdp_compat._comm.communicator import max_in_group
-from fsdp_compat._torch_private import gloo as torch_gloo
+from fsdp_compat._comm.gloo import GlooTransport
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Stack
@@ -89,15 +89,15 @@ def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
 
 @contextlib.contextmanager
 def _reductions() -> Iterator[list[int]]:
-    """Yield a list that gets the number of elements of everything that is all-reduced inside."""
+    """Yield a list that gets the number of elements of every maximum over the ranks inside."""
     seen: list[int] = []
-    real = torch_gloo.GlooCollectives.all_reduce
+    real = GlooTransport.max_of
 
-    def counted(self: Any, tensor: Tensor, *args: Any) -> None:
-        seen.append(tensor.numel())
-        real(self, tensor, *args)
+    def counted(self: GlooTransport, values: Tensor, what: str) -> Tensor:
+        seen.append(values.numel())
+        return real(self, values, what)
 
-    with mock.patch.object(torch_gloo.GlooCollectives, "all_reduce", counted):
+    with mock.patch.object(GlooTransport, "max_of", counted):
         yield seen
 
 

@@ -109,7 +109,7 @@ def transfers_natively(device: str) -> None:
             comm.continue_all_reduce(pending, summed, 0, "gradients"), summed, "gradients"
         )
         assert torch.equal(summed, own)
-        assert torch.equal(comm.gather_now(own), own)
+        assert torch.equal(comm.gather_now(own, "a test"), own)
         assert comm.gather_objects({"rank": 0}) == [{"rank": 0}]
 
 

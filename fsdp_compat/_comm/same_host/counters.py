@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..divergence.processes import Process
+from ..transport import VALUES
 from .memory_files import MappedFile, SealedFile
 
-NUM_TAGS = 1 << 18
+NUM_TAGS = VALUES + 1
 NUM_WORDS = 6  # about a message
 SLICE_S = 0.1  # of a wait, between two looks at what may end it
 

@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, GlooConnections, all_or_nothing, any_awaits_readers
 from ..mesh import Axis
-from ..transport import Handle, Kind, Mapping, Work
+from ..transport import VALUES, Handle, Kind, Mapping, Work
 from . import counters, peers, shared_memory
 from .counters import Table
 from .mapping import map_shards, writes_are_found
@@ -64,10 +64,10 @@ class SameHostTransport(GlooTransport):
 
     def new_tag(self) -> int:
         tag = super().new_tag()
-        if tag + len(Kind) > counters.NUM_TAGS:
+        if tag >= VALUES:
             raise UsageError.of(
                 "A process group has too many groups of parameters.",
-                expected=f"at most {counters.NUM_TAGS // len(Kind) - 1}: of each unit one for "
+                expected=f"at most {VALUES // len(Kind) - 1}: of each unit one for "
                 "each dtype and requires_grad",
                 got="one more",
                 where=f"global ranks {list(self.members)}",
