@@ -361,8 +361,8 @@ BREAKS = (
     ),
     Break(
         "sums of a host are not rounded",
-        "return self._near.end_reduce(handle.stage, own, own.dtype, what)",
-        "return self._near.end_reduce(handle.stage, own, torch.float32, what)",
+        "return self._near.end_reduce(handle.stage, own, own.dtype, what, None)",
+        "return self._near.end_reduce(handle.stage, own, torch.float32, what, None)",
         f"{TWO_STAGES} -k collectives",
     ),
     Break(

@@ -4,10 +4,12 @@ PythonGroupTransport for process groups that are written in Python."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_private
 from .mesh import Axis, is_in_python
@@ -15,9 +17,10 @@ from .transport import (
     VALUES,
     Handle,
     Kind,
-    ProcessGroupTransport,
+    Transport,
     as_bytes,
     communication_error,
+    group_destroyed,
 )
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
@@ -25,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class BackendTransport(ProcessGroupTransport):
+class BackendTransport(Transport):
     """The backend's own asynchronous collectives. On a stream device a wait orders streams; the CPU
     does not wait."""
 
@@ -36,12 +39,21 @@ class BackendTransport(ProcessGroupTransport):
         small: that of the small collectives, if it is another one."""
         super().__init__(axis, device)
         self.values_device = small or device
+        assert axis.group is not None
+        self._group = weakref.ref(axis.group)
 
-    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise group_destroyed()
+        return group
+
+    def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         with self._explained(what):
             return super().gather_now(own, what, tag)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         with self._explained(what), _torch_private.uncounted():
             works = [
                 dist.broadcast(tensor, group_src=0, group=self.group, async_op=True)
@@ -61,7 +73,7 @@ class BackendTransport(ProcessGroupTransport):
             raise communication_error(first, got, self.rank, self.members) from error
 
     def begin_gather(
-        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
         if own.dtype is not full.dtype or own.device != full.device:
             # cast and moved into its place, and sent from there
@@ -73,42 +85,33 @@ class BackendTransport(ProcessGroupTransport):
     def end_gather(self, handle: Handle, what: str) -> None:
         handle.keep[0].wait()
 
-    def begin_reduce(
-        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
         return Handle([], (total,), (self._start_reduce(total, buffer), buffer))
 
-    def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
         return _torch_private.start_all_gather(self.group, full, own)
 
-    def _start_reduce(self, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+    def _start_reduce(self, total: Tensor, buffer: Tensor) -> dist.Work:
         return _torch_private.start_reduce_scatter(self.group, total, buffer)
 
     def end_reduce(
-        self,
-        handle: Handle,
-        own: torch.Tensor,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
+    ) -> Tensor:
         handle.keep[0].wait()
         (total,) = handle.parts
         total = total if total.dtype is dtype else total.to(dtype)
         return total if divisor is None else total.div_(divisor)
 
-    def begin_all_reduce(
-        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Handle:
+    def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
         with _torch_private.uncounted():  # it was counted when the reduction began
             work = _work(dist.all_reduce(total, group=self.group, async_op=True))
         return Handle([], keep=(work, total), divisor=divisor)
 
-    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         handle.keep[0].wait()
         if handle.divisor is not None:
             total.div_(handle.divisor)
@@ -118,10 +121,10 @@ class PythonGroupTransport(BackendTransport):
     """torch's public collectives, which call the methods of a process group written in Python. The
     calls of BackendTransport look for a backend in C++, which such a group lacks."""
 
-    def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
         return _start_gather_in_python(self.group, full, own)
 
-    def _start_reduce(self, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+    def _start_reduce(self, total: Tensor, buffer: Tensor) -> dist.Work:
         if total.dtype.is_complex:
             total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
         if _defines(self.group, "reduce_scatter_single", "_reduce_scatter_base"):
@@ -133,7 +136,7 @@ class PythonGroupTransport(BackendTransport):
         )
 
 
-def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+def gather_in_group(group: dist.ProcessGroup, own: Tensor) -> Tensor:
     """Return [ranks * n] from every rank's ``own`` [n], over any process group. Collective."""
     full = own.new_empty(dist.get_world_size(group) * own.numel())
     if is_in_python(group):
@@ -152,9 +155,7 @@ def _defines(group: dist.ProcessGroup, *methods: str) -> bool:
     )
 
 
-def _start_gather_in_python(
-    group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor
-) -> dist.Work:
+def _start_gather_in_python(group: dist.ProcessGroup, full: Tensor, own: Tensor) -> dist.Work:
     """Start an all-gather over a process group written in Python: into one tensor if the group
     supports it, else into a list, which every group supports."""
     if full.dtype.is_complex:

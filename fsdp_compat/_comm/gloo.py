@@ -8,15 +8,16 @@ import abc
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .divergence.waits import COLLECTIVE
 from .gloo_connections import GlooConnections, all_or_nothing
 from .mesh import Axis
 from .summation import sum_in_rank_order
-from .transport import VALUES, Handle, Kind, ProcessGroupTransport, as_bytes
+from .transport import VALUES, Handle, Kind, Transport, as_bytes
 
 
-class GlooTransport(ProcessGroupTransport):
+class GlooTransport(Transport):
     """Exchanges of messages with tags. What is sent is kept until ``settle``, and must not change
     before."""
 
@@ -30,14 +31,12 @@ class GlooTransport(ProcessGroupTransport):
     # -- a message: ``_start``, then ``_parts`` or ``_fill``, then ``_finish``
 
     @abc.abstractmethod
-    def _start(
-        self, sent: torch.Tensor, tag: int, into: Sequence[torch.Tensor] | None = None
-    ) -> Handle:
+    def _start(self, sent: Tensor, tag: int, into: Sequence[Tensor] | None = None) -> Handle:
         """Send each rank its part of ``sent``, which follows from the tag's kind (Kind), and
         receive its part ``into[rank]``; None: into new memory, or where it lies."""
 
     @abc.abstractmethod
-    def _parts(self, handle: Handle, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         """Wait, and return the parts by rank. own: this rank's."""
 
     @abc.abstractmethod
@@ -71,7 +70,7 @@ class GlooTransport(ProcessGroupTransport):
         handle.works.clear()
         handle.ended = True
 
-    def _pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
+    def _pieces(self, total: Tensor) -> list[Tensor]:
         """Return the piece of ``total`` that each rank sums; the last ones may be shorter."""
         size = -(-total.numel() // self.ranks)
         return [total[r * size : (r + 1) * size] for r in range(self.ranks)]
@@ -89,13 +88,13 @@ class GlooTransport(ProcessGroupTransport):
         self.connections.require_open()
 
     @all_or_nothing
-    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+    def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         full = super().gather_now(own, what, tag)
         self._await_taken(tag, self.connections.activity.counts[tag], what)
         return full
 
     @all_or_nothing
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         """A rank receives from the one whose number lacks its lowest bit, and sends to those whose
         number has one more, below its lowest."""
         connections, rank, sent = self.connections, self.rank, as_bytes(tensors)
@@ -112,7 +111,7 @@ class GlooTransport(ProcessGroupTransport):
 
     @all_or_nothing
     def begin_gather(
-        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
@@ -121,7 +120,7 @@ class GlooTransport(ProcessGroupTransport):
         segments[self.rank].copy_(own)
         return handle
 
-    def _cast(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _cast(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         return own.to(dtype)
 
     @all_or_nothing
@@ -132,21 +131,14 @@ class GlooTransport(ProcessGroupTransport):
             self._finish(handle, what)
 
     @all_or_nothing
-    def begin_reduce(
-        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         self.traffic.add(Kind.REDUCE, segments[self.rank].nbytes * (self.ranks - 1))
         return self._start(buffer, tag + Kind.REDUCE)
 
     @all_or_nothing
     def end_reduce(
-        self,
-        handle: Handle,
-        own: torch.Tensor,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
+    ) -> Tensor:
         parts = self._parts(handle, own, what)
         received = handle.parts[0 if self.rank else 1] if handle.parts else own
         total = received
@@ -157,18 +149,14 @@ class GlooTransport(ProcessGroupTransport):
         return total
 
     @all_or_nothing
-    def begin_all_reduce(
-        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Handle:
+    def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         self.traffic.add(Kind.REPLICATE, 2 * (self.ranks - 1) * total.nbytes // self.ranks)
         handle = self._start(total, tag + Kind.REPLICATE)
         handle.divisor = divisor
         return handle
 
     @all_or_nothing
-    def continue_all_reduce(
-        self, handle: Handle, total: torch.Tensor, tag: int, what: str
-    ) -> Handle:
+    def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         pieces, sent = self._pieces(total), handle.keep
         own = pieces[self.rank]
         sum_in_rank_order(self._parts(handle, own, what), own, handle.divisor)
@@ -180,7 +168,7 @@ class GlooTransport(ProcessGroupTransport):
         return self._start(sent, tag + Kind.REPLICATE_BACK, pieces)
 
     @all_or_nothing
-    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._fill(handle, what)
         self._finish(handle, what)
 

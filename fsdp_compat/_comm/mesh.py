@@ -19,16 +19,11 @@ class Axis:
 
     group: dist.ProcessGroup | None  # None for an axis of one rank
     rank: int
-    ranks: int
     members: tuple[int, ...]  # global ranks, in the order of the axis
 
-    def __post_init__(self) -> None:
-        if len(self.members) != self.ranks or not 0 <= self.rank < self.ranks:
-            raise ValueError(
-                f"rank {self.rank} of {self.ranks} does not fit members {self.members}"
-            )
-        if self.group is None and self.ranks != 1:
-            raise ValueError(f"an axis of {self.ranks} ranks needs a process group")
+    @property
+    def ranks(self) -> int:
+        return len(self.members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +100,11 @@ def is_in_python(group: dist.ProcessGroup) -> bool:
     return type(group) is not dist.ProcessGroup
 
 
-def _axis(group: dist.ProcessGroup) -> Axis:
+def axis_of(group: dist.ProcessGroup) -> Axis:
+    """Return the axis over a process group."""
     registered = _torch_private.is_registered(group)  # else it is over all ranks, see ``the_group``
-    members = (
-        tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
-    )
-    ranks = len(members)
-    return Axis(group if ranks > 1 else None, group.rank(), ranks, members)
+    members = tuple(dist.get_process_group_ranks(group) if registered else range(group.size()))
+    return Axis(group if len(members) > 1 else None, group.rank(), members)
 
 
 def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
@@ -141,7 +134,7 @@ def axis_by_name(name: str | None, members: tuple[int, ...], rank: int | None = 
     """Return the axis over a named process group. rank: of the pickled shards on this axis; raises
     UsageError if it is not this rank's."""
     group = group_by_name(name, members)
-    axis = _alone() if group is None else _axis(group)
+    axis = _alone() if group is None else axis_of(group)
     if rank is not None and rank != axis.rank:
         raise UsageError.of(
             "A pickled module holds the shards of another rank.",
@@ -154,18 +147,13 @@ def axis_by_name(name: str | None, members: tuple[int, ...], rank: int | None = 
     return axis
 
 
-def axis_of(group: dist.ProcessGroup) -> Axis:
-    """Return the axis over a process group."""
-    return _axis(group)
-
-
 def _alone() -> Axis:
-    return Axis(None, 0, 1, (dist.get_rank(),))
+    return Axis(None, 0, (dist.get_rank(),))
 
 
 def mesh_from_group(group: dist.ProcessGroup | None) -> Mesh:
     """Return the mesh in which all ranks of one group split one copy."""
-    return Mesh(_axis(the_group(group)), _alone())
+    return Mesh(axis_of(the_group(group)), _alone())
 
 
 def replicated(mesh: Mesh) -> Mesh:
@@ -178,7 +166,7 @@ def replicated(mesh: Mesh) -> Mesh:
 
 def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Mesh:
     """Return the mesh of a hybrid strategy."""
-    mesh = Mesh(_axis(the_group(shard)), _axis(the_group(replica)))
+    mesh = Mesh(axis_of(the_group(shard)), axis_of(the_group(replica)))
     both = set(mesh.shard.members) & set(mesh.replica.members)
     if both != {dist.get_rank()}:
         raise UsageError.of(
@@ -213,9 +201,9 @@ def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
-        return Mesh(_axis(mesh.get_group()), _alone())
+        return Mesh(axis_of(mesh.get_group()), _alone())
     if mesh.ndim == 2:
-        return Mesh(_axis(mesh.get_group(1)), _axis(mesh.get_group(0)))
+        return Mesh(axis_of(mesh.get_group(1)), axis_of(mesh.get_group(0)))
     raise UsageError.of(
         "The device mesh does not fit the sharding strategy.",
         expected="a 2-D mesh (replica, shard), or a 1-D one (shard)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .gloo import GlooTransport
 from .transport import Handle, Kind
@@ -13,9 +14,7 @@ from .transport import Handle, Kind
 class MessageTransport(GlooTransport):
     """Sends values over gloo's connections."""
 
-    def _start(
-        self, sent: torch.Tensor, tag: int, into: Sequence[torch.Tensor] | None = None
-    ) -> Handle:
+    def _start(self, sent: Tensor, tag: int, into: Sequence[Tensor] | None = None) -> Handle:
         connections, outgoing = self.connections, self._outgoing(sent, tag % len(Kind))
         own = outgoing[self.rank]
         if into is None:
@@ -33,14 +32,14 @@ class MessageTransport(GlooTransport):
         handle = connections.unfinished[tag] = Handle(receives, into, sent, message)
         return handle
 
-    def _outgoing(self, sent: torch.Tensor, kind: int) -> list[torch.Tensor]:
+    def _outgoing(self, sent: Tensor, kind: int) -> list[Tensor]:
         """Return what each rank gets of ``sent``."""
         if kind == Kind.GATHER:
             return [sent] * self.ranks
         pieces = self._pieces(sent)
         return [pieces[self.rank]] * self.ranks if kind == Kind.REPLICATE_BACK else pieces
 
-    def _parts(self, handle: Handle, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         self._end(handle, what)
         return [own if r == self.rank else part for r, part in enumerate(handle.parts)]
 

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .transport import Handle, Transport
 
@@ -13,11 +14,8 @@ from .transport import Handle, Transport
 class SingleRank(Transport):
     """Communication with nobody: every result is this rank's own value."""
 
-    def new_tag(self) -> int:
-        return 0
-
     def begin_gather(
-        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
         full.copy_(own, non_blocking=True)
         handle = Handle([])
@@ -30,36 +28,27 @@ class SingleRank(Transport):
             device, event = handle.keep
             torch.accelerator.current_stream(device).wait_event(event)
 
-    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+    def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         return own
 
-    def begin_reduce(
-        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         return Handle([])
 
     def end_reduce(
-        self,
-        handle: Handle,
-        own: torch.Tensor,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
+    ) -> Tensor:
         total = own.to(dtype, copy=True)
         return total if divisor is None else total.div_(divisor)
 
-    def begin_all_reduce(
-        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Handle:
+    def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         if divisor is not None:
             total.div_(divisor)
         return Handle([])
 
-    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         pass
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         pass
 
     def gather_objects(self, value: object) -> list[typing.Any]:

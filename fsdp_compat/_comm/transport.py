@@ -1,7 +1,7 @@
 """``Transport``, the base class of all transports, and what they share.
 
-To add a transport: derive from ``Transport``, or from ``ProcessGroupTransport`` if it works over a
-process group, in a file of its own, and choose it in communicator.py."""
+To add a transport: derive from ``Transport`` in a file of its own, and choose it in
+communicator.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import enum
 import itertools
 import pickle
 import typing
-import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import StateError
 from .divergence import progress
@@ -68,10 +67,10 @@ class Handle:
     def __init__(
         self,
         works: list[Work],
-        parts: Sequence[torch.Tensor] = (),
+        parts: Sequence[Tensor] = (),
         keep: typing.Any = None,
         message: MessageId = (0, 0, 0),
-        divisor: torch.Tensor | None = None,
+        divisor: Tensor | None = None,
     ) -> None:
         """divisor: of the sum of an all-reduce."""
         self.works, self.parts, self.keep = works, parts, keep
@@ -82,7 +81,7 @@ class Handle:
 class Mapping(typing.Protocol):
     """The shards of all ranks, side by side in the memory of this process."""
 
-    full: torch.Tensor  # [ranks * S]
+    full: Tensor  # [ranks * S]
 
     def put(self, rank: int, file: int, offset: int) -> None:
         """Map the shard of a rank, which lies in a file. Raises OSError if the system refuses."""
@@ -130,6 +129,7 @@ class Transport(abc.ABC):
         """device: of the tensors that are sent."""
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members
         self.device, self.traffic = device, Traffic()
+        self._tags = itertools.count(1)
         self.values_device = torch.device("cpu")  # of small collectives
 
     @property
@@ -140,11 +140,11 @@ class Transport(abc.ABC):
     def require_working(self) -> None:  # noqa: B027 (a default)
         """Raise StateError if communication has failed before."""
 
-    @abc.abstractmethod
     def new_tag(self) -> int:
         """Return an unused tag for a group. All ranks ask in the same order."""
+        return len(Kind) * next(self._tags)
 
-    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:
         """Return memory [numel] for what is sent along the axis, where sending needs the fewest
         copies. zero: its values are zero."""
         make = torch.zeros if zero else torch.empty
@@ -158,7 +158,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def begin_gather(
-        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
         """Send ``own`` [S], in the dtype of ``full``, to all ranks; receive into ``full``
         [ranks * S], whose views by rank are ``segments``.
@@ -178,7 +178,7 @@ class Transport(abc.ABC):
 
     # -- values
 
-    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+    def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         """Return [ranks * S] from every rank's ``own`` [S], and wait for it."""
         own = own.contiguous()
         full = own.new_empty(self.ranks * own.numel())
@@ -186,18 +186,18 @@ class Transport(abc.ABC):
         self.end_gather(handle, what)
         return full
 
-    def _by_rank(self, values: torch.Tensor, what: str) -> torch.Tensor:
+    def _by_rank(self, values: Tensor, what: str) -> Tensor:
         return self.gather_now(values.reshape(-1), what, VALUES).view(self.ranks, *values.shape)
 
-    def any_of(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+    def any_of(self, flags: Tensor, what: str) -> Tensor:
         """flags: uint8 [n]. Return their maximum over the ranks."""
         return self.max_of(flags, what)
 
-    def sum_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+    def sum_of(self, values: Tensor, what: str) -> Tensor:
         """Return the sum of ``values`` over the ranks."""
         return self._by_rank(values, what).sum(0, dtype=values.dtype)
 
-    def max_of(self, values: torch.Tensor, what: str) -> torch.Tensor:
+    def max_of(self, values: Tensor, what: str) -> Tensor:
         """Return the maximum of ``values`` over the ranks."""
         return self._by_rank(values, what).amax(0)
 
@@ -215,16 +215,14 @@ class Transport(abc.ABC):
         ]
 
     @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         """Send contiguous tensors from the first rank of the axis; on the other ranks they are
         overwritten."""
 
     # -- gradients
 
     @abc.abstractmethod
-    def begin_reduce(
-        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
 
     def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
@@ -234,13 +232,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def end_reduce(
-        self,
-        handle: Handle,
-        own: torch.Tensor,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
+    ) -> Tensor:
         """Return the sum [S] over the ranks as a new tensor of ``dtype``, divided by ``divisor``.
 
         own: this rank's segment. The buffer may be freed afterwards, because the transport keeps
@@ -248,31 +241,27 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin_all_reduce(
-        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Handle:
+    def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         """Begin to sum ``total`` over the ranks in place and divide it by ``divisor``. All ranks
         get the same bits."""
 
-    def continue_all_reduce(
-        self, handle: Handle, total: torch.Tensor, tag: int, what: str
-    ) -> Handle:
+    def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         """Take one of the ``all_reduce_steps`` of an all-reduce, and return its new handle. Every
         group has taken a step before any group takes the one after."""
         return handle
 
     @abc.abstractmethod
-    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         """Wait. ``total`` is readable afterwards, and writable after ``settle``."""
 
     # -- mapped shards; only where ``maps``
 
-    def places(self, shards: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    def places(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
         """Return what changes when ``shards`` have moved and must be mapped again."""
         return ()
 
     def map_shards(
-        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
+        self, shards: Sequence[Tensor], mappings: Sequence[Mapping | None]
     ) -> Sequence[Mapping] | str:
         """Map every rank's ``shards`` [S] side by side, into ``mappings`` that exist already or
         into new ones. Return why, if some rank cannot map all of them."""
@@ -289,7 +278,7 @@ class Transport(abc.ABC):
         raise NotImplementedError
 
 
-def as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the bytes of contiguous tensors, except empty ones: backends do not know
     every dtype."""
     return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
@@ -304,26 +293,6 @@ def group_destroyed() -> StateError:
         where=progress.place(),
         fix="wrap the model again after init_process_group",
     )
-
-
-class ProcessGroupTransport(Transport):
-    """A transport over a process group."""
-
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        super().__init__(axis, device)
-        assert axis.group is not None
-        self._group = weakref.ref(axis.group)
-        self._tags = itertools.count(1)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise group_destroyed()
-        return group
-
-    def new_tag(self) -> int:
-        return len(Kind) * next(self._tags)
 
 
 def communication_error(

@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from .divergence.processes import Process
 from .gloo import GlooTransport
 from .gloo_connections import all_or_nothing
 from .mesh import Axis
 from .messages import MessageTransport
-from .transport import Handle, ProcessGroupTransport
+from .transport import Handle, Transport
 
 
 class _Pending(Handle):
@@ -37,12 +38,12 @@ class _Pending(Handle):
 
     __slots__ = ("stage", "step", "target")
 
-    def __init__(self, stage: Handle, keep: torch.Tensor, target: torch.Tensor, tag: int) -> None:
+    def __init__(self, stage: Handle, keep: Tensor, target: Tensor, tag: int) -> None:
         super().__init__([], (), keep, (tag, 0, 0))
         self.stage, self.target, self.step = stage, target, 0
 
 
-class TwoStages(ProcessGroupTransport):
+class TwoStages(Transport):
     """Exchanges by two transports."""
 
     reduce_steps = 1
@@ -67,7 +68,7 @@ class TwoStages(ProcessGroupTransport):
 
         def connected(ranks: Sequence[int], name: str) -> GlooTransport:
             members = tuple(axis.members[rank] for rank in ranks)
-            part = Axis(axis.group, ranks.index(axis.rank), len(ranks), members)
+            part = Axis(axis.group, ranks.index(axis.rank), members)
             return connect(part, whole.device, name)
 
         self._near = connected(hosts[self._host], f"host {self._host}")
@@ -88,7 +89,7 @@ class TwoStages(ProcessGroupTransport):
 
     @all_or_nothing
     def begin_gather(
-        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
         if tag in self._gathers and not self.has_failed:  # an exception has left it behind
             self.end_gather(self._gathers[tag], "parameters")
@@ -119,9 +120,7 @@ class TwoStages(ProcessGroupTransport):
         del self._gathers[tag]
 
     @all_or_nothing
-    def begin_reduce(
-        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         grid = self._by_host_and_place(buffer)
         staged = self._staged(buffer.numel(), buffer.dtype)
         staged.view(grid.transpose(0, 1).shape).copy_(grid.transpose(0, 1))
@@ -136,13 +135,8 @@ class TwoStages(ProcessGroupTransport):
 
     @all_or_nothing
     def end_reduce(
-        self,
-        handle: Handle,
-        own: torch.Tensor,
-        dtype: torch.dtype,
-        what: str,
-        divisor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
+    ) -> Tensor:
         assert isinstance(handle, _Pending)
         part = handle.keep.chunk(self._num_hosts)[self._host]
         total = self._far.end_reduce(handle.stage, part, dtype, what, divisor)
@@ -150,9 +144,7 @@ class TwoStages(ProcessGroupTransport):
         return total
 
     @all_or_nothing
-    def begin_all_reduce(
-        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Handle:
+    def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         numel = total.numel()
         staged = self._staged(-(-numel // self._num_places) * self._num_places, total.dtype)
         staged[:numel].copy_(total)
@@ -162,9 +154,7 @@ class TwoStages(ProcessGroupTransport):
         return handle
 
     @all_or_nothing
-    def continue_all_reduce(
-        self, handle: Handle, total: torch.Tensor, tag: int, what: str
-    ) -> Handle:
+    def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         assert isinstance(handle, _Pending)
         near, far, step = self._near, self._far, handle.step
         handle.step += 1
@@ -186,7 +176,7 @@ class TwoStages(ProcessGroupTransport):
         return handle
 
     @all_or_nothing
-    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._near.settle(what)  # the piece of this rank can be freed
         self._far.settle(what, only_reductions=True)
 
@@ -198,12 +188,12 @@ class TwoStages(ProcessGroupTransport):
         self._near.settle(what, only_reductions)
         self._far.settle(what, only_reductions)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         if self._place == 0:
             self._far.broadcast(tensors, what)
         self._near.broadcast(tensors, what)
 
-    def gather_now(self, own: torch.Tensor, what: str, tag: int = 0) -> torch.Tensor:
+    def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         of_place = self._far.gather_now(own, what, tag)
         full = self._near.gather_now(of_place, what, tag)
         grid = full.view(self._num_places, self._num_hosts, own.numel())
@@ -211,7 +201,7 @@ class TwoStages(ProcessGroupTransport):
 
     # -- parts
 
-    def _by_host_and_place(self, full: torch.Tensor) -> torch.Tensor:
+    def _by_host_and_place(self, full: Tensor) -> Tensor:
         """Return a view [hosts, places, S] of the segments of all ranks."""
         hosts, places = self._num_hosts, self._num_places
         size = full.numel() // self.ranks
@@ -219,19 +209,19 @@ class TwoStages(ProcessGroupTransport):
             return full.view(hosts, places, size)
         return full.view(places, hosts, size).transpose(0, 1)
 
-    def _staged(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for what the ranks of this host sum. That of earlier sums can be reused
         once no peer reads it."""
         self._near.settle("gradients that this rank has sent", only_reductions=True)
         return self._near.allocate(numel, dtype)
 
-    def _begin_sum_of_host(self, staged: torch.Tensor, target: torch.Tensor, tag: int) -> _Pending:
+    def _begin_sum_of_host(self, staged: Tensor, target: Tensor, tag: int) -> _Pending:
         stage = self._near.begin_reduce(staged, staged.chunk(self._num_places), tag)
         return _Pending(stage, staged, target, tag)
 
-    def _sum_of_host(self, handle: _Pending, what: str) -> torch.Tensor:
+    def _sum_of_host(self, handle: _Pending, what: str) -> Tensor:
         own = handle.keep.chunk(self._num_places)[self._place]
-        return self._near.end_reduce(handle.stage, own, own.dtype, what)
+        return self._near.end_reduce(handle.stage, own, own.dtype, what, None)
 
 
 def hosts_of(whole: GlooTransport) -> list[list[int]] | None:

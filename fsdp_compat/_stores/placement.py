@@ -58,7 +58,7 @@ class DataMesh:
 
     def _axis(self, dim: int | None) -> Axis:
         if dim is None:
-            return Axis(None, 0, 1, (dist.get_rank(),))
+            return Axis(None, 0, (dist.get_rank(),))
         return axis_of(self.mesh.get_group(dim))
 
     def joined_with(self, other: DeviceMesh) -> DeviceMesh:

@@ -154,7 +154,7 @@ def reduce_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
 
     def ours() -> torch.Tensor:
         total = comm.end_reduce(
-            comm.begin_reduce(buffer, segments, tag), segments[comm.rank], dtype, "gradients"
+            comm.begin_reduce(buffer, segments, tag), segments[comm.rank], dtype, "gradients", None
         )
         comm.settle("gradients")
         return total

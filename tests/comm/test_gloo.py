@@ -66,11 +66,13 @@ def gathered(comm: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
     return full
 
 
-def reduced(comm: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.Tensor:
+def reduced(
+    comm: Any, buffer: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
     segments = list(buffer.chunk(comm.ranks))
     wide = torch.promote_types(buffer.dtype, torch.float32)
     total = comm.end_reduce(
-        comm.begin_reduce(buffer, segments, tag), segments[comm.rank], wide, "gradients", **options
+        comm.begin_reduce(buffer, segments, tag), segments[comm.rank], wide, "gradients", divisor
     )
     comm.settle("what was sent")
     return total
@@ -371,7 +373,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
     handle = comm.begin_reduce(buffer, segments, 4)
     early = False
     if comm.rank == 0:
-        comm.end_reduce(handle, segments[0], torch.float32, "gradients")
+        comm.end_reduce(handle, segments[0], torch.float32, "gradients", None)
         del buffer, handle, segments
         gc.collect()
         other = shared_memory.allocate(2 * NUMEL, torch.float32).fill_(torch.nan)
@@ -379,7 +381,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
     dist.barrier()
     right = True
     if comm.rank == 1:
-        total = comm.end_reduce(handle, segments[1], torch.float32, "gradients")
+        total = comm.end_reduce(handle, segments[1], torch.float32, "gradients", None)
         right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
         del buffer, handle, segments
     comm.settle("gradients", True)

@@ -384,7 +384,7 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
     before = buffer.clone()
     segments = list(buffer.chunk(comm.ranks))
     total = comm.end_reduce(
-        comm.begin_reduce(buffer, segments, tag), segments[comm.rank], total_dtype, "a sum"
+        comm.begin_reduce(buffer, segments, tag), segments[comm.rank], total_dtype, "a sum", None
     )
     assert total.dtype == total_dtype
     assert torch.equal(buffer[4 * comm.rank : 4 * comm.rank + 4], before[:4])
@@ -430,7 +430,9 @@ def shard_sums_in(total_dtype: torch.dtype) -> list[float]:
     )
     segments = list(buffer.chunk(comm.ranks))
     pending = comm.begin_reduce(buffer, segments, comm.new_tag())
-    return comm.end_reduce(pending, segments[comm.rank], total_dtype, "a sum").unique().tolist()
+    return (
+        comm.end_reduce(pending, segments[comm.rank], total_dtype, "a sum", None).unique().tolist()
+    )
 
 
 def test_bfloat16_gradients_are_summed_in_the_shard_dtype() -> None:
@@ -439,6 +441,8 @@ def test_bfloat16_gradients_are_summed_in_the_shard_dtype() -> None:
 
 def test_one_rank_gets_a_copy_of_its_segment() -> None:
     comm, buffer = communicator(lone_mesh().shard, CPU), torch.arange(4.0)
-    total = comm.end_reduce(comm.begin_reduce(buffer, [buffer], 0), buffer, torch.float32, "a sum")
+    total = comm.end_reduce(
+        comm.begin_reduce(buffer, [buffer], 0), buffer, torch.float32, "a sum", None
+    )
     assert total.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert total.data_ptr() != buffer.data_ptr()

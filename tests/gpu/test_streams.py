@@ -95,12 +95,12 @@ def require_backend(device: str) -> None:
 def transfers_natively(device: str) -> None:
     place = device_named(device)
     with group_of(1, place):
-        comm = BackendTransport(Axis(dist.group.WORLD, 0, 1, (0,)), place)
+        comm = BackendTransport(Axis(dist.group.WORLD, 0, (0,)), place)
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
         comm.end_gather(comm.begin_gather(own, full, [full], comm.new_tag()), "parameters")
         assert torch.equal(full, own)
         summed = comm.end_reduce(
-            comm.begin_reduce(full, [full], comm.new_tag()), full, torch.float32, "gradients"
+            comm.begin_reduce(full, [full], comm.new_tag()), full, torch.float32, "gradients", None
         )
         full.zero_()
         assert torch.equal(summed, own)
@@ -122,7 +122,7 @@ def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -
     place = device_named(device)
 
     def itself(axis: Axis, device: torch.device) -> BackendTransport:
-        return BackendTransport(Axis(dist.group.WORLD, 0, 1, (0,)), place)
+        return BackendTransport(Axis(dist.group.WORLD, 0, (0,)), place)
 
     with group_of(1, place), mock.patch.object(engine_group, "communicator", itself):
         options = {

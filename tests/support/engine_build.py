@@ -92,7 +92,7 @@ def members_of(module: nn.Module) -> list[OrigParam]:
 
 def lone_mesh() -> Mesh:
     """Return a mesh of one rank, without a process group."""
-    alone = Axis(None, 0, 1, (0,))
+    alone = Axis(None, 0, (0,))
     return Mesh(alone, alone)
 
 

@@ -128,14 +128,9 @@ class Chunk:
         self.old_files.append(old)
         # in case anything below fails
         self.frozen, self.file, self.free = sorted(self.taken), None, []
-        for start, end in _joined([(start, start + self.taken[start]) for start in live]):
-            map_memory(
-                self.address + start,
-                end - start,
-                mmap.MAP_PRIVATE | FIXED | NORESERVE,
-                old.fd,
-                start,
-            )
+        private = mmap.MAP_PRIVATE | FIXED | NORESERVE
+        for start in live:
+            map_memory(self.address + start, self.taken[start], private, old.fd, start)
         new = SealedFile(self.nbytes, self._token)
         forgotten = 0
         for start, end in free:
@@ -231,11 +226,8 @@ class Arena:
         """Add a chunk. Return False if the system refuses."""
         if self.is_closed:
             return False
-        needed = _in_pages(size) + PAGE_NBYTES
-        for nbytes in (
-            max(needed, CHUNK_NBYTES, sum(chunk.nbytes for chunk in self.chunks)),
-            needed,
-        ):
+        needed, all_before = _in_pages(size) + PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
+        for nbytes in (max(needed, CHUNK_NBYTES, all_before), needed):
             try:
                 self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
                 return True
@@ -254,14 +246,10 @@ class Arena:
         self._returned.append((chunk, start, size))
 
     def chunk_of(self, address: int) -> Chunk | None:
-        return next(
-            (
-                chunk
-                for chunk in self.chunks
-                if chunk.address <= address < chunk.address + chunk.nbytes
-            ),
-            None,
-        )
+        for chunk in self.chunks:
+            if chunk.address <= address < chunk.address + chunk.nbytes:
+                return chunk
+        return None
 
     def freeze(self) -> None:
         self._take_back()
@@ -278,13 +266,3 @@ class Arena:
 
 def _in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges of a sorted list."""
-    found: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return found

@@ -141,22 +141,19 @@ class CounterWork:
         """Return False if the wait was aborted. Raises RuntimeError at the time limit, or if the
         peer has gone."""
         table, counter, number = self._table, self._counter, self._number
-        if table.has_reached(counter, number):
-            return True
         end = time.monotonic() + timeout.total_seconds()
-        while True:
+        while not table.has_reached(counter, number):
             table.sleep(counter, number)
-            if table.has_reached(counter, number):
-                return True
-            is_lost = table.is_lost  # first: what the peer has counted before it ended is seen
-            if table.has_reached(counter, number):
-                return True
+            is_lost = not table.has_reached(counter, number) and table.is_lost
+            if table.has_reached(counter, number):  # it has counted before it ended
+                break
             if self._is_aborted:
                 return False
             if is_lost:
                 raise RuntimeError("the connection was closed")
             if time.monotonic() > end:
                 raise RuntimeError("Timed out")
+        return True
 
     def abort(self) -> None:
         """End the wait, now or later, from another thread."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...errors import UsageError
 from ..gloo import GlooTransport
@@ -75,7 +76,7 @@ class SameHostTransport(GlooTransport):
             )
         return tag
 
-    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:
         return shared_memory.allocate(numel, dtype, zero=zero)
 
     @all_or_nothing
@@ -86,13 +87,11 @@ class SameHostTransport(GlooTransport):
 
     # -- a message
 
-    def _cast(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _cast(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         """A peer casts what it reads, which saves a copy here."""
         return own if shared_memory.locate(own) is not None else own.to(dtype)
 
-    def _start(
-        self, sent: torch.Tensor, tag: int, into: Sequence[torch.Tensor] | None = None
-    ) -> Handle:
+    def _start(self, sent: Tensor, tag: int, into: Sequence[Tensor] | None = None) -> Handle:
         connections = self.connections
         what = connections.names.get(tag, "parameters or gradients")
         block, location = sent, shared_memory.locate(sent)
@@ -120,7 +119,7 @@ class SameHostTransport(GlooTransport):
         """Return the waits for the peers' messages."""
         return [self._peers[source].table.sent(tag, number) for source, _ in self.connections.peers]
 
-    def _parts(self, handle: Handle, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         self._end(handle, what)
         return [
             own if r == self.rank else self._read(handle, r, own, what) for r in range(self.ranks)
@@ -132,7 +131,7 @@ class SameHostTransport(GlooTransport):
             into = handle.parts[source]
             into.copy_(self._read(handle, source, into, what).view(into.shape))
 
-    def _read(self, handle: Handle, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
+    def _read(self, handle: Handle, source: int, like: Tensor, what: str) -> Tensor:
         """Return this rank's part of a message. like: a tensor of the expected length and dtype;
         the dtype of what this rank sends is accepted, too."""
         tag, peer, rank = handle.message[0], self._peers[source], self.members[source]
@@ -170,12 +169,12 @@ class SameHostTransport(GlooTransport):
 
     # -- mapped shards
 
-    def places(self, shards: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    def places(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
         return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)
 
     @all_or_nothing
     def map_shards(
-        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
+        self, shards: Sequence[Tensor], mappings: Sequence[Mapping | None]
     ) -> Sequence[Mapping] | str:
         places = [shared_memory.locate(shard) for shard in shards] if writes_are_found() else []
         told = self.gather_objects(places)
