@@ -18,15 +18,14 @@ ranks of one host do: with ``counters`` no shards are mapped, with ``messages`` 
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch_private
-from ..errors import UsageError
 from .backend import BackendTransport, PythonGroupTransport
+from .environment import same_host
 from .gloo import GlooTransport
 from .gloo_connections import GlooConnections
 from .mesh import Axis, axis_of, is_in_python
@@ -35,7 +34,6 @@ from .single_rank import SingleRank
 from .transport import Transport
 from .two_stages import TwoStages, hosts_of
 
-_LIMITS = "mapped", "counters", "messages"  # each includes the later ones
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = (
     weakref.WeakKeyDictionary()
 )
@@ -71,7 +69,7 @@ def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Tr
 def _over_gloo(axis: Axis, device: torch.device, part: str = "") -> GlooTransport:
     """Connect the ranks of an axis. Collective, and all get the same transport. part: of its
     process group, if these are only some of its ranks."""
-    limit = _limit()
+    limit = same_host()
     assert axis.group is not None
     values = MessageTransport(axis, device, GlooConnections(axis, axis.group, part))
     if limit == "messages":
@@ -85,25 +83,11 @@ def _over_gloo(axis: Axis, device: torch.device, part: str = "") -> GlooTranspor
 def allocate_shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros [numel] on the CPU for a shard, in memory like that of ``Transport.allocate``:
     shards are made before their ranks are connected."""
-    if _limit() == "messages":
+    if same_host() == "messages":
         return torch.zeros(numel, dtype=dtype, device="cpu")
     from .same_host import shared_memory
 
     return shared_memory.allocate(numel, dtype, zero=True)
-
-
-def _limit() -> str:
-    """Return what FSDP_COMPAT_SAME_HOST allows. Raises UsageError for anything else."""
-    found = os.environ.get("FSDP_COMPAT_SAME_HOST", _LIMITS[0])
-    if found not in _LIMITS:
-        raise UsageError.of(
-            "FSDP_COMPAT_SAME_HOST is not a way to exchange data.",
-            expected=", ".join(map(repr, _LIMITS)),
-            got=repr(found),
-            where="the environment of this process",
-            fix="set it to the same one on all ranks, or unset it",
-        )
-    return found
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:

@@ -19,8 +19,8 @@ from .._torch_private import gloo as torch_gloo
 from ..errors import StateError
 from .divergence import deadlock, progress
 from .divergence.store_rendezvous import rendezvous_of
-from .divergence.time_limits import warn_after_s
 from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
+from .environment import warn_after_s
 from .mesh import Axis
 from .transport import Handle, Work, communication_error, group_destroyed
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from .environment import map_from_nbytes
 
 HUGE_NBYTES = 1 << 21
 
@@ -68,28 +67,10 @@ def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
 
 
-def _min_nbytes() -> int:
-    """Return the bytes of a shard from which it is mapped: FSDP_COMPAT_MAP_FROM, by default 512
-    KiB. Below, the pages of padding and the system calls cost more than a copy.
-
-    Raises UsageError if the variable is not a number of bytes.
-    """
-    text = os.environ.get("FSDP_COMPAT_MAP_FROM", str(1 << 19))
-    if not text.isdecimal() or not int(text):
-        raise UsageError.of(
-            "FSDP_COMPAT_MAP_FROM is not a number of bytes.",
-            expected="a positive whole number",
-            got=repr(text),
-            where="the environment of this process",
-            fix="set it to the same number on all ranks, or unset it for 524288",
-        )
-    return int(text)
-
-
 def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
     """Return how many elements a CPU shard [numel] has with its padding: to whole pages, if it is
     large enough to be mapped. Alike on all ranks."""
-    if numel * dtype.itemsize < _min_nbytes():
+    if numel * dtype.itemsize < map_from_nbytes():
         return numel
     page_numel = mmap.PAGESIZE // dtype.itemsize
     return -(-numel // page_numel) * page_numel
@@ -98,4 +79,4 @@ def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
 def is_in_pages(numel: int, dtype: torch.dtype) -> bool:
     """True if shards [numel] are large enough, and consist of whole pages. Alike on all ranks."""
     nbytes = numel * dtype.itemsize
-    return nbytes >= _min_nbytes() and nbytes % mmap.PAGESIZE == 0
+    return nbytes >= map_from_nbytes() and nbytes % mmap.PAGESIZE == 0

@@ -20,8 +20,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._comm.divergence import progress
-from .._comm.divergence.store_rendezvous import is_on, rendezvous_of
-from .._comm.divergence.time_limits import idle_limit_s
+from .._comm.divergence.store_rendezvous import rendezvous_of
+from .._comm.environment import checks_calls, idle_limit_s
 from .._comm.mesh import Axis
 from .._comm.transport import Transport
 from .group import Group
@@ -48,7 +48,7 @@ def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Tran
 def register(groups: Iterable[Group]) -> None:
     """Number groups, and let this process answer ranks that will wait for it. All ranks of the
     groups, in the same order."""
-    if is_on():
+    if checks_calls():
         idle_limit_s()  # an invalid one is reported now, on every rank
         progress.follow()
         for group in groups:

@@ -352,7 +352,7 @@ def test_time_of_the_first_warning_must_be_a_time(
 ) -> None:
     monkeypatch.setenv("FSDP_COMPAT_WARN_AFTER", text)
     not_used: Any = None
-    with pytest.raises(UsageError, match="FSDP_COMPAT_WARN_AFTER is not a time"):
+    with pytest.raises(UsageError, match="FSDP_COMPAT_WARN_AFTER is not a number of seconds"):
         GlooConnections(not_used, not_used)
 
 

@@ -135,7 +135,7 @@ def _other_orders(of_ranks: Sequence[int]) -> None:
             for g in own_order:
                 pending[g] = comm.continue_reduce(pending[g], torch.float32, tags[g], "x")
         for g in own_order:
-            total = comm.end_reduce(pending[g], shards[g][rank], torch.float32, "x")
+            total = comm.end_reduce(pending[g], shards[g][rank], torch.float32, "x", None)
             assert torch.equal(total, shards[g][rank] * ranks)
 
         pending = {g: comm.begin_all_reduce(fulls[g], tags[g]) for g in own_order}
@@ -171,7 +171,7 @@ def _memory() -> list[int]:
         for tag in tags:
             handle = comm.begin_reduce(full, segments, tag)
             handle = comm.continue_reduce(handle, torch.float32, tag, "x")
-            comm.end_reduce(handle, segments[comm.rank], torch.float32, "x")
+            comm.end_reduce(handle, segments[comm.rank], torch.float32, "x", None)
             del handle
             held.append(sum(each() is not None for each in made))
         for tag in tags:

@@ -60,7 +60,7 @@ def test_rendezvous_of_a_larger_group_includes_the_smaller_ones() -> None:
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "", "inf", "nan"])
 def test_register_refuses_an_invalid_limit(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("FSDP_COMPAT_MEET_TIMEOUT", text)
-    with pytest.raises(UsageError, match="FSDP_COMPAT_MEET_TIMEOUT is not a time"):
+    with pytest.raises(UsageError, match="FSDP_COMPAT_MEET_TIMEOUT is not a number of seconds"):
         rendezvous.register([])
     monkeypatch.setenv("FSDP_COMPAT_MEET", "0")
     rendezvous.register([])

@@ -31,12 +31,12 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from ... import _torch_private
+from ..environment import quiet_s
 from . import progress
 from .cycles import find_cycle
 from .inquiry import LongWait
 from .processes import Process
 from .status_store import Answer, Post, StatusStore, status_store
-from .time_limits import quiet_s
 from .waits import Report, Wait, Waiter, Waiting
 
 PATIENCE = 5.0  # seconds in the same wait before it is published

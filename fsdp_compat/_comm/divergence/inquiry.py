@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import time
 
+from ..environment import idle_limit_s, warn_after_s
 from .status_store import StatusStore
-from .time_limits import idle_limit_s, warn_after_s
 from .waits import Wait
 
 MAX_ASKED = 64  # of the missing ranks

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 import time
 import weakref
@@ -38,19 +37,14 @@ import torch.distributed as dist
 
 from ... import _torch_private
 from ...errors import StateError
+from ..environment import checks_calls, idle_limit_s
 from . import deadlock, progress
 from .inquiry import MAX_ASKED, Inquiry
 from .status_store import StatusStore
-from .time_limits import idle_limit_s
 from .waits import RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
 
 ASK_S = 1.0  # at most, between two questions to a missing rank
 PAUSE_S = 0.2  # at most, between two looks at the counter
-
-
-def is_on() -> bool:
-    """False if FSDP_COMPAT_MEET=0 disables the check."""
-    return os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
 
 
 # With as many bits again for the sum over all ranks, both fit into the store's 64 bits.
@@ -272,7 +266,7 @@ def rendezvous_of(members: tuple[int, ...], purpose: str = "calls") -> StoreRend
     store.
     """
     world, store = dist.group.WORLD, _torch_private.default_store()
-    if world is None or store is None or not is_on():
+    if world is None or store is None or not checks_calls():
         return None
     found, key = _rendezvous.setdefault(world, {}), (members, purpose)
     if key not in found:
