@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from .divergence.waits import COLLECTIVE
-from .gloo_connections import GlooConnections, all_or_nothing
-from .mesh import Axis
+from .gloo_connections import OverConnections, all_or_nothing
 from .summation import sum_in_rank_order
-from .transport import VALUES, Handle, Kind, Transport, as_bytes
+from .transport import VALUES, Handle, Kind, as_bytes
 
 
-class GlooTransport(Transport):
+class GlooTransport(OverConnections):
     """Exchanges of messages with tags. What is sent is kept until ``settle``, and must not change
     before."""
 
     reads_later = True
     all_reduce_steps = 1
-
-    def __init__(self, axis: Axis, device: torch.device, connections: GlooConnections) -> None:
-        super().__init__(axis, device)
-        self.connections, self.name = connections, connections.activity.name
 
     # -- a message: ``_start``, then ``_parts`` or ``_fill``, then ``_finish``
 
@@ -77,15 +72,8 @@ class GlooTransport(Transport):
 
     # -- Transport
 
-    @property
-    def has_failed(self) -> bool:
-        return not self.connections.is_connected
-
     def unfinished_gather(self, tag: int) -> Handle | None:
         return self.connections.unfinished.get(tag)
-
-    def require_working(self) -> None:
-        self.connections.require_open()
 
     @all_or_nothing
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:

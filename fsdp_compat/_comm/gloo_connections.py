@@ -22,7 +22,7 @@ from .divergence.store_rendezvous import rendezvous_of
 from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
 from .environment import warn_after_s
 from .mesh import Axis
-from .transport import Handle, Work, communication_error, group_destroyed
+from .transport import Handle, Transport, Work, communication_error, group_destroyed
 
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that of its ack
 
@@ -30,10 +30,6 @@ ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that o
 Sent = tuple[list[Work], object, MessageId]
 
 _NOTHING: list[Work] = []
-
-
-class Connected(typing.Protocol):
-    connections: GlooConnections
 
 
 Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
@@ -45,7 +41,7 @@ def all_or_nothing(method: Method) -> Method:
     name = f"fsdp_compat::{getattr(method, '__name__', '')}"
 
     @functools.wraps(method)
-    def checked(self: Connected, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+    def checked(self: OverConnections, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         try:
             if _torch_private.is_profiling():
                 with torch.profiler.record_function(name):
@@ -60,6 +56,21 @@ def all_or_nothing(method: Method) -> Method:
             raise
 
     return typing.cast(Method, checked)
+
+
+class OverConnections(Transport):
+    """A transport that fails with the connections of gloo that it uses."""
+
+    def __init__(self, axis: Axis, device: torch.device, connections: GlooConnections) -> None:
+        super().__init__(axis, device)
+        self.connections, self.name = connections, connections.activity.name
+
+    @property
+    def has_failed(self) -> bool:
+        return not self.connections.is_connected
+
+    def require_working(self) -> None:
+        self.connections.require_open()
 
 
 class GlooConnections(Waiter):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import dataclasses
 import datetime
 import enum
 import itertools
@@ -59,23 +60,16 @@ class Work(typing.Protocol):
         """Return False if the wait was aborted. Raises RuntimeError if it has failed."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Handle:
-    """A message in flight: the works to wait for, and the tensors that must stay until then."""
+    """A message in flight."""
 
-    __slots__ = ("divisor", "ended", "keep", "message", "parts", "works")
-
-    def __init__(
-        self,
-        works: list[Work],
-        parts: Sequence[Tensor] = (),
-        keep: typing.Any = None,
-        message: MessageId = (0, 0, 0),
-        divisor: Tensor | None = None,
-    ) -> None:
-        """divisor: of the sum of an all-reduce."""
-        self.works, self.parts, self.keep = works, parts, keep
-        self.message, self.divisor = message, divisor
-        self.ended = False  # the works have completed
+    works: list[Work]  # to wait for
+    parts: Sequence[Tensor] = ()  # that are received
+    keep: typing.Any = None  # what must stay until then
+    message: MessageId = (0, 0, 0)
+    divisor: Tensor | None = None  # of the sum of an all-reduce
+    ended: bool = False  # the works have completed
 
 
 class Mapping(typing.Protocol):

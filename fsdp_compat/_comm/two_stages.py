@@ -27,10 +27,10 @@ from torch import Tensor
 
 from .divergence.processes import Process
 from .gloo import GlooTransport
-from .gloo_connections import all_or_nothing
+from .gloo_connections import OverConnections, all_or_nothing
 from .mesh import Axis
 from .messages import MessageTransport
-from .transport import Handle, Transport
+from .transport import Handle
 
 
 class _Pending(Handle):
@@ -43,7 +43,7 @@ class _Pending(Handle):
         self.stage, self.target, self.step = stage, target, 0
 
 
-class TwoStages(Transport):
+class TwoStages(OverConnections):
     """Exchanges by two transports."""
 
     reduce_steps = 1
@@ -57,8 +57,7 @@ class TwoStages(Transport):
     ) -> None:
         """Collective. whole: between all ranks. hosts: see ``hosts_of``. connect: connects some
         ranks of the axis, which have a name."""
-        super().__init__(axis, whole.device)
-        self._whole, self.connections, self.name = whole, whole.connections, whole.name
+        super().__init__(axis, whole.device, whole.connections)
         self._num_hosts, self._num_places = len(hosts), len(hosts[0])
         self._is_by_host = hosts[0][1] == 1
         [(self._host, self._place)] = [
@@ -76,13 +75,6 @@ class TwoStages(Transport):
         self.all_reduce_steps = 3 + 1
         self.traffic = self._far.traffic  # what leaves this host
         self._gathers: dict[int, _Pending] = {}  # by tag: those that have not ended, oldest first
-
-    @property
-    def has_failed(self) -> bool:
-        return self._whole.has_failed
-
-    def require_working(self) -> None:
-        self._whole.require_working()
 
     def unfinished_gather(self, tag: int) -> Handle | None:
         return self._gathers.get(tag)

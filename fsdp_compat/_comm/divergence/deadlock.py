@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import textwrap
@@ -31,17 +32,20 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from ... import _torch_private
-from ..environment import quiet_s
+from ..environment import quiet_s, warn_after_s
 from . import progress
 from .cycles import find_cycle
-from .inquiry import LongWait
+from .inquiry import MAX_ASKED, Inquiry
 from .processes import Process
 from .status_store import Answer, Post, StatusStore, status_store
 from .waits import Report, Wait, Waiter, Waiting
 
 PATIENCE = 5.0  # seconds in the same wait before it is published
 LOOK_S = 1.0  # at most, between two looks of the thread
+_MAX_NAMED = 4  # ranks in a warning
 FORGOTTEN_S = 10.0  # without a question: no rank waits for an answer any more
+
+_logger = logging.getLogger("fsdp_compat.waits")
 
 
 def _current(waiters: Sequence[Waiter]) -> tuple[Waiter, Waiting] | tuple[None, None]:
@@ -100,7 +104,8 @@ class Search:
 
     def __init__(self) -> None:
         self._seen: Waiting | None = None
-        self._long = LongWait()
+        self._inquiry: Inquiry | None = None  # about the ranks that it waits for
+        self._warn_s = 0.0  # seconds of waiting at the next warning; 0: no warnings
         self._since = self._probed_at = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank whose post is in the store
 
@@ -110,14 +115,38 @@ class Search:
             waiters = []  # while one thread waits, another may begin what other ranks wait for
         waiter, waiting = _current(waiters)
         if waiting is not self._seen:
-            self._seen, self._since, self._long = waiting, time.monotonic(), LongWait()
+            self._seen, self._since = waiting, time.monotonic()
+            self._inquiry, self._warn_s = None, warn_after_s()
             self.withdraw(store)
         elif waiter is not None and waiting is not None:
             waited_s = time.monotonic() - self._since
             if waited_s >= PATIENCE:
                 self._look_at_long_wait(waiters, waiter, waiting, store)
-            if self._long.is_due(waited_s) and waiter.activity.diagnosis is None:
-                self._long.look(waiter.describe(waiting), waited_s, store)
+            # some time before a warning, so that the missing ranks can answer until then
+            is_due = self._warn_s and waited_s >= self._warn_s - warn_after_s() / 2
+            if is_due and waiter.activity.diagnosis is None:
+                self._ask(waiter.describe(waiting), waited_s, store)
+
+    def _ask(self, wait: Wait, waited_s: float, store: StatusStore) -> None:
+        """Ask what the missing ranks are doing and, when it is time, warn; at growing intervals."""
+        self._inquiry = self._inquiry or Inquiry(store, wait.name)
+        posts = {rank: store.post_of(rank) for rank in wait.peers[:MAX_ASKED]}
+        missing = [rank for rank, post in posts.items() if post is None or post.lacks(wait)]
+        found = [f"rank {rank}: {self._inquiry.of(rank)[0]}" for rank in missing]
+        if waited_s < self._warn_s:
+            return
+        while self._warn_s <= waited_s:
+            self._warn_s *= 2
+        lines = [*found[:_MAX_NAMED], *(["and others"] if len(found) > _MAX_NAMED else [])]
+        _logger.warning(
+            "For %.1f s %s.\n%s  Every rank must run the same forwards and "
+            "backwards. Common mistakes: a rank has one batch less than the others, or one rank "
+            "evaluates alone. The next warning comes in %.1f s (FSDP_COMPAT_WARN_AFTER).",
+            waited_s,
+            wait.text,
+            "".join(f"  {line}\n" for line in lines),
+            self._warn_s - waited_s,
+        )
 
     def withdraw(self, store: StatusStore) -> None:
         """Take the post of this process out of the store."""

@@ -3,17 +3,12 @@ answers on these."""
 
 from __future__ import annotations
 
-import logging
 import time
 
-from ..environment import idle_limit_s, warn_after_s
+from ..environment import idle_limit_s
 from .status_store import StatusStore
-from .waits import Wait
 
 MAX_ASKED = 64  # of the missing ranks
-_MAX_NAMED = 4  # in a warning
-
-_logger = logging.getLogger("fsdp_compat.waits")
 
 
 class Inquiry:
@@ -47,36 +42,3 @@ class Inquiry:
         else:
             duration = f", for at least {answer.since_s:.1f} s" if answer.since_s else ""
         return f"it {answer.text}{duration}", is_idle
-
-
-class LongWait:
-    """Warns about one wait of this process, at growing intervals."""
-
-    def __init__(self) -> None:
-        self._first_s = self._next_s = warn_after_s()  # seconds of waiting; 0: no warnings
-        self._inquiry: Inquiry | None = None
-
-    def is_due(self, waited_s: float) -> bool:
-        """True some time before a warning, so that the missing ranks can answer until then."""
-        return self._first_s > 0 and waited_s >= self._next_s - self._first_s / 2
-
-    def look(self, wait: Wait, waited_s: float, store: StatusStore) -> None:
-        """Ask what the missing ranks are doing and, when it is time, warn. Only if ``is_due``."""
-        self._inquiry = self._inquiry or Inquiry(store, wait.name)
-        posts = {rank: store.post_of(rank) for rank in wait.peers[:MAX_ASKED]}
-        missing = [rank for rank, post in posts.items() if post is None or post.lacks(wait)]
-        found = [f"rank {rank}: {self._inquiry.of(rank)[0]}" for rank in missing]
-        if waited_s < self._next_s:
-            return
-        while self._next_s <= waited_s:
-            self._next_s *= 2
-        lines = [*found[:_MAX_NAMED], *(["and others"] if len(found) > _MAX_NAMED else [])]
-        _logger.warning(
-            "For %.1f s %s.\n%s  Every rank must run the same forwards and "
-            "backwards. Common mistakes: a rank has one batch less than the others, or one rank "
-            "evaluates alone. The next warning comes in %.1f s (FSDP_COMPAT_WARN_AFTER).",
-            waited_s,
-            wait.text,
-            "".join(f"  {line}\n" for line in lines),
-            self._next_s - waited_s,
-        )

@@ -174,25 +174,22 @@ class Arena:
     def __init__(self) -> None:
         self.pid, self.token = os.getpid(), os.urandom(TOKEN_NBYTES)
         self.chunks: list[Chunk] = []
-        self.is_closed, self.refusal = not are_supported(), "no files in memory"
+        self.is_supported, self.refusal = are_supported(), "no files in memory"
         self.lock = threading.RLock()
         # A block may die inside any allocation, even one of the arena's own: it waits here for the
         # next call of `take`.
         self._returned: collections.deque[tuple[Chunk, int, int]] = collections.deque()
         self._kept_nbytes = 0  # approximately: pages of free blocks
 
-    def open(self) -> bool:
-        """Make the first chunk. Return False if that is impossible."""
-        if not self.chunks and not self.is_closed:
+    def open(self) -> None:
+        """Make the first chunk, if that is possible."""
+        if not self.chunks:
             with self.lock:
-                self.is_closed = not self._grow(0)
-        return bool(self.chunks)
+                self._grow(0)
 
     def take(self, nbytes: int, zero: bool) -> memoryview | None:
         """Return a block, which is freed when its last reference dies, or None if there is no more
         memory."""
-        if self.is_closed and not self.chunks:
-            return None
         size = _in_pages(nbytes)
         with self.lock:
             self._take_back()
@@ -224,7 +221,7 @@ class Arena:
 
     def _grow(self, size: int) -> bool:
         """Add a chunk. Return False if the system refuses."""
-        if self.is_closed:
+        if not self.is_supported:
             return False
         needed, all_before = _in_pages(size) + PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
         for nbytes in (max(needed, CHUNK_NBYTES, all_before), needed):
