@@ -187,7 +187,7 @@ BREAKS = (
     ),
     Break(
         "connecting without a rendezvous",
-        "rendezvous = rendezvous_of(activity.members, activity.name)",
+        "rendezvous = rendezvous_of(axis.members, name)",
         "rendezvous = None",
         f"{FRONTENDS}/test_divergence.py -k built_by_one_rank_alone_is_refused",
     ),
