@@ -3,8 +3,8 @@ that they exchange. All keys are here."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import json
 import typing
 
 from ... import _torch_private
@@ -44,11 +44,11 @@ class StatusStore:
     def _get(self, key: str) -> typing.Any:
         """Return the value of a key, or None. One request: a ``get`` waits for a key that does not
         exist, so it takes two."""
-        text = self._store.compare_set(f"fsdp_compat/{key}", "", "")
-        return json.loads(text) if text else None
+        text = self._store.compare_set(f"fsdp_compat/{key}", "", "").decode()
+        return ast.literal_eval(text) if text else None
 
     def _set(self, key: str, value: object) -> None:
-        self._store.set(f"fsdp_compat/{key}", json.dumps(value))
+        self._store.set(f"fsdp_compat/{key}", repr(value))
 
     # -- waits and failures
 
@@ -58,27 +58,19 @@ class StatusStore:
 
     def post_of(self, rank: int) -> Post | None:
         value = self._get(f"post/{rank}")
-        if value is None:
-            return None
-        (rank, peers, *rest), begun = value
-        counts = {name: {int(tag): n for tag, n in of.items()} for name, of in begun.items()}
-        return Post(Wait(rank, tuple(peers), *rest), counts)
+        return value and Post(Wait(*value[0]), value[1])
 
     def report_failure(self, name: str, rank: int, report: Report) -> None:
         """Tell all members that what has this name has failed on a rank. The first report counts,
         as the others may be its consequences."""
-        value = json.dumps([rank, *dataclasses.astuple(report)])
+        value = repr((rank, dataclasses.astuple(report)))
         self._store.compare_set(f"fsdp_compat/failed/{name}", "", value)
 
     def failure_of(self, name: str, *, except_of: int | None = None) -> Report | None:
         """Return what the first rank on which ``name`` has failed has reported, unless that is the
         rank ``except_of``."""
         value = self._get(f"failed/{name}")
-        if value is None:
-            return None
-        rank, lines, *rest = value
-        lines = {int(rank): line for rank, line in lines.items()}
-        return None if rank == except_of else Report(lines, *rest)
+        return None if value is None or value[0] == except_of else Report(*value[1])
 
     # -- rendezvous, see store_rendezvous.py
 
