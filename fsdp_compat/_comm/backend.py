@@ -53,6 +53,17 @@ class BackendTransport(Transport):
         with self._explained(what):
             return super().gather_now(own, what, tag)
 
+    def sum_of(self, values: Tensor, what: str) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.SUM, what)
+
+    def max_of(self, values: Tensor, what: str) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.MAX, what)
+
+    def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        with self._explained(what), _torch_private.uncounted():
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         with self._explained(what), _torch_private.uncounted():
             works = [

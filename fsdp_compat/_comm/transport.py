@@ -188,11 +188,11 @@ class Transport(abc.ABC):
         return self.max_of(flags, what)
 
     def sum_of(self, values: Tensor, what: str) -> Tensor:
-        """Return the sum of ``values`` over the ranks."""
+        """Return the sum of ``values`` over the ranks, maybe computed in place."""
         return self._by_rank(values, what).sum(0, dtype=values.dtype)
 
     def max_of(self, values: Tensor, what: str) -> Tensor:
-        """Return the maximum of ``values`` over the ranks."""
+        """Return the maximum of ``values`` over the ranks, maybe computed in place."""
         return self._by_rank(values, what).amax(0)
 
     def gather_objects(self, value: object) -> list[typing.Any]:

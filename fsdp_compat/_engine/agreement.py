@@ -3,7 +3,7 @@ would have other lengths than the receivers expect, or ranks would wait for each
 
 Only ranks that share the parameters of a unit compare it, by names, shapes, dtypes and
 ``requires_grad`` of the parameters, in their order, and by the settings that decide what is sent.
-They exchange a digest along each mesh axis, and the facts themselves if digests differ."""
+They exchange a digest, one message per mesh axis, and the facts themselves if digests differ."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ..errors import UsageError
 from .unit import Unit
 
 Facts = Sequence[str]  # in the order in which differences are reported
+
+_DIGEST_NBYTES = 16
 
 
 def unit(name: str) -> str:
@@ -61,11 +63,16 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
     axes = [axis for axis in (mesh.shard, mesh.replica) if axis.ranks > 1]
     if not axes or device.type == "meta":  # a simulation: tensors have no values
         return
-    digests = {hashlib.sha256(repr(facts).encode()).digest()}
+    what = "the comparison of the ranks' models"
+    digest = hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST_NBYTES]
+    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
+    # only if all ranks have them
+    own = [*digest, *(255 - byte for byte in digest)]
+    values = torch.tensor(own, dtype=torch.uint8, device=device)
     communicators = [communicator(axis, device) for axis in axes]
     for each in communicators:
-        digests = set[bytes]().union(*each.gather_objects(digests))
-    if len(digests) == 1:
+        values = each.any_of(values, what)
+    if values.tolist() == own:
         return
     told = [(mesh.shard.members[mesh.shard.rank], list(facts))]
     for each in communicators:
