@@ -24,7 +24,6 @@ _TOOLS = {
     "convert": "write a checkpoint in another format",
     "merge": "write a checkpoint of many files as one",
     "reshard": "write a checkpoint for another number of ranks",
-    "plot": "draw how the bytes of a checkpoint are spread, values, or norms",
     "shapes": "write the shapes of a model, which flat checkpoints lack",
 }
 _NEEDED = ("click", "rich")  # by the tools

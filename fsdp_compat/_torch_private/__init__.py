@@ -66,6 +66,7 @@ __all__ = [
     "on_end_of_backward",
     "optimizers_in_backward",
     "parameters_of",
+    "place_in_file",
     "placement",
     "refresh_rnn_weights",
     "same_storage",
@@ -603,3 +604,11 @@ def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCont
     keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
     context: contextlib.AbstractContextManager[None] = keep(tuple(tensors))
     return context
+
+
+def place_in_file(name: str, start: int, nbytes: int) -> Any:
+    """Return where a value lies, as the metadata of torch.distributed.checkpoint say it. Their
+    public part has no class for it: each of torch's writers has its own."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, start, nbytes)

@@ -35,7 +35,6 @@ from ._texts import (
 )
 
 METADATA = "__metadata__"
-_MAX_DEPTH = 127  # the library's limit
 _MAY_BE_HALF = re.compile(rb"\\u[dD]")
 _ODD_NUMBER = re.compile(rb"-0|[0-9]{21}")
 
@@ -140,7 +139,7 @@ def encode_header(
         start += nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    require_readable(text, _MAX_DEPTH)
+    require_readable(text)
     head = len(text).to_bytes(8, "little") + text
     return head, [
         TensorInfo(name, dtype, shape, len(head) + at)
@@ -172,9 +171,7 @@ def parse_header(
     """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
     try:
         hooks = {"parse_int": _whole} if _ODD_NUMBER.search(text) else {}
-        described = parse_json(
-            text, _MAX_DEPTH, parse_float=_finite, parse_constant=_refuse_constant, **hooks
-        )
+        described = parse_json(text, parse_float=_finite, parse_constant=_refuse_constant, **hooks)
         if _MAY_BE_HALF.search(text):
             json.dumps(described, ensure_ascii=False).encode(
                 "utf-8"

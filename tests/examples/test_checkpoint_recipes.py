@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -123,4 +122,3 @@ def assert_targets_hold_the_model() -> None:
     assert continued.is_same and len(continued.tensors) > len(reference()["model"])
     assert len(list(Path("for_two_ranks").glob("*.safetensors"))) == 2
     assert checkpoint.diff("runs/7/step-00001200", "for_two_ranks").is_same
-    assert all(Path(f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("norms", "bytes"))

@@ -5,9 +5,10 @@ are read when they are needed, through a buffer of bounded size, and their check
 first if the format has any. Nothing that a file holds is run.
 
 Files are not trusted. Bounded before any work, whatever a small file says: bytes of text and of
-pickles; the depth and the number of nested containers; shapes (64 dims, 2**60 elements); the sizes
-of a mesh; the boxes that the placements of DTensors cut a tensor into, for each and for all of one
-checkpoint. Not bounded yet: what a pickle copies from values that it refers to many times.
+pickles; the depth and the number of nested values, also by references; shapes (64 dims, 2**60
+elements); the sizes of a mesh; the boxes that the placements of DTensors cut a tensor into, for
+each and for all of one checkpoint. Not bounded: what ``pickle.Unpickler`` takes for a crafted
+pickle, and ``json`` for a crafted text, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files
@@ -17,13 +18,12 @@ checkpoint. Not bounded yet: what a pickle copies from values that it refers to 
 Readers and writers, by format:
 
 - native: ``native_reading``, ``native_writing``; safetensors: ``safetensors_files``
-- torch.save: ``torch_files``, ``stored_storages``, ``torch_writing``; pickles: ``unpickling``,
-  ``pickle_machine``, ``pickled_names``
-- one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1 and
-  FairScale: ``flat_files``, ``shapes``
-- torch.distributed.checkpoint: ``dcp_metadata``, ``dcp_reading``, ``distcp_entries``,
-  ``dcp_writing``; directories of Accelerate, Lightning and others: ``client_directories``
+- torch.save: ``torch_save``, on ``pickles``, and ``torch_writing``
+- one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1:
+  ``flat_files``, ``shapes``
+- torch.distributed.checkpoint: ``dcp_reading``, ``dcp_writing``; directories of Accelerate,
+  Lightning and others: ``client_directories``
 
-What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``),
-``plots``; from a shell ``commands``, with ``arguments``, ``tables`` and ``display``.
+What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``);
+from a shell ``commands``, with ``arguments``, ``tables`` and ``display``.
 """

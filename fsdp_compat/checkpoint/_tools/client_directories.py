@@ -13,13 +13,12 @@ from typing import Any
 from ...errors import CheckpointError
 from .._texts import brief, parse_json, read_text, size, text_in
 from .archive import Archive
-from .dcp_metadata import damaged
-from .dcp_reading import is_dcp, read_dcp, tree_of
+from .dcp_reading import damaged, is_dcp, read_dcp, tree_of
 from .paths import member, require_inside
 from .rank_files import read_rank_files
 from .safetensors_files import read_safetensors
 from .shapes import Shapes
-from .torch_files import read_torch_file
+from .torch_save import read_torch_file
 from .tree import archive_of
 
 _FSDP_PART = re.compile(
@@ -56,7 +55,7 @@ def read_client_directory(
     - Megatron-FSDP: ``.metadata`` and ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
-    as random numbers, is named in ``left_out``. ignored: as for ``unpickling.load``. Raises
+    as random numbers, is named in ``left_out``. ignored: as for ``torch_save.load``. Raises
     CheckpointError and OSError.
     """
     if is_dcp(path):

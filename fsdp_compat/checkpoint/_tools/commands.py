@@ -423,33 +423,7 @@ def _convert(source: Path, target: Path, **given: Any) -> None:
     click.echo(shown(str(path)))
 
 
-# -- pictures and shapes
-
-
-@commands.command(
-    "plot",
-    epilog=_epilog(
-        "plot runs/7/step-00001200 bytes.png",
-        "plot runs/7/step-00001200 weight.png --histogram layers.0.weight",
-        "plot runs/7/step-00001100 norms.png --beside runs/7/step-00001200",
-    ),
-)
-@_source
-@_target
-@click.option("--histogram", metavar="NAME", help="Draw the values of this tensor.")
-@click.option("--beside", type=_existing, help="Draw the norms of tensors in both checkpoints.")
-@_reading
-def plot_command(source: Path, target: Path, **given: Any) -> None:
-    """Draw how the bytes of a checkpoint are spread over ranks and tensors, the values of one
-    tensor, or the norms of two checkpoints side by side. TARGET is a PNG file."""
-    if not _has("matplotlib"):
-        raise click.UsageError("plot needs matplotlib: pip install 'fsdp_compat[cli]'")
-    from .plots import plot
-
-    if given["histogram"] is not None and given["beside"] is not None:
-        raise click.UsageError("--histogram and --beside exclude each other")
-    _require_free(target)
-    _write(target, plot(source, progress=_progress(), **given), "plot")
+# -- shapes
 
 
 @commands.command(

@@ -1,43 +1,64 @@
 """Checkpoints of torch.distributed.checkpoint: FSDP1's SHARDED kind, FSDP2, our own front ends,
 Megatron-FSDP, and what Accelerate, Lightning and others save through it.
 
-Opening one takes about 0.3 ms per chunk, most of it for the metadata; of the files, two short
-ranges per chunk are read."""
+The metadata say where each chunk of a tensor lies; each is a torch.save file of its own inside a
+larger one. Both are read as data: no class that they name is imported."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._layout.box import Box
 from ...errors import CheckpointError
-from .._header import TensorInfo, read_header
-from .._texts import brief, open_file, parse_json, shape_in
-from . import torch_files, unpickling
+from .._header import TensorInfo, is_quantized, read_header
+from .._texts import brief, open_file, parse_json, read_text, shape_in, size, text_in
 from .archive import Archive, Piece, Span, StoredTensor, coverage_problem, row_major, whole
-from .dcp_metadata import Chunk, Entry, Place, damaged, metadata_files, read_metadata
-from .distcp_entries import EntryTemplates
 from .paths import member
-from .reading import Files
+from .pickles import Record
+from .torch_save import load, records_at
 from .tree import archive_of
 
 KIND = "torch.distributed.checkpoint"
+_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_BYTES = 100_000_000  # of pickled values, together
 _MAX_LIST = 100_000
+_ZIP = b"PK\x03\x04"
+_UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+_Keys = tuple[str | int, ...]
+
+
+class _Place(NamedTuple):
+    """A range of bytes in a file of the directory. ``file`` is not checked yet."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class _Entry(NamedTuple):
+    """One value of the flattened state dict: a tensor, or a pickled value."""
+
+    name: str
+    keys: _Keys  # where it is in the nested state dict
+    dtype: torch.dtype | None  # None: a pickled value, at the only place
+    shape: tuple[int, ...]
+    places: dict[Box, _Place]
 
 
 def is_dcp(path: Path) -> bool:
     """Return whether a directory has the metadata of a torch.distributed.checkpoint."""
-    return path.is_dir() and bool(metadata_files(path))
+    return path.is_dir() and bool(_metadata_files(path))
 
 
 def read_dcp(path: Path) -> Archive:
@@ -55,17 +76,15 @@ def read_dcp(path: Path) -> Archive:
 def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
     """Return the nested state dict, the number of ranks that wrote it, if the names of the files
     say so, and what could not be read. Raises what ``read_dcp`` raises."""
-    metadata = metadata_files(path)
+    metadata = _metadata_files(path)
     if not metadata:
         raise damaged(path, "no file .metadata")
-    merged = _merged(
-        [entry for file in metadata for entry in read_metadata(member(path, file.name))]
-    )
-    left_out: list[str] = []
-    with Files() as files:
-        directory = _Directory(path, files)
-        flat = [(entry, directory.value_of(entry, left_out)) for entry in merged]
-    tree = _nested([(entry.keys, value) for entry, value in flat if value is not _LEFT_OUT], path)
+    directory, left_out = _Directory(path), list[str]()
+    values = [
+        (entry.keys, directory.value_of(entry, left_out))
+        for entry in _merged(itertools.chain.from_iterable(map(_entries_of, metadata)))
+    ]
+    tree = _nested([(keys, value) for keys, value in values if value is not _LEFT_OUT], path)
     left_out += directory.unused()
     return tree, directory.world_size(), left_out
 
@@ -73,94 +92,166 @@ def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
 _LEFT_OUT: Any = object()
 
 
-def _merged(entries: Iterable[Entry]) -> list[Entry]:
+def damaged(path: Path, got: str) -> CheckpointError:
+    return CheckpointError.of(
+        f"{path.name} is damaged, or not of a torch.distributed.checkpoint.",
+        expected="values as torch.distributed.checkpoint writes them",
+        got=got,
+        where=str(path),
+        fix="restore the checkpoint from an intact copy; nothing was loaded",
+    )
+
+
+# -- metadata
+
+
+def _metadata_files(path: Path) -> list[Path]:
+    """Return ``.metadata``, or the files of all ranks if each wrote its own; none if a directory is
+    no such checkpoint. Raises OSError and CheckpointError."""
+    one = path / ".metadata"
+    if one.exists() or one.is_symlink():
+        return [member(path, one.name)]
+    ranks = {
+        int(match[1]): match[0] for match in map(_OF_RANK.fullmatch, os.listdir(path)) if match
+    }
+    return [member(path, ranks[rank]) for rank in sorted(ranks)]
+
+
+def _entries_of(path: Path) -> Iterator[_Entry]:
+    """Yield the entries that one metadata file describes. Raises CheckpointError and OSError."""
+    try:
+        found = load(read_text(path), path)
+        if not found.name.endswith(".Metadata"):
+            raise ValueError(f"a {found.name}")
+        places = {}
+        for index, info in found.fields["storage_data"].items():
+            if extensions := info.fields.get("transform_descriptors"):
+                name = index.fields["fqn"]
+                raise ValueError(f"{name!r} was saved through extensions ({extensions!r:.100})")
+            offset = index.fields.get("offset")
+            where = None if offset is None else shape_in(list(offset))
+            places[text_in(index.fields["fqn"]), where] = _Place(
+                text_in(info.fields["relative_path"]),
+                size(info.fields["offset"]),
+                size(info.fields["length"]),
+            )
+        paths = found.fields.get("planner_data")
+        paths = paths if isinstance(paths, dict) else {}
+        for name, facts in found.fields["state_dict_metadata"].items():
+            yield _entry(text_in(name), facts, _keys(name, paths.get(name)), places)
+    except _UNEXPECTED as error:
+        raise damaged(path, brief(error)) from error
+
+
+def _keys(name: str, keys: Any) -> _Keys:
+    """Return the path of an entry; metadata without paths are of a flat state dict."""
+    if keys is None:
+        return (name,)
+    if not isinstance(keys, (tuple, list)) or not keys or len(keys) > 60:
+        raise ValueError(f"{name!r} at the path {keys!r:.100}")
+    return tuple(key if type(key) is int and key >= 0 else text_in(key) for key in keys)
+
+
+def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _Place]) -> _Entry:
+    kind = facts.name.rpartition(".")[2]
+    if kind == "BytesStorageMetadata":
+        return _Entry(name, keys, None, (), {whole(()): places[name, None]})
+    if kind != "TensorStorageMetadata":
+        raise ValueError(f"{name!r} is a {facts.name:.100}")
+    properties = facts.fields["properties"]
+    dtype = (properties.state if not properties.fields else [properties.fields["dtype"]])[0]
+    if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
+        raise TypeError(f"{name!r} has a dtype {dtype!r:.100}")
+    shape = shape_in(list(facts.fields["size"]))
+    found = {}
+    for chunk in facts.fields["chunks"]:
+        box = Box(*(shape_in(list(chunk.fields[key])) for key in ("offsets", "sizes")))
+        if len(box.offsets) != len(box.sizes) or (box.numel and len(box.sizes) != len(shape)):
+            raise ValueError(f"{name!r}, of shape {list(shape)}, has a chunk {box}")
+        if box.numel:
+            if (name, box.offsets) not in places:
+                raise ValueError(f"no file has {name!r} at {list(box.offsets)}")
+            found[box] = places[name, box.offsets]
+    return _Entry(name, keys, dtype, shape, found)
+
+
+def _merged(entries: Iterable[_Entry]) -> list[_Entry]:
     """Return one entry per name: ranks that do not coordinate each describe their own chunks."""
-    found: dict[str, Entry] = {}
+    found: dict[str, _Entry] = {}
     for entry in entries:
         other = found.setdefault(entry.name, entry)
-        if other is not entry and (other.dtype, other.shape) == (entry.dtype, entry.shape):
-            chunks = {chunk.box: chunk for chunk in (*entry.chunks, *other.chunks)}
-            found[entry.name] = Entry(
-                entry.name,
-                other.keys,
-                other.dtype,
-                other.shape,
-                tuple(chunks.values()),
-                other.place,
-            )
+        if other is not entry and other[2:4] == entry[2:4]:
+            other.places.update(entry.places)
     return list(found.values())
+
+
+# -- chunks
 
 
 class _Directory:
     """The files of one checkpoint."""
 
-    def __init__(self, path: Path, files: Files) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._files = files
         self._found: dict[str, tuple[Path, int]] = {}  # files with values: path, number of bytes
-        self._templates = EntryTemplates(files)
-        self._headers: dict[Path, Any] = {}
+        self._headers: dict[Path, dict[str, TensorInfo] | None] = {}  # None: of torch.save
         self._bytes_left = _MAX_BYTES
 
-    def value_of(self, entry: Entry, left_out: list[str]) -> Any:
-        if entry.dtype is not None:
-            return self._tensor(entry)
-        assert entry.place is not None
-        path = self._checked(entry.place)
-        self._bytes_left -= entry.place.nbytes
+    def value_of(self, entry: _Entry, left_out: list[str]) -> Any:
+        if entry.dtype is None:
+            return self._plain_value(entry, left_out)
+        pieces = [self._piece(entry, box, place) for box, place in entry.places.items()]
+        problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
+        if problem is not None:
+            raise damaged(self._path, f"{entry.name!r}, of shape {list(entry.shape)}: {problem}")
+        return StoredTensor(entry.name, entry.dtype, entry.shape, tuple(pieces))
+
+    def _plain_value(self, entry: _Entry, left_out: list[str]) -> Any:
+        (place,) = entry.places.values()
+        path = self._checked(place)
+        self._bytes_left -= place.nbytes
         if self._bytes_left < 0:
             raise damaged(path, f"more than {_MAX_BYTES} bytes of values that are no tensors")
+        content = _bytes_of(path, place.start, place.nbytes)
         try:
-            return self._plain_value(path, entry.place)
+            if content.startswith(_ZIP):
+                return records_at(path, place.start, place.nbytes)
+            return load(content, path)
         except CheckpointError as error:
             got = next((line for line in str(error).splitlines() if "got:" in line), str(error))
             left_out.append(f"{entry.name}: {got.partition('got:')[2].strip() or got}"[:400])
             return _LEFT_OUT
 
-    def _plain_value(self, path: Path, place: Place) -> Any:
-        with self._files.descriptor(path) as descriptor:
-            is_zip = os.pread(descriptor, 4, place.start) == b"PK\x03\x04"
-            content = b"" if is_zip else os.pread(descriptor, place.nbytes, place.start)
-        if is_zip:
-            return torch_files.records_at(path, place.start, place.nbytes)
-        return unpickling.load(content, path)
-
-    def _tensor(self, entry: Entry) -> StoredTensor:
-        assert entry.dtype is not None
-        pieces = tuple(self._piece(entry.name, entry.dtype, chunk) for chunk in entry.chunks)
-        problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
-        if problem is not None:
-            raise damaged(self._path, f"{entry.name!r}, of shape {list(entry.shape)}: {problem}")
-        return StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
-
-    def _piece(self, name: str, dtype: torch.dtype, chunk: Chunk) -> Piece:
-        path = self._checked(chunk.place)
+    def _piece(self, entry: _Entry, box: Box, place: _Place) -> Piece:
+        path = self._checked(place)
         match = _FILE_OF_RANK.fullmatch(path.name)
-        holder = int(match[1]) if match else None
-        found = self._templates.tensor_at(path, chunk.place.start, chunk.place.nbytes)
-        if found is None and self._is_safetensors(path):
-            found = self._in_safetensors(path, name)
-        if found is None or (found.dtype, found.shape) != (dtype, chunk.box.sizes):
+        if (header := self._header(path)) is not None:
+            found = _of_header(header[entry.name], path) if entry.name in header else None
+        elif _bytes_of(path, place.start, 4) == _ZIP:
+            found = records_at(path, place.start, place.nbytes)
+        else:
+            found = None
+        if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (
+            entry.dtype,
+            box.sizes,
+        ):
+            text = f"{found.dtype} of shape {list(found.shape)}" if found else "no tensor"
             raise damaged(
                 path,
-                f"at byte {chunk.place.start} {_text(found)} instead of {dtype} of shape "
-                f"{list(chunk.box.sizes)}, which the metadata give for a chunk of {name!r}",
+                f"at byte {place.start} {text} instead of {entry.dtype} of shape "
+                f"{list(box.sizes)}, which the metadata give for a chunk of {entry.name!r}",
             )
         (piece,) = found.pieces
-        return Piece(chunk.box, piece.source, holder)
+        return Piece(box, piece.source, int(match[1]) if match else None)
 
-    def _is_safetensors(self, path: Path) -> bool:
-        """Return whether the text of a safetensors file begins where it does in such a file."""
-        with self._files.descriptor(path) as descriptor:
-            return os.pread(descriptor, 1, 8) == b"{"
-
-    def _in_safetensors(self, path: Path, name: str) -> StoredTensor | None:
+    def _header(self, path: Path) -> dict[str, TensorInfo] | None:
+        """Return what the header of a safetensors file says; None for other files."""
         if path not in self._headers:
-            self._headers[path] = read_header(path)[0]
-        found = self._headers[path].get(name)
-        return None if found is None else _of_header(found, path)
+            is_header = _bytes_of(path, 8, 1) == b"{"
+            self._headers[path] = read_header(path)[0] if is_header else None
+        return self._headers[path]
 
-    def _checked(self, place: Place) -> Path:
+    def _checked(self, place: _Place) -> Path:
         """Return the path of a file; its name, its existence and the range are checked."""
         if place.file not in self._found:
             path = member(self._path, place.file)
@@ -179,32 +270,29 @@ class _Directory:
             )
         return path
 
+    def _files_of_ranks(self) -> dict[str, int]:
+        """Return the number of bytes of each file with values in the directory."""
+        names = filter(_FILE_OF_RANK.fullmatch, sorted(os.listdir(self._path)))
+        return {name: os.path.getsize(self._path / name) for name in names}
+
     def unused(self) -> list[str]:
         """Return a text for each file with values that the metadata do not mention."""
         return [
             f"{name}: not mentioned in the metadata, so it may be of an older checkpoint"
-            for name in sorted(os.listdir(self._path))
-            if _FILE_OF_RANK.fullmatch(name)
-            and name not in self._found
-            and (self._path / name).stat().st_size
+            for name, nbytes in self._files_of_ranks().items()
+            if nbytes and name not in self._found
         ]
 
     def world_size(self) -> int | None:
         """A rank without values writes an empty file, or none."""
-        names = [
-            *self._found,
-            *(
-                name
-                for name in os.listdir(self._path)
-                if _FILE_OF_RANK.fullmatch(name) and not os.path.getsize(self._path / name)
-            ),
-        ]
-        ranks = [int(match[1]) for name in names if (match := _FILE_OF_RANK.fullmatch(name))]
-        return max(ranks) + 1 if ranks else None
+        empty = [name for name, nbytes in self._files_of_ranks().items() if not nbytes]
+        matches = map(_FILE_OF_RANK.fullmatch, [*self._found, *empty])
+        return max((int(match[1]) + 1 for match in matches if match), default=None)
 
 
-def _text(found: StoredTensor | None) -> str:
-    return "no tensor" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+def _bytes_of(path: Path, start: int, nbytes: int) -> bytes:
+    with open(open_file(path), "rb") as file:
+        return os.pread(file.fileno(), nbytes, start)
 
 
 def _of_header(info: TensorInfo, path: Path) -> StoredTensor:

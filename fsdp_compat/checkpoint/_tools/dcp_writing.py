@@ -1,30 +1,27 @@
 """Writing a checkpoint of torch.distributed.checkpoint, chunk by chunk.
 
-Of torch's save only the file format and the plan are used: its planner wants all values in memory
-at once, and one rank per process."""
+torch's own writer wants all values of a file in memory at once, and one rank per process. So only
+the format is torch's: its metadata, and chunks that torch.save writes one after the other."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import datetime
-import io
 import os
+import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..._layout.box import Box
+from ..._torch_private import place_in_file
 from ...errors import UsageError
+from .._blocks import sync_directory
 from .archive import Archive, StoredTensor, whole
 from .reading import Files, read, read_box
+from .work import for_each
 from .writing import WriteOptions, dtype_to_write
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 _Keys = tuple[str | int, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
@@ -48,105 +45,63 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
 
     Tensors are cut along their first dim as for ``options.world_size`` ranks, one file per rank,
     and further into chunks of at most ``options.slab_nbytes`` where rows are not larger than that;
-    a worker has one chunk in memory. Tied tensors are written under each of their names. Values
-    that are neither tensors nor plain are not written, and named in ``archive.left_out``.
+    a worker writes one file at a time, and has one chunk in memory. Tied tensors are written under
+    each of their names. Values that are neither tensors nor plain are not written, and named in
+    ``archive.left_out``.
 
     Imports torch.distributed.checkpoint, which may import torch.distributed.fsdp. Raises UsageError
     if two values would get one name, CheckpointError for damaged sources, and OSError.
     """
-    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint import metadata as described
 
     values = _flattened(archive)
-    ranks: list[list[WriteItem]] = [[] for _ in range(options.world_size)]
+    entries: dict[str, Any] = {}
+    ranks: list[list[tuple[Any, Any, Box | None]]] = [[] for _ in range(options.world_size)]
     for name, (_, value) in values.items():
-        for rank, item in _items(name, value, options):
-            ranks[rank].append(item)
-    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in ranks])
-    metadata.planner_data = {name: keys for name, (keys, _) in values.items()}
-    threads = -(-options.workers // options.world_size)
-    writer = _writer(path, threads)
-    writer.set_up_storage_writer(True)
-    plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    planner: Any = _Resolver(values, files, options)  # a writer calls no other method of it
+        if not isinstance(value, StoredTensor):
+            entries[name] = described.BytesStorageMetadata()
+            ranks[0].append((described.MetadataIndex(name), value, None))
+            continue
+        chunks = []
+        for rank, box in _boxes(value, options):
+            offsets = torch.Size(box.offsets)
+            chunks.append(described.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
+            ranks[rank].append((described.MetadataIndex(name, offsets), value, box))
+        properties = described.TensorProperties(dtype_to_write(value))
+        entries[name] = described.TensorStorageMetadata(properties, torch.Size(value.shape), chunks)
 
-    def write(plan: SavePlan) -> list[Any]:
-        # A call holds all its values until it ends, so it gets one per thread.
-        results: list[Any] = []
-        for start in range(0, len(plan.items), threads):
-            items = plan.items[start : start + threads]
-            written = writer.write_data(dataclasses.replace(plan, items=items), planner).wait()
-            planner.require_all(len(items), len(written), path)
-            results += written
-        return results
+    def write(rank: int, tick: object) -> dict[Any, Any]:
+        places: dict[Any, Any] = {}
+        if ranks[rank]:
+            name = f"__{rank}_0.distcp"
+            with open(path / name, "xb") as file:
+                for index, value, box in ranks[rank]:
+                    start = file.tell()
+                    torch.save(_chunk(value, box, files, options), file)
+                    nbytes = file.tell() - start
+                    places[index] = place_in_file(name, start, nbytes)
+                file.flush()
+                os.fsync(file.fileno())
+        return places
 
-    with ThreadPoolExecutor(max(1, options.workers // threads)) as pool:
-        all_results = list(pool.map(write, plans))
-    for file in path.iterdir():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-    writer.finish(metadata, all_results)
-
-
-def _writer(path: Path, threads: int) -> Any:
-    """Return a writer whose calls each add to the files that are there."""
-    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-
-    class Appending(FileSystem):
-        @contextlib.contextmanager
-        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-            with open(path, "ab" if Path(path).suffix == ".distcp" else mode) as stream:
-                yield stream
-                if Path(path).suffix != ".distcp":
-                    stream.flush()
-                    os.fsync(stream.fileno())
-
-    class Writer(FileSystemWriter):
-        def storage_meta(self) -> None:
-            """Nothing: the path would be the one before the directory gets its name."""
-
-    # No copying ahead: values are on the CPU already.
-    writer = Writer(path, sync_files=False, thread_count=threads, per_thread_copy_ahead=0)
-    writer.fs = Appending()
-    return writer
+    path.mkdir()
+    written = for_each(range(options.world_size), write, workers=options.workers)
+    paths: Any = {name: keys for name, (keys, _) in values.items()}
+    places = {index: place for of_rank in written for index, place in of_rank.items()}
+    with open(path / ".metadata", "xb") as file:
+        pickle.dump(described.Metadata(entries, paths, places), file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path)
 
 
-class _Resolver:
-    """Reads the value of each chunk when it is about to be written: the part of torch's SavePlanner
-    that a writer calls."""
-
-    def __init__(
-        self, values: dict[str, tuple[_Keys, Any]], files: Files, options: WriteOptions
-    ) -> None:
-        self._values, self._files, self._options = values, files, options
-        self._errors: list[BaseException] = []
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        try:
-            return self._resolved(item)
-        except BaseException as error:
-            self._errors.append(error)  # torch's threads would drop it
-            raise
-
-    def _resolved(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._values[item.index.fqn][1]
-        if item.tensor_data is None:
-            stream = io.BytesIO()
-            torch.save(_with_tensors(value, self._files), stream)
-            stream.seek(0)
-            return stream
-        chunk = item.tensor_data.chunk
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        tensor = read_box(value, box, self._files).to(dtype_to_write(value))
-        self._options.tick(tensor.nbytes)
-        return tensor
-
-    def require_all(self, num_items: int, num_results: int, path: Path) -> None:
-        """Raise the error of a thread if not all items were written."""
-        if self._errors:
-            raise self._errors[0]
-        if num_results != num_items:
-            raise OSError(f"{num_items - num_results} values could not be written to {path}")
+def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
+    """Return what is saved of a value: a box of a tensor, or the value with the tensors in it."""
+    if box is None:
+        return _with_tensors(value, files)
+    tensor = read_box(value, box, files).to(dtype_to_write(value))
+    options.tick(tensor.nbytes)
+    return tensor
 
 
 # -- what is written
@@ -231,36 +186,6 @@ def _with_tensors(value: Any, files: Files) -> Any:
         items = [_with_tensors(item, files) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
-
-
-# -- chunks
-
-
-def _items(name: str, value: Any, options: WriteOptions) -> Iterator[tuple[int, WriteItem]]:
-    """Yield what each rank writes of a value."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import (
-        BytesIOWriteData,
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-    )
-
-    if not isinstance(value, StoredTensor):
-        data = BytesIOWriteData(0)
-        yield 0, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=data)
-        return
-    properties = TensorProperties(dtype=dtype_to_write(value))
-    for rank, box in _boxes(value, options):
-        offsets = torch.Size(box.offsets)
-        chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
-        written = TensorWriteData(chunk, properties, torch.Size(value.shape))
-        index = MetadataIndex(name, offsets)
-        yield rank, WriteItem(index, WriteItemType.SHARD, tensor_data=written)
 
 
 def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, Box]]:

@@ -1,8 +1,8 @@
-"""Flat parameters in per-rank files: of FSDP1's local state dicts, and of FairScale.
+"""Flat parameters in per-rank files: those of FSDP1's local state dicts.
 
 A flat parameter is the parameters of one wrapper one after the other, and each rank has a part of
-it. FairScale's files say which parameters these are. FSDP1's do not: names and shapes come from
-elsewhere, and must add up to the size of the flat parameter."""
+it. The files do not say which parameters these are: names and shapes come from elsewhere, and must
+add up to the size of the flat parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval, ParamSpec
 from ...errors import CheckpointError
 from .archive import Span, StoredTensor
-from .merging import disagreement, part_of
+from .merging import disagreement
 from .reading import Files, read, read_box
 from .shapes import Shapes
-from .sharded_records import ShardedTensorRecord, run_part, shape_of
+from .sharded_records import ShardedTensorRecord, run_part
 from .tree import plain_name
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
@@ -34,29 +34,23 @@ _ITEM_SIZES = (8, 4, 2, 1)  # of the dtypes that gaps may have been made for
 
 def holds_flat_params(tree: Any) -> bool:
     """Return whether one rank's values hold flat parameters that ``unflattened`` knows."""
-    return any(_is_local(node) or _is_fairscale(node) for _, node in _dicts(tree, 0))
+    return any(_is_local(node) for _, node in _dicts(tree, 0))
 
 
-def unflattened(
-    trees: Mapping[int, Any], shapes: Shapes | None, where: Path
-) -> tuple[dict[int, Any], list[str]]:
+def unflattened(trees: Mapping[int, Any], shapes: Shapes | None, where: Path) -> dict[int, Any]:
     """Return the values of all ranks with this rank's parts of the parameters in the place of flat
-    parameters, and what was left out. Raises CheckpointError; OSError."""
-    notes: list[str] = []
+    parameters. Raises CheckpointError; OSError."""
     places = {rank: dict(_dicts(tree, 0)) for rank, tree in trees.items()}
     first = next(iter(places.values()))
     with Files() as files:
         for path, node in first.items():
-            if not (_is_local(node) or _is_fairscale(node)):
+            if not _is_local(node):
                 continue
             if not all(path in found for found in places.values()):
                 raise disagreement(where, "/".join(path), "the same values on all ranks", "fewer")
             nodes = {rank: found[path] for rank, found in places.items()}
-            if _is_fairscale(node):
-                _unflatten_fairscale(nodes, where, notes)
-            else:
-                _Local(nodes, shapes, where, files).unflatten()
-    return dict(trees), notes
+            _Local(nodes, shapes, where, files).unflatten()
+    return dict(trees)
 
 
 def _dicts(tree: Any, depth: int) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
@@ -330,88 +324,3 @@ def _start_of(value: StoredTensor) -> tuple[Path, int] | None:
     """Return where in a file the elements of a tensor begin, if it has any there."""
     source = value.pieces[0].source if value.pieces and value.numel else None
     return (source.path, source.start) if isinstance(source, Span) else None
-
-
-# -- FairScale
-
-
-def _is_metadata(value: Any) -> bool:
-    return isinstance(value, dict) and {"param_metadata", "buffer_names"} <= set(value)
-
-
-def _is_fairscale(node: dict[Any, Any]) -> bool:
-    return any(_is_metadata(value) for value in node.values())
-
-
-def _unflatten_fairscale(
-    nodes: Mapping[int, dict[Any, Any]], where: Path, notes: list[str]
-) -> None:
-    """nodes: by rank, mappings with a state dict and its metadata."""
-    weights, metadata = {}, {}
-    for rank, node in nodes.items():
-        key = next((key for key, value in node.items() if _is_metadata(value)), None)
-        if key is None:
-            raise disagreement(where, "", "shard metadata on all ranks", f"none on rank {rank}")
-        metadata[rank] = node.pop(key)["param_metadata"]
-        wanted = {name for _, name, _ in _backing(metadata[rank])}
-        found = [v for v in node.values() if isinstance(v, dict) and wanted <= set(v)]
-        if len(found) != 1:
-            raise disagreement(
-                where, str(key), f"one state dict with {', '.join(sorted(wanted)[:4])}", "none"
-            )
-        weights[rank] = found[0]
-    first = next(iter(metadata.values()))
-    for number, (unit, name, param) in enumerate(_backing(first)):
-        path = str(unit["fsdp_path"])
-        shapes = [shape_of(shape) for shape in param["shapes"]]
-        names = [_under(path, str(each)) for each in param["names"]]
-        is_own = bool(unit.get("no_broadcast_optim_state"))
-        if is_own:
-            notes.append(f"{name}: every rank has values of its own; the first rank's are kept")
-        start = 0
-        for index, rank in enumerate(nodes):
-            values = weights[rank].pop(name)
-            _, its_name, its_param = list(_backing(metadata[rank]))[number]
-            padding = its_param["padding"]
-            if its_name != name:
-                raise disagreement(where, name, "the same units on all ranks", its_name)
-            if not isinstance(values, StoredTensor) or not 0 <= padding <= values.numel:
-                raise disagreement(where, name, "a tensor on all ranks", f"none on rank {rank}")
-            numel = values.numel - padding
-            if not is_own or not index:
-                shard = (Box((start,), (numel,)), _flat(values, numel))
-                record = ShardedTensorRecord((start + numel,), values.dtype, (shard,), ())
-                for spec in _specs(names, shapes):
-                    weights[rank][spec.name] = _part_of_flat(record, spec)
-                start += numel
-        if sum(map(math.prod, shapes)) != start:
-            raise disagreement(
-                where, name, f"{sum(map(math.prod, shapes))} elements, by its metadata", str(start)
-            )
-    for unit in first:
-        for source, target in unit.get("shared_param_info", ()):
-            for values in weights.values():
-                for prefix in ("", str(unit["fsdp_path"])):
-                    if (known := _under(prefix, str(source))) in values:
-                        values[_under(prefix, str(target))] = values[known]
-                        break
-
-
-def _backing(units: Any) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
-    """Yield every stored parameter: its unit, its key in the state dict, and its description."""
-    for unit in units:
-        for name, param in unit["params"].items():
-            yield unit, _under(str(unit["fsdp_path"]), str(name)), param
-
-
-def _specs(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Iterator[ParamSpec]:
-    start = 0
-    for name, shape in zip(names, shapes, strict=True):
-        yield ParamSpec(name, shape, start)
-        start += math.prod(shape)
-
-
-def _flat(values: StoredTensor, numel: int) -> StoredTensor:
-    """Return the first elements of a 1-D tensor."""
-    box = Box((0,), (numel,))
-    return StoredTensor("", values.dtype, (numel,), (part_of(values, box, box, None),))

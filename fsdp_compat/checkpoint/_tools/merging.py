@@ -13,7 +13,7 @@ import torch
 from ..._layout.box import Box
 from ...errors import CheckpointError
 from .archive import Piece, StoredTensor, coverage_problem
-from .pickle_machine import Refused
+from .pickles import Refused
 from .reading import Files, boxes_of, read_box
 from .sharded_records import DTensorRecord, ShardedTensorRecord, SplitLimit
 

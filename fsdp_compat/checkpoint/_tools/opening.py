@@ -23,7 +23,7 @@ from .rank_files import rank_files_in, read_rank_files
 from .safetensors_files import read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import DTensorRecord, ShardedTensorRecord
-from .torch_files import is_torch_file, read_torch_file
+from .torch_save import is_torch_file, read_torch_file
 from .tree import archive_of, without_ddp
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"

@@ -14,11 +14,11 @@ from ...errors import CheckpointError
 from .archive import Archive
 from .flat_files import holds_flat_params, unflattened
 from .merging import Merger, disagreement
+from .pickles import refused
 from .reading import Files
 from .shapes import Shapes
-from .torch_files import read_torch_file
+from .torch_save import read_torch_file
 from .tree import archive_of
-from .unpickling import refused
 
 _SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar", ""})
 _NAMED = (
@@ -107,7 +107,7 @@ def read_rank_files(
     """Return the archive that the files of all ranks make up: the model's, the optimizer's and
     others, by their names. A single file without a rank in its name is that of the only rank.
     shapes: for flat parameters, whose files hold none. ignored: as for
-    ``unpickling.load``.
+    ``torch_save.load``.
 
     Raises CheckpointError if ranks are missing, or files do not belong together; OSError.
     """
@@ -175,8 +175,7 @@ def _tree(
     trees = {rank: read_torch_file(path, ignored=ignored) for rank, path in group.paths.items()}
     where = next(iter(group.paths.values())).parent
     if all(holds_flat_params(tree) for tree in trees.values()):
-        trees, notes = unflattened(trees, shapes, where)
-        left_out += notes
+        trees = unflattened(trees, shapes, where)
     tree = merger.merge(trees)
     _drop_local_optimizers(tree, (), merger, left_out)
     for path, got in merger.conflicts.items():

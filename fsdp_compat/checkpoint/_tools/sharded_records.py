@@ -14,11 +14,10 @@ from ..._layout.box import Box, cut_into_boxes
 from ..._layout.rows import CopiedLayout
 from ..._layout.spec import FlatLayout, Interval, ParamSpec
 from .archive import Piece, StoredTensor, row_major, whole
-from .pickle_machine import Record, Refused
+from .pickles import Record, Refused, shape_of, whole_numbers
 
 _MAX_SPLITS = 4096  # of the rows of one tensor: as many as ranks that share it
 _FREE_SPLITS, _MORE_SPLITS = 128, 1 << 18  # of each DTensor; of all in one checkpoint, beyond those
-_MAX_DIMS = 64
 _MAX_MESH_PARTS = 256  # numbers and tuples in the sizes of one dim of a mesh
 
 
@@ -163,25 +162,6 @@ def _with_places(parts: list[Interval]) -> list[tuple[Interval, int]]:
 # -- from pickled records
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the sizes of a pickled shape. Raises Refused."""
-    shape = _whole_numbers(value, _MAX_DIMS)
-    numel = 1
-    for size in shape:
-        numel *= max(size, 1)
-        if numel >= 1 << 60:  # before the product of huge numbers takes long
-            raise Refused("a shape of more than 2**60 elements")
-    return shape
-
-
-def _whole_numbers(value: Any, most: int) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or len(value) > most:
-        raise Refused("a shape that is not a short sequence")
-    if not all(type(size) is int and size >= 0 for size in value):
-        raise Refused("a shape that is not whole numbers from 0 on")
-    return tuple(value)
-
-
 def d_tensor(local: Any, spec: Any) -> DTensorRecord:
     """Return the record of a pickled DTensor. Raises Refused."""
     if not isinstance(local, StoredTensor) or not isinstance(spec, Record):
@@ -216,7 +196,7 @@ def _mesh_shape(mesh: Record) -> tuple[int, ...]:
     else:
         sizes = layout.args[0] if layout.args else layout.fields["shape"]
         sizes = (sizes,) if isinstance(sizes, int) else sizes
-    if not isinstance(sizes, (tuple, list)) or len(sizes) > _MAX_DIMS:
+    if not isinstance(sizes, (tuple, list)) or len(sizes) > 64:
         raise Refused("a mesh without sizes, or of too many dims")
     return tuple(
         _product(size.fields["shape"] if isinstance(size, Record) else size) for size in sizes
@@ -305,7 +285,7 @@ def boxed_tensor(
             shape_of(place.fields["origin"]),
         )
     everyone = []
-    for other, member in enumerate(_whole_numbers(members, known.ranks)):
+    for other, member in enumerate(whole_numbers(members, known.ranks)):
         boxes = cut_into_boxes(shape, known.part(index, other))
         everyone.append((member, [_moved(box, origin) for box in boxes]))
     numel = known.part(index, rank).numel

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import pickle
+import zipfile
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -16,16 +17,12 @@ import torch
 from ..._comm.host_memory import memory_of
 from .._blocks import sync_directory
 from .archive import Archive, StoredTensor, row_major
-from .pickle_machine import Ignored, Record
+from .pickles import Ignored, Record
 from .reading import Files
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
 
 _ALIGN_NBYTES = 64  # of the start of each record
-_WIDE = 0xFFFFFFFF  # in the place of a number that stands in the fields of zip64
-_ZIP64_FROM = 0xFFFFFFFF  # numbers that stand there
-_MAX_16 = 0xFFFF
 _LEFT_OUT = (Ignored, Record)
-_DOS_DATE = (1 << 5) | 1  # the first day that zip archives can say: the same bytes every time
 _STORAGES = {
     torch.float32: torch.FloatStorage,
     torch.float64: torch.DoubleStorage,
@@ -52,19 +49,40 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(_values_of(archive))
-    with _ZipWriter(path) as target:
-        target.add("data.pkl", text.getvalue())
-        target.add(".format_version", b"1")
-        target.add(".storage_alignment", str(_ALIGN_NBYTES).encode())
-        target.add("byteorder", b"little")
-        for number, tensor in enumerate(pickler.tensors):
-            target.begin(f"data/{number}", nbytes_to_write(tensor))
-            for _, values in slabs_to_write(tensor, files, options):
-                target.write(memory_of(values))
-            target.end()
-        target.add("version", b"3\n")
-        target.add(".data/serialization_id", f"{target.checksum:040d}".encode())
+    with open(path, "xb") as file:
+        with zipfile.ZipFile(file, "w") as target:
+            _add(target, "data.pkl", text.getvalue())
+            _add(target, ".format_version", b"1")
+            _add(target, ".storage_alignment", str(_ALIGN_NBYTES).encode())
+            _add(target, "byteorder", b"little")
+            for number, tensor in enumerate(pickler.tensors):
+                with _record(target, f"data/{number}", nbytes_to_write(tensor)) as record:
+                    for _, values in slabs_to_write(tensor, files, options):
+                        record.write(memory_of(values))
+            _add(target, "version", b"3\n")
+            checksums = b"".join(info.CRC.to_bytes(4, "little") for info in target.infolist())
+            _add(target, ".data/serialization_id", f"{zlib.crc32(checksums):040d}".encode())
+        file.flush()
+        os.fsync(file.fileno())
     sync_directory(path.parent)
+
+
+def _record(target: zipfile.ZipFile, name: str, nbytes: int) -> Any:
+    """Open a record for writing; its values are aligned, so that they can be mapped."""
+    assert target.fp is not None
+    info = zipfile.ZipInfo(f"archive/{name}")  # of 1980: the same bytes every time
+    info.file_size = nbytes
+    is_wide = nbytes > zipfile.ZIP64_LIMIT // 2
+    # The header, its field for sizes beyond 4 GiB, and the one of the padding come first.
+    head = target.fp.tell() + 30 + len(info.filename) + 20 * is_wide + 4
+    gap = -head % _ALIGN_NBYTES
+    info.extra = b"FB" + gap.to_bytes(2, "little") + b"Z" * gap
+    return target.open(info, "w", force_zip64=is_wide)
+
+
+def _add(target: zipfile.ZipFile, name: str, content: bytes) -> None:
+    with _record(target, name, len(content)) as record:
+        record.write(content)
 
 
 def _values_of(archive: Archive) -> Any:
@@ -145,128 +163,3 @@ class _Pickler(pickle.Pickler):
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (storage, 0, value.shape, row_major(value.shape), False, hooks)
         return function, args if dtype in _STORAGES else (*args, dtype)
-
-
-# -- the zip archive
-
-
-@dataclasses.dataclass
-class _Record:
-    name: bytes
-    start: int  # of its header
-    nbytes: int
-    checksum: int = 0
-
-
-class _ZipWriter:
-    """Writes a zip archive of records that are stored as they are, and makes it durable at the end.
-    A context manager. The file is new."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb")  # noqa: SIM115 (closed at the end)
-        self._records: list[_Record] = []
-        self._place = 0
-        self._left = 0  # bytes of the open record that are still to come
-        self.checksum = 0  # of all contents
-
-    def __enter__(self) -> _ZipWriter:
-        return self
-
-    def __exit__(self, kind: object, *unused: object) -> None:
-        try:
-            if kind is None:
-                self._end_archive()
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-    def add(self, name: str, content: bytes) -> None:
-        self.begin(name, len(content))
-        self.write(memoryview(content))
-        self.end()
-
-    def begin(self, name: str, nbytes: int) -> None:
-        record = _Record(f"archive/{name}".encode(), self._place, nbytes)
-        self._records.append(record)
-        self._left = nbytes
-        self._put(self._local_header(record))
-
-    def write(self, data: memoryview) -> None:
-        record = self._records[-1]
-        record.checksum = zlib.crc32(data, record.checksum)
-        self._left -= len(data)
-        self._put(data)
-
-    def end(self) -> None:
-        """Enter the checksum of the open record into its header."""
-        record = self._records[-1]
-        if self._left:
-            raise ValueError(f"{self._left} bytes of {record.name!r} are missing")
-        self.checksum = zlib.crc32(record.checksum.to_bytes(4, "little"), self.checksum)
-        self._file.seek(record.start + 14)
-        self._file.write(_little(4, record.checksum))
-        self._file.seek(self._place)
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._place += len(data)
-
-    def _local_header(self, record: _Record) -> bytes:
-        extra = b""
-        if record.nbytes >= _ZIP64_FROM:
-            extra = _little(2, 1, 16) + _little(8, record.nbytes, record.nbytes)
-        start = record.start + 30 + len(record.name) + len(extra) + 4
-        gap = -start % _ALIGN_NBYTES
-        extra += b"FB" + _little(2, gap) + b"Z" * gap
-        size = _narrow(record.nbytes)
-        return (
-            b"PK\x03\x04"
-            + _little(2, 45 if record.nbytes >= _ZIP64_FROM else 20, 0x800, 0, 0, _DOS_DATE)
-            + _little(4, 0, size, size)
-            + _little(2, len(record.name), len(extra))
-            + record.name
-            + extra
-        )
-
-    def _end_archive(self) -> None:
-        start = self._place
-        for record in self._records:
-            wide = [value for value in (record.nbytes,) if value >= _ZIP64_FROM] * 2
-            wide += [value for value in (record.start,) if value >= _ZIP64_FROM]
-            extra = _little(2, 1, 8 * len(wide)) + _little(8, *wide) if wide else b""
-            size = _narrow(record.nbytes)
-            self._put(
-                b"PK\x01\x02"
-                + _little(2, 45, 45 if wide else 20, 0x800, 0, 0, _DOS_DATE)
-                + _little(4, record.checksum, size, size)
-                + _little(2, len(record.name), len(extra), 0, 0, 0)
-                + _little(4, 0, _narrow(record.start))
-                + record.name
-                + extra
-            )
-        nbytes, num = self._place - start, len(self._records)
-        if num >= _MAX_16 or max(start, nbytes) >= _ZIP64_FROM:
-            wide_end = self._place
-            self._put(
-                b"PK\x06\x06"
-                + _little(8, 44)
-                + _little(2, 45, 45)
-                + _little(4, 0, 0)
-                + _little(8, num, num, nbytes, start)
-            )
-            self._put(b"PK\x06\x07" + _little(4, 0) + _little(8, wide_end) + _little(4, 1))
-        self._put(
-            b"PK\x05\x06"
-            + _little(2, 0, 0, min(num, _MAX_16), min(num, _MAX_16))
-            + _little(4, _narrow(nbytes), _narrow(start))
-            + _little(2, 0)
-        )
-
-
-def _narrow(value: int) -> int:
-    return _WIDE if value >= _ZIP64_FROM else value
-
-
-def _little(nbytes: int, *values: int) -> bytes:
-    return b"".join(value.to_bytes(nbytes, "little") for value in values)

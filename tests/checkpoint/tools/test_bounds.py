@@ -16,7 +16,7 @@ import torch
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint._tools.archive import coverage_problem, of_memory
 from fsdp_compat.checkpoint._tools.merging import Merger
-from fsdp_compat.checkpoint._tools.pickle_machine import Record, Refused
+from fsdp_compat.checkpoint._tools.pickles import Record, Refused
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.sharded_records import (
     DTensorRecord,
@@ -25,17 +25,12 @@ from fsdp_compat.checkpoint._tools.sharded_records import (
     d_tensor,
     shape_of,
 )
+from fsdp_compat.checkpoint._tools.torch_save import load
 from fsdp_compat.checkpoint._tools.tree import archive_of
-from fsdp_compat.checkpoint._tools.unpickling import load
 from fsdp_compat.errors import CheckpointError
 from tests.support.bounded import bounded
 
 WHERE = Path("values.pkl")
-MACHINE = pytest.mark.xfail(
-    strict=True,
-    reason="the pickle machine does not bound it; SIMPLER.md B replaces the machine, and limits "
-    "the size, depth and count of pickled values",
-)
 
 
 def require_small(call: Callable[[], object], *errors: type[Exception]) -> None:
@@ -147,7 +142,6 @@ def load_or_refuse(data: bytes) -> None:
         archive_of(WHERE, "test", load(data, WHERE))
 
 
-@MACHINE
 def test_pairs_of_an_ordered_dict_are_not_copied_for_each_reference() -> None:
     long = b"](" + b"K\x01" * 100_000 + b"eq\x000"
     pairs = b"](" + b"h\x00" * 100_000 + b"e"
@@ -155,7 +149,6 @@ def test_pairs_of_an_ordered_dict_are_not_copied_for_each_reference() -> None:
     require_small(lambda: load_or_refuse(data))
 
 
-@MACHINE
 def test_keys_of_one_text_many_times_are_not_written_out() -> None:
     long = b"X" + struct.pack("<I", 1_000_000) + b"a" * 1_000_000 + b"q\x000"
     keys = b"".join(b"(" + b"h\x00" * 60 + b"K%ct" % number + b"N" for number in range(250))
@@ -163,7 +156,6 @@ def test_keys_of_one_text_many_times_are_not_written_out() -> None:
     require_small(lambda: load_or_refuse(data))
 
 
-@MACHINE
 def test_arrays_that_share_their_content_are_not_copied_for_each() -> None:
     content = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20)
     one = (

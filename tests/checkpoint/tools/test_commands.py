@@ -26,7 +26,7 @@ from tests.checkpoint.tools.archives import archive, opens
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "a\x1b[31mred\nmodel/b\r\x9b2J\u202eabc[bold]$\\frac:smile:"
-NAMES = ("inspect", "verify", "diff", "convert", "merge", "reshard", "plot", "shapes")
+NAMES = ("inspect", "verify", "diff", "convert", "merge", "reshard", "shapes")
 FACTS = ("expected:", "got:", "where:", "to do:")
 
 
@@ -220,7 +220,6 @@ def test_the_answer_no_is_1(
         (["merge", ".", "t.txt"], "does not say which format to write"),
         (["reshard", ".", "t"], "Missing option '--world-size'"),
         (["diff", ".", ".", "--rtol", "-1"], "rtol is out of range"),
-        (["plot", ".", "t.png", "--histogram", "x", "--beside", "."], "exclude each other"),
         (["shapes", "nothing"], "my.module:make_model"),
         (["shapes", "os.path:join"], "os.path:join"),
     ],
@@ -249,7 +248,6 @@ def test_damaged_or_unknown_files_are_3(model: Path, tmp_path: Path) -> None:
             ["convert", path, tmp_path / "t"],
             ["merge", path, tmp_path / "t.safetensors"],
             ["reshard", path, tmp_path / "t", "--world-size", 2],
-            ["plot", path, tmp_path / "t.png"],
         ):
             assert_one_message(run(*arguments), 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model.safetensors"]
@@ -262,7 +260,6 @@ def test_a_target_that_exists_is_3_and_stays_as_it_was(model: Path, tmp_path: Pa
         ["convert", model, target],
         ["merge", model, target],
         ["reshard", model, target, "--world-size", 2],
-        ["plot", model, target],
         ["shapes", "torch.nn:Identity", "-o", target],
     ):
         result = run(*arguments)
@@ -419,7 +416,7 @@ def test_help_lists_every_command_and_each_has_an_example(
 
 
 def test_without_the_extra_one_sentence_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for missing in ("click", "rich"):
         with monkeypatch.context() as patch:
@@ -431,9 +428,6 @@ def test_without_the_extra_one_sentence_says_what_to_install(
                 assert err.endswith("needs click and rich: pip install 'fsdp_compat[cli]'\n")
             assert main("migrate", "--help") == 0 and main("run", "--help") == 0
             capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
-    assert main("plot", model, "t.png") == 2
-    assert "pip install 'fsdp_compat[cli]'" in capsys.readouterr().err
 
 
 def test_the_program_is_named_as_it_was_called(

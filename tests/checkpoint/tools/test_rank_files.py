@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
-from fsdp_compat.checkpoint._tools.pickle_machine import Record, Refused
+from fsdp_compat.checkpoint._tools.pickles import Record, Refused
 from fsdp_compat.checkpoint._tools.rank_files import rank_files_in, rank_groups, read_rank_files
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.sharded_records import DTensorRecord, Placement, d_tensor
