@@ -22,7 +22,7 @@ import click
 from ...errors import FsdpCompatError, UsageError, explain
 from . import tables
 from .arguments import DTYPE, PATTERN, RENAME, SIZE, list_in, names_in
-from .convert import convert
+from .convert import FORMATS, convert
 from .difference import diff
 from .display import shown
 from .inspection import inspect
@@ -40,14 +40,7 @@ Exit status:
   141  the output was closed early, as by head"""
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
-_BY_SUFFIX = {
-    ".safetensors": "safetensors-file",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".ckpt": "torch",
-}
-_FORMATS = ("safetensors", "safetensors-file", "torch", "dcp", "native")
+_SUFFIXES = [suffix for each in FORMATS.values() for suffix in each.suffixes]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -325,7 +318,7 @@ def diff_command(
 @_target
 @click.option(
     "--to",
-    type=click.Choice(_FORMATS),
+    type=click.Choice(tuple(FORMATS)),
     help="Format of the target. Default: by its suffix (.safetensors, .pt, .pth, .bin), otherwise "
     "a directory of safetensors files with an index, as Hugging Face has it.",
 )
@@ -345,13 +338,10 @@ def diff_command(
 )
 @_writing
 @_reading
-def convert_command(
-    source: Path, target: Path, to: str | None, max_file_size: int, **given: Any
-) -> None:
+def convert_command(source: Path, target: Path, max_file_size: int, **given: Any) -> None:
     """Write a checkpoint in another format, with other names or dtypes, or a part of it. The target
     must not exist; it appears once it is complete."""
-    to = to or _BY_SUFFIX.get(target.suffix.lower(), "safetensors")
-    _convert(source, target, to=to, max_file_nbytes=max_file_size, **given)
+    _convert(source, target, max_file_nbytes=max_file_size, **given)
 
 
 @commands.command(
@@ -364,12 +354,11 @@ def convert_command(
 def merge_command(source: Path, target: Path, **given: Any) -> None:
     """Write a checkpoint of many files as one. Its format is that of TARGET's suffix: .safetensors,
     or .pt, .pth and .bin for torch.load."""
-    to = _BY_SUFFIX.get(target.suffix.lower())
-    if to is None:
+    if target.suffix.lower() not in _SUFFIXES:
         raise click.UsageError(
-            f"{str(target)!r} does not say which format to write: end it in {', '.join(_BY_SUFFIX)}"
+            f"{str(target)!r} does not say which format to write: end it in {', '.join(_SUFFIXES)}"
         )
-    _convert(source, target, to=to, **given)
+    _convert(source, target, **given)
 
 
 @commands.command(

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from .optimizer_tree import named_optimizer
 from .publishing import published, require_free
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
+from .selection import compiled, selection
 from .shapes import Shapes
 from .torch_writing import write_torch
+from .walk import LEFT_OUT, map_leaves
 from .writing import WriteOptions, nbytes_to_write
 
 Names = Mapping[str, str | None] | Sequence[tuple[str, str]] | Callable[[str], str | None]
@@ -129,8 +131,7 @@ def convert(
     _check(call, world_size, unit, dtype, optimizer, max_file_nbytes, memory, workers, step)
     errors.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")
-    patterns = _compiled("include", include, call), _compiled("exclude", exclude, call)
-    new_name = _renaming(rename, call)
+    is_selected, new_name = selection(include, exclude, call), _renaming(rename, call)
     require_free(target_path, call)
     source_path = Path(source)
     if target_path.absolute().parent.is_relative_to(source_path.absolute()):
@@ -144,7 +145,7 @@ def convert(
     archive = open_archive(source_path, shapes, ignored, keep_module)
     if optimizer_names is not None:
         _name_optimizer(archive, optimizer_names, call)
-    wanted = _selected(archive, patterns, new_name, dtype, name, optimizer, call)
+    wanted = _selected(archive, is_selected, new_name, dtype, name, optimizer, call)
     _require_complete(wanted)
     match = _STEP.fullmatch(target_path.name)
     options = WriteOptions(
@@ -198,7 +199,7 @@ def _name_optimizer(archive: Archive, names: Sequence[str], call: str) -> None:
 
 def _selected(
     archive: Archive,
-    patterns: tuple[list[re.Pattern[str]], list[re.Pattern[str]]],
+    is_selected: Callable[[str], bool],
     new_name: Callable[[str], str | None],
     dtype: torch.dtype | None,
     to: str,
@@ -206,7 +207,6 @@ def _selected(
     call: str,
 ) -> Archive:
     """Return the archive that the target is to hold."""
-    include, exclude = patterns
     has_optimizer = archive.param_groups is not None or bool(archive.states)
     if optimizer and not (FORMATS[to].holds_optimizer and has_optimizer):
         raise UsageError.of(
@@ -220,11 +220,8 @@ def _selected(
     takes_optimizer = has_optimizer and (can_hold if optimizer is None else optimizer)
     names: dict[str, str] = {}  # what is taken: its name in the target
     for name in (*archive.tensors, *archive.aliases, *(archive.states if takes_optimizer else ())):
-        is_wanted = not include or any(pattern.search(name) for pattern in include)
-        if is_wanted and not any(pattern.search(name) for pattern in exclude):
-            new = new_name(name)
-            if new is not None:
-                names[name] = new
+        if is_selected(name) and (new := new_name(name)) is not None:
+            names[name] = new
     if not any(name in names for name in (*archive.tensors, *archive.aliases)):
         raise UsageError.of(
             "No tensor matches.",
@@ -253,8 +250,7 @@ def _selected(
                 else "optimizer state (safetensors holds weights only)"
             )
     if FORMATS[to].holds_optimizer:
-        extra = {key: _data_in(value, key, selected, to) for key, value in archive.extra.items()}
-        selected.extra = {key: value for key, value in extra.items() if value is not _NO_DATA}
+        selected.extra = _data_in(archive.extra, selected, to)
     elif any(value is not None for value in archive.extra.values()):
         selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
     return selected
@@ -269,12 +265,9 @@ def _select_model(
 ) -> dict[str, str]:
     """Enter the tensors; return the new name of each, by the names of the source."""
     taken: dict[str, str] = {}  # the new name of a tensor, by its old one
-    old_names = [*archive.tensors, *archive.aliases]
     new_names: dict[str, str] = {}
-    for old in old_names:
-        new = names.get(old)
-        if new is None:
-            continue
+    for old in filter(names.__contains__, (*archive.tensors, *archive.aliases)):
+        new = names[old]
         if new in new_names:
             raise UsageError.of(
                 "Two tensors get the same name.",
@@ -294,8 +287,7 @@ def _select_model(
         selected.tensors[new] = dataclasses.replace(
             tensor, name=new, written_as=dtype if changes else None
         )
-    ties = {old: taken[first] for old, first in archive.aliases.items() if first in taken}
-    return {**ties, **taken}
+    return {old: taken[first] for old, first in archive.aliases.items() if first in taken} | taken
 
 
 def _select_optimizer(archive: Archive, selected: Archive, names: Mapping[str, str]) -> None:
@@ -312,29 +304,23 @@ def _select_optimizer(archive: Archive, selected: Archive, names: Mapping[str, s
         ]
 
 
-_NO_DATA = object()
-_VALUES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+_VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
 
 
-def _data_in(value: Any, where: str, selected: Archive, to: str) -> Any:
-    """Return a value without the objects that the reader could not read, whose places are entered
-    in ``left_out``; _NO_DATA for such an object."""
-    if isinstance(value, (StoredTensor, set, frozenset, torch.Size, Counter, *_VALUES)):
-        return value
-    if isinstance(value, Mapping):
-        items = {key: _data_in(item, f"{where}/{key}", selected, to) for key, item in value.items()}
-        kept = {key: item for key, item in items.items() if item is not _NO_DATA}
-        return OrderedDict(kept) if isinstance(value, OrderedDict) else kept
-    if isinstance(value, (list, tuple, deque)):
-        found = [
-            _data_in(item, f"{where}/{number}", selected, to) for number, item in enumerate(value)
-        ]
-        found = [item for item in found if item is not _NO_DATA]
-        if isinstance(value, deque) and to == "native":
-            return deque(found, value.maxlen)
-        return tuple(found) if isinstance(value, tuple) else found
-    selected.left_out.append(f"{where}, an object")
-    return _NO_DATA
+def _data_in(value: Any, selected: Archive, to: str) -> Any:
+    """Return values without the objects that the reader could not read, whose places are entered
+    in ``left_out``."""
+
+    def known(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, (StoredTensor, *_VALUES)):
+            return leaf
+        if isinstance(leaf, deque):
+            items = map_leaves([*leaf], known, path)
+            return deque(items, leaf.maxlen) if to == "native" else items
+        selected.left_out.append(f"{path}, an object")
+        return LEFT_OUT
+
+    return map_leaves(value, known)
 
 
 def _require_complete(archive: Archive) -> None:
@@ -399,16 +385,7 @@ def _check(
     if optimizer is not None and type(optimizer) is not bool:
         raise errors.wrong_type("optimizer", "True, False or None", optimizer, call)
     if unit is not None:
-        _compiled("unit", [unit], call)
-
-
-def _compiled(name: str, patterns: Any, call: str) -> list[re.Pattern[str]]:
-    try:
-        if isinstance(patterns, str):
-            raise TypeError("one text")
-        return [re.compile(pattern) for pattern in patterns]
-    except (re.error, TypeError) as error:
-        raise errors.wrong_type(name, "regular expressions", patterns, call) from error
+        compiled("unit", [unit], call)
 
 
 def _renaming(rename: Any, call: str) -> Callable[[str], str | None]:

@@ -24,6 +24,7 @@ from .paths import member
 from .pickles import Record
 from .torch_save import load, records_at
 from .tree import archive_of
+from .walk import LEFT_OUT
 
 KIND = "torch.distributed.checkpoint"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
@@ -84,12 +85,9 @@ def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
         (entry.keys, directory.value_of(entry, left_out))
         for entry in _merged(itertools.chain.from_iterable(map(_entries_of, metadata)))
     ]
-    tree = _nested([(keys, value) for keys, value in values if value is not _LEFT_OUT], path)
+    tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
     left_out += directory.unused()
     return tree, directory.world_size(), left_out
-
-
-_LEFT_OUT: Any = object()
 
 
 def damaged(path: Path, got: str) -> CheckpointError:
@@ -220,7 +218,7 @@ class _Directory:
         except CheckpointError as error:
             got = next((line for line in str(error).splitlines() if "got:" in line), str(error))
             left_out.append(f"{entry.name}: {got.partition('got:')[2].strip() or got}"[:400])
-            return _LEFT_OUT
+            return LEFT_OUT
 
     def _piece(self, entry: _Entry, box: Box, place: _Place) -> Piece:
         path = self._checked(place)

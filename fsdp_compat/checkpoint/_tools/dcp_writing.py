@@ -20,6 +20,7 @@ from ...errors import UsageError
 from .._blocks import sync_directory
 from .archive import Archive, StoredTensor, whole
 from .reading import Files, read, read_box
+from .walk import map_leaves
 from .work import for_each
 from .writing import WriteOptions, dtype_to_write
 
@@ -98,7 +99,9 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
 def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
     """Return what is saved of a value: a box of a tensor, or the value with the tensors in it."""
     if box is None:
-        return _with_tensors(value, files)
+        return map_leaves(
+            value, lambda leaf, _: read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
+        )
     tensor = read_box(value, box, files).to(dtype_to_write(value))
     options.tick(tensor.nbytes)
     return tensor
@@ -176,16 +179,6 @@ def _add(entries: dict[str, tuple[_Keys, Any]], keys: _Keys, value: Any) -> None
             fix="rename one of them, or leave it out",
         )
     entries[name] = keys, value
-
-
-def _with_tensors(value: Any, files: Files) -> Any:
-    """Return a plain value with the tensors in it read."""
-    if isinstance(value, StoredTensor):
-        return read(value, files)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [_with_tensors(item, files) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, Box]]:

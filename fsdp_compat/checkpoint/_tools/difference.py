@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError
-from .._header import dtype_name
 from .archive import Archive, StoredTensor
+from .facts import Facts
 from .inspection import plain_values
 from .numbers import Distance, comparable, distance
 from .opening import open_archive
 from .reading import Files, boxes_of, read, read_box
+from .selection import selection
 from .work import MEMORY, Tick, for_each, numel_at_once, require_amount, require_limits
 
 _WHERE = "fsdp_compat.checkpoint.diff"
@@ -33,7 +32,7 @@ _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is compu
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorDifference:
+class TensorDifference(Facts):
     """One tensor that both checkpoints have."""
 
     path: str  # the section and the name, as in ``TensorFacts``
@@ -50,20 +49,9 @@ class TensorDifference:
         """Return whether the shapes are the same and no element is too far apart."""
         return self.num_different == 0
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``; an infinite number is the text "inf"."""
-        return {
-            "path": self.path,
-            "dtypes": [dtype_name(dtype) for dtype in self.dtypes],
-            "shapes": [[*shape] for shape in self.shapes],
-            "num_different": self.num_different,
-            "max_absolute": _number(self.max_absolute),
-            "max_relative": _number(self.max_relative),
-        }
-
 
 @dataclasses.dataclass(frozen=True)
-class ValueDifference:
+class ValueDifference(Facts):
     """A value that is not a tensor, and is different or in one checkpoint alone."""
 
     path: str  # "optimizer/param_groups/0/lr", "optimizer/<parameter>/<key>" or "extra/..."
@@ -72,7 +60,7 @@ class ValueDifference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(Facts):
     """The result of ``diff``. Paths are those of ``TensorFacts``."""
 
     one: Path
@@ -84,11 +72,17 @@ class Difference:
     distance to the smallest."""
     values: tuple[ValueDifference, ...]
     compares_dtypes: bool  # whether tensors of different dtypes are different
+    in_json = ("one", "other", "is_same", "num_different", "missing", "added", "tensors", "values")
 
     @property
     def different(self) -> tuple[TensorDifference, ...]:
         """Return the tensors that both have and that are not the same."""
         return tuple(tensor for tensor in self.tensors if not self._is_same(tensor))
+
+    @property
+    def num_different(self) -> int:
+        """Return the number of these tensors."""
+        return len(self.different)
 
     @property
     def is_same(self) -> bool:
@@ -99,19 +93,6 @@ class Difference:
         of_one, of_other = tensor.dtypes
         is_accepted = of_one == of_other or not self.compares_dtypes
         return tensor.is_within_tolerance and is_accepted
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``."""
-        return {
-            "one": str(self.one),
-            "other": str(self.other),
-            "is_same": self.is_same,
-            "num_different": len(self.different),
-            "missing": [*self.missing],
-            "added": [*self.added],
-            "tensors": [tensor.as_json() for tensor in self.tensors],
-            "values": [vars(value) for value in self.values],
-        }
 
 
 def diff(
@@ -203,37 +184,16 @@ def _selection(
     include: Iterable[str], exclude: Iterable[str], optimizer: bool
 ) -> Callable[[str], bool]:
     """Return whether a path is to be compared. Raises UsageError for an invalid pattern."""
-    wanted, unwanted = _compiled("include", include), _compiled("exclude", exclude)
+    include, exclude = ([each] if isinstance(each, str) else [*each] for each in (include, exclude))
+    is_selected = selection(include, exclude, _WHERE)
 
     def is_wanted(path: str) -> bool:
         section, _, name = path.partition("/")
         if section == "optimizer":
-            if not optimizer:
-                return False
-            name = name.rpartition("/")[0]
-        elif section == "extra":
-            name = path
-        return not any(pattern.search(name) for pattern in unwanted) and (
-            not wanted or any(pattern.search(name) for pattern in wanted)
-        )
+            return optimizer and is_selected(name.rpartition("/")[0])
+        return is_selected(path if section == "extra" else name)
 
     return is_wanted
-
-
-def _compiled(argument: str, patterns: Iterable[str]) -> list[re.Pattern[str]]:
-    found = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        try:
-            found.append(re.compile(pattern))
-        except re.error as error:
-            raise UsageError.of(
-                f"{argument} has an invalid pattern.",
-                expected="regular expressions, as Python's re has them",
-                got=f"{pattern!r}: {error}",
-                where=_WHERE,
-                fix="correct the pattern; a dot that is meant as one is written \\.",
-            ) from error
-    return found
 
 
 def _tensors(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
@@ -332,7 +292,3 @@ class _Comparison:
                 return bool(one == other)
             return len(one) == len(other) and all(map(self._is_same, one, other))
         return type(one) is type(other) and bool(one == other)
-
-
-def _number(number: float | None) -> float | str | None:
-    return "inf" if number == math.inf else number

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from .._header import dtype_name
 from .archive import Archive, Piece, Span, StoredTensor
+from .facts import Facts
 from .opening import open_archive
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Part(Facts):
     """A rectangular part of a tensor, and where it lies."""
 
     offsets: tuple[int, ...]  # where it begins in each dimension, in elements
@@ -29,13 +29,9 @@ class Part:
     start: int | None  # its first byte in the file
     is_copy: bool = False  # another part holds the same elements
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``."""
-        return {**vars(self), "offsets": [*self.offsets], "sizes": [*self.sizes]}
-
 
 @dataclasses.dataclass(frozen=True)
-class TensorFacts:
+class TensorFacts(Facts):
     """One tensor of a checkpoint, as its files describe it."""
 
     path: str  # the section and the name: "model/...", "optimizer/<parameter>/<key>", "extra/..."
@@ -54,19 +50,9 @@ class TensorFacts:
         """Return the ranks that wrote parts of it, in order; none if the files do not say so."""
         return tuple(sorted({part.rank for part in self.parts if part.rank is not None}))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``."""
-        return {
-            "path": self.path,
-            "dtype": dtype_name(self.dtype),
-            "shape": list(self.shape),
-            "nbytes": self.nbytes,
-            "parts": [part.as_json() for part in self.parts],
-        }
-
 
 @dataclasses.dataclass(frozen=True)
-class Inspection:
+class Inspection(Facts):
     """The content of a checkpoint, without its values. ``inspect`` returns it."""
 
     path: Path
@@ -77,6 +63,10 @@ class Inspection:
     world_size: int | None  # ranks that wrote it; None if the files do not say so
     step: int | None  # of training; None if the files do not say so
     left_out: tuple[str, ...]  # what could not be read, and why
+    in_json = (
+        *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section", "nbytes_by_dtype"),
+        *("nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
+    )
 
     @property
     def nbytes(self) -> int:
@@ -108,26 +98,6 @@ class Inspection:
             for key, nbytes in items(tensor):
                 found[key] += nbytes
         return dict(found)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the same, and the totals, as values for ``json.dumps``. Bytes are numbers."""
-        by_rank = self.nbytes_by_rank().items()
-        return {
-            "path": str(self.path),
-            "kind": self.kind,
-            "world_size": self.world_size,
-            "step": self.step,
-            "nbytes": self.nbytes,
-            "nbytes_by_section": self.nbytes_by_section(),
-            "nbytes_by_dtype": {
-                dtype_name(dtype): nbytes for dtype, nbytes in self.nbytes_by_dtype().items()
-            },
-            "nbytes_by_rank": {str(rank): nbytes for rank, nbytes in by_rank if rank is not None},
-            "tensors": [tensor.as_json() for tensor in self.tensors],
-            "aliases": self.aliases,
-            "values": self.values,
-            "left_out": [*self.left_out],
-        }
 
 
 def inspect(

@@ -8,8 +8,6 @@ import functools
 
 import torch
 
-_LOWEST = -(1 << 63)
-
 
 @functools.cache
 def comparable(dtype: torch.dtype) -> bool:
@@ -66,7 +64,9 @@ def distance(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -
         pairs = (part.view(torch.uint8).view(-1, size) for part in (one, other))
         num_different = int(torch.ne(*pairs).any(dim=1).sum())
         return Distance(num_different, torch.inf, torch.inf)
-    if not any(part.dtype.is_floating_point or part.dtype.is_complex for part in (one, other)):
+    kinds = one.dtype, other.dtype
+    are_integers = not any(kind.is_floating_point or kind.is_complex for kind in kinds)
+    if are_integers and max(kind.itemsize for kind in kinds) == 8:
         return _of_integers(one, other, rtol, atol)
     kind = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     one, other = one.to(kind), other.to(kind)
@@ -83,32 +83,11 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _of_integers(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> Distance:
-    """Compare exactly, also where float64 would round: differences are 64-bit integers."""
-    if (one.dtype == torch.uint64) != (other.dtype == torch.uint64):
-        one, other = one.to(torch.float64), other.to(torch.float64)  # no integer holds both
-        unequal = one != other
-        one, other = one[unequal], other[unequal]
-        return _measured((one - other).abs(), torch.maximum(one.abs(), other.abs()), rtol, atol)
-    is_unsigned = one.dtype == torch.uint64
-    if is_unsigned:
-        one, other = one.view(torch.int64), other.view(torch.int64)
-    one, other = one.to(torch.int64), other.to(torch.int64)
-    unequal = one != other
-    one, other = one[unequal], other[unequal]
-    # With the highest bit turned over, unsigned numbers have the order of signed ones.
-    flip = _LOWEST if is_unsigned else 0
-    is_more = (one ^ flip) > (other ^ flip)
-    apart = _unsigned(torch.where(is_more, one - other, other - one))
-    if is_unsigned:
-        return _measured(apart, torch.maximum(_unsigned(one), _unsigned(other)), rtol, atol)
-    magnitudes = torch.maximum(one.to(torch.float64).abs(), other.to(torch.float64).abs())
+    """Compare as Python's numbers, as neither float64 nor int64 holds all of 64 bits."""
+    pairs = zip(one.tolist(), other.tolist(), strict=True)
+    unequal = [(abs(a - b), max(abs(a), abs(b))) for a, b in pairs if a != b]
+    apart, magnitudes = torch.tensor([*unequal, (0, 0)], dtype=torch.float64)[:-1].T
     return _measured(apart, magnitudes, rtol, atol)
-
-
-def _unsigned(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 values, read as unsigned numbers, in float64."""
-    wide = values.to(torch.float64)
-    return torch.where(values < 0, wide + 2.0**64, wide)
 
 
 def _measured(apart: torch.Tensor, magnitudes: torch.Tensor, rtol: float, atol: float) -> Distance:

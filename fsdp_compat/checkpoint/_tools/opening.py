@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from ...errors import CheckpointError
 from .._blocks import damaged
@@ -25,6 +24,7 @@ from .shapes import Shapes, shapes_of_archive
 from .sharded_records import DTensorRecord, ShardedTensorRecord
 from .torch_save import is_torch_file, read_torch_file
 from .tree import archive_of, without_ddp
+from .walk import leaves
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(
@@ -163,18 +163,10 @@ def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) ->
             if file.read(9)[8:] == b"{":
                 return read_safetensors(path)
     tree = read_torch_file(path, ignored=ignored)
-    if _is_of_one_rank(tree) or holds_flat_params(tree):
+    parts = (DTensorRecord, ShardedTensorRecord)
+    if any(isinstance(leaf, parts) for leaf in leaves(tree)) or holds_flat_params(tree):
         return read_rank_files([path], shapes, ignored=ignored)
     return archive_of(path, "torch.save", tree)
-
-
-def _is_of_one_rank(tree: Any) -> bool:
-    """Return whether a file holds parts of tensors."""
-    if isinstance(tree, Mapping):
-        return any(_is_of_one_rank(value) for value in tree.values())
-    if isinstance(tree, (list, tuple)):
-        return any(_is_of_one_rank(value) for value in tree)
-    return isinstance(tree, (DTensorRecord, ShardedTensorRecord))
 
 
 def _require_in_files(archive: Archive) -> None:

@@ -19,10 +19,10 @@ from .._blocks import sync_directory
 from .archive import Archive, StoredTensor, row_major
 from .pickles import Ignored, Record
 from .reading import Files
+from .walk import LEFT_OUT, map_leaves
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
 
 _ALIGN_NBYTES = 64  # of the start of each record
-_LEFT_OUT = (Ignored, Record)
 _STORAGES = {
     torch.float32: torch.FloatStorage,
     torch.float64: torch.DoubleStorage,
@@ -100,21 +100,13 @@ def _values_of(archive: Archive) -> Any:
                 for group in archive.param_groups or ()
             ],
         }
-    for key, value in _written(archive.extra).items():
+    # What a reader left out cannot be written either.
+    known = map_leaves(
+        archive.extra, lambda leaf, _: LEFT_OUT if isinstance(leaf, (Ignored, Record)) else leaf
+    )
+    for key, value in known.items():
         values[key if key not in values else f"extra_{key}"] = value
     return values
-
-
-def _written(value: Any) -> Any:
-    """Return nested containers without what no file can hold: objects that were left out when they
-    were read."""
-    if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if not isinstance(item, _LEFT_OUT)}
-        return {key: _written(item) for key, item in kept.items()}
-    if isinstance(value, (list, tuple)):
-        items = [None if isinstance(item, _LEFT_OUT) else _written(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 def _key(archive: Archive, name: Any) -> Any:

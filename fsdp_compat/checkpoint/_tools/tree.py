@@ -19,6 +19,7 @@ from ...errors import CheckpointError
 from .._blocks import FileFacts
 from .archive import Archive, StoredTensor
 from .optimizer_tree import OptimizerTree, is_optimizer, merged_optimizer
+from .walk import map_leaves
 
 _MODEL_KEY = re.compile(
     r"(model|module|net|network|weights|params|state_dict|model_states?|model_state_dict|"
@@ -333,19 +334,13 @@ def _without_empty(tree: dict[Any, Any]) -> dict[str, Any]:
 
 def _named(value: Any, path: str) -> Any:
     """Return nested containers with the tensors in them named by their paths."""
-    if isinstance(value, StoredTensor):
-        return dataclasses.replace(value, name=path)
-    prefix = f"{path}/" if path else ""
-    if isinstance(value, dict):
-        return {key: _named(item, f"{prefix}{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and _has_containers(value):
-        items = [_named(item, f"{prefix}{number}") for number, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _has_containers(value: list[Any] | tuple[Any, ...]) -> bool:
-    return any(isinstance(item, (Mapping, list, tuple, StoredTensor)) for item in value)
+    return map_leaves(
+        value,
+        lambda leaf, path: (
+            dataclasses.replace(leaf, name=path) if isinstance(leaf, StoredTensor) else leaf
+        ),
+        path,
+    )
 
 
 # -- bounds
@@ -355,46 +350,36 @@ def bounded(tree: Any, path: Path) -> Any:
     """Return a copy of nested mappings, lists and tuples, in which no mapping is shared, as dicts,
     lists and tuples. Raises CheckpointError if they are nested too deeply (or in themselves), or
     are too many, as references in a small file can make them."""
-    return _Copy(path).of(tree, 0)
+    num_containers = num_values = 0
 
-
-class _Copy:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._containers = 0
-        self._values = 0
-        self._flat: dict[int, tuple[Any, bool]] = {}  # by id; the value keeps the id taken
-
-    def of(self, value: Any, depth: int) -> Any:
+    def copied(value: Any, depth: int) -> Any:
+        nonlocal num_containers, num_values
         if not isinstance(value, (Mapping, list, tuple)):
             return value
+        num_containers += 1
+        num_values += len(value)
         if depth > _MAX_DEPTH:
-            raise self._refusal(f"more than {_MAX_DEPTH} levels")
-        self._containers += 1
-        self._values += len(value)
-        if self._containers > _MAX_CONTAINERS or self._values > _MAX_VALUES:
-            raise self._refusal("millions of containers or values")
+            raise _nested_too_much(path, f"more than {_MAX_DEPTH} levels")
+        if num_containers > _MAX_CONTAINERS or num_values > _MAX_VALUES:
+            raise _nested_too_much(path, "millions of containers or values")
         if isinstance(value, Mapping):
             if any(type(key) is not str and str(key) in value for key in value):
-                raise self._refusal("keys that are equal as texts, such as 0 and '0'")
-            return {key: self.of(item, depth + 1) for key, item in value.items()}
-        if not self._nests(value):
+                raise _nested_too_much(path, "keys that are equal as texts, such as 0 and '0'")
+            return {key: copied(item, depth + 1) for key, item in value.items()}
+        if not any(isinstance(item, (Mapping, list, tuple)) for item in value):
             return list(value) if type(value) is list and len(value) < 1000 else value
-        items = [self.of(item, depth + 1) for item in value]
+        items = [copied(item, depth + 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
 
-    def _nests(self, value: Any) -> bool:
-        """Return whether a list holds containers. Each list is looked through once."""
-        if id(value) not in self._flat:
-            self._flat[id(value)] = value, _has_containers(value)
-        return self._flat[id(value)][1]
+    return copied(tree, 0)
 
-    def _refusal(self, got: str) -> CheckpointError:
-        return CheckpointError.of(
-            f"The values of {self._path.name} are nested in a way that cannot be followed.",
-            expected=f"keys that differ, at most {_MAX_DEPTH} levels, and at most "
-            f"{_MAX_CONTAINERS} containers",
-            got=got,
-            where=str(self._path),
-            fix="restore the file from an intact copy; nothing was loaded",
-        )
+
+def _nested_too_much(path: Path, got: str) -> CheckpointError:
+    return CheckpointError.of(
+        f"The values of {path.name} are nested in a way that cannot be followed.",
+        expected=f"keys that differ, at most {_MAX_DEPTH} levels, and at most {_MAX_CONTAINERS} "
+        "containers",
+        got=got,
+        where=str(path),
+        fix="restore the file from an intact copy; nothing was loaded",
+    )

@@ -14,10 +14,10 @@ import torch
 from ..._layout.box import Box
 from ...errors import CheckpointError, UsageError
 from .._blocks import FileFacts, ReadRequest, check, nbytes_to_check
-from .._header import dtype_name
 from .._manifest import MANIFEST
 from .._texts import brief, joined
 from .archive import Archive, Checksum, NotRead, Piece, Span, StoredTensor, coverage_problem
+from .facts import Facts
 from .inspection import file_name
 from .native_reading import files_of_native, is_native
 from .numbers import comparable, count_not_finite
@@ -31,7 +31,7 @@ _TEMPORARY = 4  # copies of a slab in memory while it is looked at, as float64 a
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(Facts):
     """One defect of a checkpoint."""
 
     kind: str
@@ -44,7 +44,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorCheck:
+class TensorCheck(Facts):
     """What was found in one tensor."""
 
     path: str  # as in ``TensorFacts``
@@ -53,13 +53,9 @@ class TensorCheck:
     num_nan: int | None  # elements; None: its values were not read
     num_inf: int | None  # elements that are infinite; a complex one may be counted as both
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``."""
-        return {**vars(self), "dtype": dtype_name(self.dtype), "shape": [*self.shape]}
-
 
 @dataclasses.dataclass(frozen=True)
-class Verification:
+class Verification(Facts):
     """The result of ``verify``."""
 
     path: Path
@@ -71,6 +67,10 @@ class Verification:
     num_without_checksum: int  # tensors whose values could change without a trace
     nbytes: int  # of all tensors
     left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
+    in_json = (
+        *("path", "kind", "is_intact", "problems", "num_files", "num_checksums"),
+        *("num_without_checksum", "nbytes", "num_not_finite", "dtypes", "tensors", "left_out"),
+    )
 
     @property
     def is_intact(self) -> bool:
@@ -90,26 +90,6 @@ class Verification:
             section = tensor.path.partition("/")[0]
             found.setdefault(section, collections.Counter())[tensor.dtype] += 1
         return {section: dict(counts) for section, counts in found.items()}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``."""
-        return {
-            "path": str(self.path),
-            "kind": self.kind,
-            "is_intact": self.is_intact,
-            "problems": [vars(problem) for problem in self.problems],
-            "num_files": self.num_files,
-            "num_checksums": self.num_checksums,
-            "num_without_checksum": self.num_without_checksum,
-            "nbytes": self.nbytes,
-            "num_not_finite": self.num_not_finite,
-            "dtypes": {
-                section: {dtype_name(dtype): number for dtype, number in counts.items()}
-                for section, counts in self.dtypes().items()
-            },
-            "tensors": [tensor.as_json() for tensor in self.tensors],
-            "left_out": [*self.left_out],
-        }
 
 
 def verify(

@@ -332,10 +332,10 @@ def test_arguments_reach_convert(
     file = {"max_file_nbytes": 5_000_000_000}
     result = run("convert", model, "t")
     assert result.stdout == "t\n"
-    assert calls.pop() == {"to": "safetensors", **file, **usual}
+    assert calls.pop() == {**file, **usual}
     run("convert", model, "t.pth", "--dtype", "bf16", "--no-optimizer", "--shapes", model)
     assert calls.pop() == {
-        **{"to": "torch", "dtype": torch.bfloat16, "optimizer": False, "shapes": model},
+        **{"dtype": torch.bfloat16, "optimizer": False, "shapes": model},
         **(file | usual),
     }
     run("convert", model, "t", "--to", "native", "--rename", "a=>b", "--rename", r"^x\.=>")
@@ -344,7 +344,7 @@ def test_arguments_reach_convert(
         **(file | usual),
     }
     run("merge", model, "t.safetensors", "--rename-file", tmp_path / "names.json")
-    assert calls.pop() == {"to": "safetensors-file", "rename": {"a": "b"}, **usual}
+    assert calls.pop() == {"rename": {"a": "b"}, **usual}
     run("reshard", model, "t", "--world-size", "4", "--unit", "b", "--workers", "3", "--step", "0")
     usual["workers"] = 3
     assert calls.pop() == {"to": "native", "world_size": 4, "unit": "b", "step": 0, **usual}

@@ -7,6 +7,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import faulthandler
 import io
 import os
 import pathlib
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint._tools.pickles import Ignored, Record
 from fsdp_compat.checkpoint._tools.reading import Files, read
-from fsdp_compat.checkpoint._tools.torch_save import load
+from fsdp_compat.checkpoint._tools.torch_save import _Storage, load
 from fsdp_compat.errors import CheckpointError
 from tests.support.bounded import bounded
 from tests.support.sampling import at_most
@@ -257,9 +258,24 @@ def test_a_pickle_that_takes_too_much_ends_its_process_at_most(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    used = bounded(lambda: load(EXHAUSTING[name], WHERE))
+
+    def call() -> None:
+        faulthandler.disable()
+        load(EXHAUSTING[name], WHERE)
+
+    used = bounded(call)
     assert used.error in ("CheckpointError", "killed", ""), used
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "attributes", [b"}X\x04\x00\x00\x00pathK\x01s", b"N}X\x04\x00\x00\x00pathK\x01s\x86"]
+)
+def test_a_pickle_cannot_change_the_storage_that_it_refers_to(attributes: bytes) -> None:
+    storage = _Storage(WHERE, 0, 8, torch.float32)
+    with pytest.raises(CheckpointError, match="was refused"):
+        load(b"\x80\x02K\x01Q" + attributes + b"b.", WHERE, lambda reference: storage)
+    assert storage.path is WHERE
 
 
 def test_what_a_hostile_pickle_asks_for_is_named() -> None:

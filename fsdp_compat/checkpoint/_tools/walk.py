@@ -1,0 +1,37 @@
+"""Walks through nested dicts, lists and tuples, whose leaves are anything."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LEFT_OUT: Any = object()  # of a leaf that is to have no place in its container
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:
+    """Return containers alike, with ``function(leaf, path)`` in the place of each leaf that is
+    neither a text nor a number nor None. Lists of nothing else are not copied."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    prefix = f"{path}/" if path else ""
+    if kind in (dict, OrderedDict):
+        found = {key: map_leaves(item, function, f"{prefix}{key}") for key, item in value.items()}
+        return kind((key, item) for key, item in found.items() if item is not LEFT_OUT)
+    if kind not in (list, tuple):
+        return function(value, path)
+    if all(type(item) in _PLAIN for item in value):
+        return value
+    items = (map_leaves(item, function, f"{prefix}{at}") for at, item in enumerate(value))
+    return kind(item for item in items if item is not LEFT_OUT)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield everything that is not a container."""
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value
