@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from .archive import Archive, Piece, Span, StoredTensor
 from .facts import Facts
 from .opening import open_archive
+from .walk import leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ def inspection_of(archive: Archive) -> Inspection:
         kind=archive.kind,
         tensors=tuple(_facts(path, tensor, archive) for path, tensor in archive.all_tensors()),
         aliases=dict(archive.aliases),
-        values={path: _text(value) for path, value in plain_values(archive)},
+        values={path: reprlib.repr(value) for path, value in plain_values(archive)},
         world_size=archive.world_size,
         step=archive.step,
         left_out=tuple(archive.left_out),
@@ -173,28 +174,8 @@ def plain_values(archive: Archive) -> Iterator[tuple[str, Any]]:
             if not isinstance(value, StoredTensor):
                 yield f"optimizer/{name}/{key}", value
     for number, group in enumerate(archive.param_groups or []):
-        for key, value in group.items():
-            if key == "params":
-                yield f"optimizer/param_groups/{number}/params", len(value)
-            else:
-                yield from _leaves(value, f"optimizer/param_groups/{number}/{key}")
-    yield from _leaves(archive.extra, "extra")
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)) and any(_holds_more(item) for item in value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}/{number}")
-    elif not isinstance(value, StoredTensor) and not (path == "extra" and not value):
-        yield path, value
-
-
-def _holds_more(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, StoredTensor))
-
-
-def _text(value: Any) -> str:
-    return reprlib.repr(value)
+        settings = {**group, "params": len(group["params"])}
+        yield from leaves(settings, f"optimizer/param_groups/{number}")
+    for path, value in leaves(archive.extra, "extra"):
+        if not isinstance(value, StoredTensor) and (path, value) != ("extra", {}):
+            yield path, value

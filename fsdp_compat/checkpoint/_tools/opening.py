@@ -164,7 +164,7 @@ def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) ->
                 return read_safetensors(path)
     tree = read_torch_file(path, ignored=ignored)
     parts = (DTensorRecord, ShardedTensorRecord)
-    if any(isinstance(leaf, parts) for leaf in leaves(tree)) or holds_flat_params(tree):
+    if any(isinstance(leaf, parts) for _, leaf in leaves(tree)) or holds_flat_params(tree):
         return read_rank_files([path], shapes, ignored=ignored)
     return archive_of(path, "torch.save", tree)
 

@@ -175,23 +175,13 @@ class _Unpickler(pickle.Unpickler):
             meaning = _ignored
         if meaning is None:
             full = full[:_MAX_NAME_LENGTH]
-            raise RefusedName(f"{full}, which {_why(module, name)}", full)
+            raise RefusedName(f"{full}, which is not a dense tensor or a plain value", full)
         return _stand_in(module, name, meaning)
 
     def persistent_load(self, reference: Any) -> Any:
         if self._persistent is None:
             raise Refused("a reference to another file (a persistent id)")
         return self._persistent(reference)
-
-
-def _why(module: str, name: str) -> str:
-    if "sparse" in name or "nested" in name:
-        return "builds a tensor that is not dense"
-    if "qtensor" in name:
-        return "builds a quantized tensor"
-    if module == "torch.jit" or module.startswith("__torch__"):
-        return "belongs to TorchScript"
-    return "is not a tensor or a plain container"
 
 
 def unpickled(

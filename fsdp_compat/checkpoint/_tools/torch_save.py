@@ -412,54 +412,28 @@ _FUNCTIONS: dict[tuple[str, str], Callable[[StandIn, Of], Any]] = {
     ("torch", "device"): of_arguments(lambda *parts: ":".join(map(str, parts))),
     ("torch.serialization", "_get_layout"): of_arguments(str),
     ("torch.distributed.device_mesh", "DeviceMesh"): _mesh,
-    ("fsdp_compat._state.formats", "_rebuilt"): of_arguments(boxed_tensor),
+    ("torch", "Tensor"): _refuse,
+    ("torch._tensor", "Tensor"): _refuse,
 }
-_PLACEMENTS = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard", "Placement")
-_RECORDS = {
-    "torch": ("Tensor",),
-    "torch._tensor": ("Tensor",),
-    "torch.nn.parameter": ("Parameter", "Buffer"),
-    **dict.fromkeys(
-        (
-            *("torch.distributed.tensor", "torch.distributed.tensor._api"),
-            *("torch.distributed._tensor", "torch.distributed._tensor.api"),
-            "torch.distributed.tensor.placement_types",
-            "torch.distributed.tensor._dtensor_spec",
-            "torch.distributed._tensor.placement_types",
-            "torch.distributed._tensor._dtensor_spec",
-        ),
-        ("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", *_PLACEMENTS),
-    ),
-    "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
-    "torch.distributed._shard.sharded_tensor.api": (
-        "ShardedTensor",
-        "ShardedTensor.ProcessGroupState",
-    ),
-    "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
-    "torch.distributed._shard.sharded_tensor.metadata": (
-        *("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed._shard.metadata": ("ShardMetadata",),
-    "torch.distributed._shard.sharding_spec.api": ("EnumerableShardingSpec",),
-    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
-    "torch.distributed.remote_device": ("_remote_device",),
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("MetadataIndex", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "fsdp_compat._layout.spec": ("FlatLayout", "ParamSpec"),
-    "fsdp_compat._layout.rows": ("CopiedLayout",),
-    "fsdp_compat._state.formats": ("FlatOfParameters", "Place"),
-}
+# Classes in these modules, and below those with a dot, describe tensors: they become Records.
+_DESCRIBING = (
+    *("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard."),
+    *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
+    *("torch.distributed.remote_device", "torch.distributed.checkpoint.metadata"),
+    *("torch.distributed.checkpoint.filesystem", "torch.nn.parameter"),
+    *("fsdp_compat._layout.", "fsdp_compat._state."),
+)
 
 
 def _meaning(module: str, name: str) -> Any:
     """Return what a name in a pickle means, see ``pickles.Table``."""
-    if name in _RECORDS.get(module, ()):
-        return record_of
     if f"{module}.{name}" in _STORAGES:
         return _refuse
     if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
         return dtype
-    return _FUNCTIONS.get((module, name)) or PLAIN.get((module, name))
+    if known := _FUNCTIONS.get((module, name)) or PLAIN.get((module, name)):
+        return known
+    if module.startswith("fsdp_compat._state.") and name == "_rebuilt":
+        return of_arguments(boxed_tensor)
+    is_class = name.lstrip("_")[:1].isupper() or name == "_remote_device"
+    return record_of if is_class and f"{module}.".startswith(_DESCRIBING) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 LEFT_OUT: Any = object()  # of a leaf that is to have no place in its container
@@ -28,10 +28,15 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str = "") 
     return kind(item for item in items if item is not LEFT_OUT)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield everything that is not a container."""
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
-    else:
-        yield value
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield everything that is not a container, with its path; an empty container, and a list of
+    nothing but texts and numbers, as it is."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)) and not all(type(item) in _PLAIN for item in value):
+        items = enumerate(value)
+    if not items:
+        yield path, value
+    for key, item in items:
+        yield from leaves(item, f"{path}/{key}")
