@@ -6,6 +6,7 @@ larger one. Both are read as data: no class that they name is imported."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -19,9 +20,10 @@ from ..._layout.box import Box
 from ...errors import CheckpointError
 from .._header import TensorInfo, is_quantized, read_header
 from .._texts import brief, open_file, parse_json, read_text, shape_in, size, text_in
-from .archive import Archive, Piece, Span, StoredTensor, coverage_problem, row_major, whole
+from .archive import Archive, Piece, StoredTensor, coverage_problem, whole
 from .paths import member
 from .pickles import Record
+from .safetensors_files import of_info
 from .torch_save import load, records_at
 from .tree import archive_of
 from .walk import LEFT_OUT
@@ -224,7 +226,7 @@ class _Directory:
         path = self._checked(place)
         match = _FILE_OF_RANK.fullmatch(path.name)
         if (header := self._header(path)) is not None:
-            found = _of_header(header[entry.name], path) if entry.name in header else None
+            found = of_info(header[entry.name], path) if entry.name in header else None
         elif _bytes_of(path, place.start, 4) == _ZIP:
             found = records_at(path, place.start, place.nbytes)
         else:
@@ -293,11 +295,6 @@ def _bytes_of(path: Path, start: int, nbytes: int) -> bytes:
         return os.pread(file.fileno(), nbytes, start)
 
 
-def _of_header(info: TensorInfo, path: Path) -> StoredTensor:
-    source = Span(path, info.start, row_major(info.shape))
-    return StoredTensor(info.name, info.dtype, info.shape, (Piece(whole(info.shape), source),))
-
-
 # -- nesting
 
 
@@ -362,8 +359,8 @@ def read_sharded_safetensors(path: Path) -> Archive:
                 offsets = shape_in(places[key]["saved_offsets"])
                 if len(offsets) != len(found.shape) or dtypes.get(key, found.dtype) != found.dtype:
                     raise ValueError(f"{key!r}: offsets {offsets}, {found.dtype}")
-                stored = _of_header(found, file)
-                piece = Piece(Box(offsets, found.shape), stored.pieces[0].source, holder)
+                (whole_part,) = of_info(found, file, holder).pieces
+                piece = dataclasses.replace(whole_part, box=Box(offsets, found.shape))
                 parts.setdefault(key, []).append(piece)
                 dtypes[key] = found.dtype
         except (ValueError, TypeError, LookupError) as error:

@@ -18,6 +18,7 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval, ParamSpec
 from ...errors import CheckpointError
+from .._texts import joined
 from .archive import Span, StoredTensor
 from .merging import disagreement
 from .reading import Files, read, read_box
@@ -274,28 +275,32 @@ class _Local:
             found = names[0] if names else []
             sizes = [math.prod(self._shapes.entries[name].sizes) for name in found]
             parts = [f"{name} {size}" for name, size in zip(found, sizes, strict=True)]
-            more = f" and {len(parts) - 20} more" if len(parts) > 20 else ""
             got = (
                 f"{numel} elements, but its {len(parts)} parameters have {sum(sizes)}: "
-                f"{', '.join(parts[:20])}{more}"
+                f"{joined(parts, 20, ', ')}"
             )
-        return CheckpointError.of(
+        return self._unclear(
             f"The parameters in {key} cannot be told apart.",
-            expected="the shapes of the model that was wrapped, which add up",
-            got=got,
-            where=str(self._where),
-            fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
-            "model.json`, and pass --shapes model.json; or a full checkpoint of the same model",
+            "the shapes of the model that was wrapped, which add up",
+            got,
+            "; or a full checkpoint of the same model",
         )
 
     def _unordered(self, key: Any, names: list[str]) -> CheckpointError:
-        return CheckpointError.of(
+        return self._unclear(
             f"The order of the parameters in {key} is not known.",
-            expected="shapes in the order of the modules",
-            got=f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
+            "shapes in the order of the modules",
+            f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
+        )
+
+    def _unclear(self, what: str, expected: str, got: str, or_pass: str = "") -> CheckpointError:
+        return CheckpointError.of(
+            what,
+            expected=expected,
+            got=got,
             where=str(self._where),
             fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
-            "model.json`, and pass --shapes model.json",
+            f"model.json`, and pass --shapes model.json{or_pass}",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -12,7 +12,7 @@ from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._safetensors_parts import INDEX
 from .._texts import joined, open_file
-from .archive import Archive, NotRead, Piece, Span, StoredTensor, coverage_problem
+from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory, read_indexed_torch_files
 from .dcp_reading import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .flat_files import holds_flat_params
@@ -177,27 +177,27 @@ def _require_in_files(archive: Archive) -> None:
         if lengths[file] != facts.nbytes:
             raise damaged(file, f"{facts.nbytes} bytes", f"{lengths[file]} bytes")
     for name, tensor in archive.all_tensors():
-        for piece in (*tensor.pieces, *tensor.copies):
-            if isinstance(piece.source, Span) and piece.box.numel:
-                stop = _stop(tensor, piece, piece.source)
-                file = piece.source.path
-                if file not in lengths:
-                    lengths[file] = _length(file, archive.path)
-                if piece.source.start < 0 or stop > lengths[file]:
-                    raise CheckpointError.of(
-                        f"{file.name} is truncated, or belongs to another checkpoint.",
-                        expected=f"bytes {piece.source.start} to {stop}, of {name}",
-                        got=f"a file of {lengths[file]} bytes",
-                        where=str(file),
-                        fix="restore the file from an intact copy",
-                    )
+        for span, stop in spans_of(tensor):
+            if span.path not in lengths:
+                lengths[span.path] = _length(span.path, archive.path)
+            if span.start < 0 or stop > lengths[span.path]:
+                raise CheckpointError.of(
+                    f"{span.path.name} is truncated, or belongs to another checkpoint.",
+                    expected=f"bytes {span.start} to {stop}, of {name}",
+                    got=f"a file of {lengths[span.path]} bytes",
+                    where=str(span.path),
+                    fix="restore the file from an intact copy",
+                )
 
 
-def _stop(tensor: StoredTensor, piece: Piece, span: Span) -> int:
-    last = sum(
-        (size - 1) * stride for size, stride in zip(piece.box.sizes, span.strides, strict=True)
-    )
-    return span.start + (last + 1) * tensor.dtype.itemsize
+def spans_of(tensor: StoredTensor) -> Iterator[tuple[Span, int]]:
+    """Yield where the elements of a tensor and of its copies lie in files, and the byte behind the
+    last of each."""
+    for piece in (*tensor.pieces, *tensor.copies):
+        if isinstance(span := piece.source, Span) and piece.box.numel:
+            steps = zip(piece.box.sizes, span.strides, strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            yield span, span.start + (last + 1) * tensor.dtype.itemsize
 
 
 def _length(file: Path, path: Path) -> int:

@@ -127,7 +127,7 @@ class _Storage(NamedTuple):
     checksum: Checksum | None = None
 
 
-_STORAGES: dict[str, torch.dtype | None] = {
+STORAGES: dict[str, torch.dtype | None] = {
     **{"torch.FloatStorage": torch.float32, "torch.DoubleStorage": torch.float64},
     **{"torch.HalfStorage": torch.float16, "torch.BFloat16Storage": torch.bfloat16},
     **{"torch.ByteStorage": torch.uint8, "torch.CharStorage": torch.int8},
@@ -151,11 +151,11 @@ class _Storages:
         if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] != "storage":
             raise Refused("a reference to something else than a storage")
         _, kind, key, _, numel, *view = reference
-        if not isinstance(kind, Sealed) or kind.full_name not in _STORAGES:
+        if not isinstance(kind, Sealed) or kind.full_name not in STORAGES:
             raise Refused("a storage of an unknown class")
         if type(numel) is not int or numel < 0 or any(view):
             raise Refused("a view of a storage, as torch 0.4 wrote them")
-        dtype = _STORAGES[kind.full_name]
+        dtype = STORAGES[kind.full_name]
         nbytes = numel * (1 if dtype is None else dtype.itemsize)
         start, checksum = self._find(str(key), nbytes)
         storage = _Storage(self._path, start, nbytes, dtype, checksum)
@@ -427,7 +427,7 @@ _DESCRIBING = (
 
 def _meaning(module: str, name: str) -> Any:
     """Return what a name in a pickle means, see ``pickles.Table``."""
-    if f"{module}.{name}" in _STORAGES:
+    if f"{module}.{name}" in STORAGES:
         return _refuse
     if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
         return dtype

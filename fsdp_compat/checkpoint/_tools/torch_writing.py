@@ -19,23 +19,16 @@ from .._blocks import sync_directory
 from .archive import Archive, StoredTensor, row_major
 from .pickles import Ignored, Record
 from .reading import Files
+from .torch_save import STORAGES
 from .walk import LEFT_OUT, map_leaves
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
 
 _ALIGN_NBYTES = 64  # of the start of each record
-_STORAGES = {
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.uint8: torch.ByteStorage,
-    torch.int8: torch.CharStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int32: torch.IntStorage,
-    torch.int64: torch.LongStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
+# Classes of storages by dtype. All others are storages of bytes.
+_KINDS = {
+    dtype: getattr(torch, name.removeprefix("torch."))
+    for name, dtype in STORAGES.items()
+    if dtype is not None
 }
 
 
@@ -140,8 +133,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, _Storage):
             return None
         dtype = dtype_to_write(value.tensor)
-        kind = _STORAGES.get(dtype, torch.UntypedStorage)
-        numel = value.tensor.numel if dtype in _STORAGES else nbytes_to_write(value.tensor)
+        kind = _KINDS.get(dtype, torch.UntypedStorage)
+        numel = value.tensor.numel if dtype in _KINDS else nbytes_to_write(value.tensor)
         return "storage", kind, str(value.number), "cpu", numel
 
     def reducer_override(self, value: Any) -> Any:
@@ -154,4 +147,4 @@ class _Pickler(pickle.Pickler):
         self.tensors.append(value)
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (storage, 0, value.shape, row_major(value.shape), False, hooks)
-        return function, args if dtype in _STORAGES else (*args, dtype)
+        return function, args if dtype in _KINDS else (*args, dtype)

@@ -16,12 +16,12 @@ from ...errors import CheckpointError, UsageError
 from .._blocks import FileFacts, ReadRequest, check, nbytes_to_check
 from .._manifest import MANIFEST
 from .._texts import brief, joined
-from .archive import Archive, Checksum, NotRead, Piece, Span, StoredTensor, coverage_problem
+from .archive import Archive, NotRead, Piece, StoredTensor, coverage_problem
 from .facts import Facts
 from .inspection import file_name
 from .native_reading import files_of_native, is_native
 from .numbers import comparable, count_not_finite
-from .opening import open_archive
+from .opening import open_archive, spans_of
 from .paths import require_inside
 from .reading import Files, boxes_of, read_box
 from .work import MEMORY, Tick, for_each, numel_at_once, require_limits
@@ -175,68 +175,77 @@ class _Verifier:
     def run(self, progress: bool) -> Verification:
         archive = self._archive
         tensors = list(archive.all_tensors())
-        ends = _ends(tensors)
+        spans = [(path, span, stop) for path, tensor in tensors for span, stop in spans_of(tensor)]
+        ends: dict[Path, int] = {}
+        for _, span, stop in spans:
+            ends[span.path] = max(ends.get(span.path, 0), stop)
         problems = [*self._of_names(), *self._of_files(ends)]
         unusable = {problem.where for problem in problems if problem.kind in ("file", "link")}
-        checksums = [
-            (path, facts)
-            for path, facts in (archive.checksums if self._values else {}).items()
-            if file_name(path, archive.path) not in unusable
+        records: dict[Any, dict[str, None]] = {}  # with a checksum: the tensors in them
+        for path, span, _ in spans:
+            if span.checksum is not None:
+                records.setdefault((span.path, span.checksum), {})[path] = None
+        checked = [
+            (path, what)
+            for path, what in (*archive.checksums.items(), *records)
+            if self._values and self._name(path) not in unusable
         ]
-        records = {
-            (path, checksum): names
-            for (path, checksum), names in (_records(tensors) if self._values else {}).items()
-            if file_name(path, archive.path) not in unusable
-        }
-        requests = {path: [_whole_file(facts)] for path, facts in checksums}
-        total = sum(nbytes_to_check(facts, requests[path]) for path, facts in checksums)
-        total += sum(checksum.nbytes for _, checksum in records)
-        if self._values:
-            total += sum(self._nbytes_to_read(tensor) for _, tensor in tensors)
-        work = [*checksums, *records, *tensors]
 
         def do(item: tuple[Any, Any], tick: Tick) -> tuple[TensorCheck | None, list[Problem]]:
             where, what = item
-            if isinstance(what, FileFacts):
-                return None, self._compare_blocks(where, what, requests[where], tick)
-            if isinstance(what, Checksum):
-                return None, self._compare_record(where, what, records[item], tick)
-            return self._look_at(where, what, unusable, tick)
+            if isinstance(what, StoredTensor):
+                return self._look_at(where, what, unusable, tick)
+            try:
+                if isinstance(what, FileFacts):
+                    check(where, what, [_whole_file(what)], tick)
+                else:
+                    self._files.compare(where, what, tick)
+            except (CheckpointError, OSError) as error:
+                names = f", of {joined([*records[item]], 3, ', ')}" if item in records else ""
+                return None, [Problem("checksum", self._name(where), _line(error) + names)]
+            return None, []
 
         with self._files:
             results = for_each(
-                work,
+                [*checked, *tensors],
                 do,
                 workers=self._workers,
                 what="verify",
-                total_nbytes=total,
+                total_nbytes=sum(map(self._nbytes_to_read, [*checked, *tensors])),
                 progress=progress,
             )
         for _, found in results:
             problems += found
+        bare = {
+            path
+            for path, span, _ in spans
+            if span.checksum is None and span.path not in archive.checksums
+        }
         return Verification(
             path=archive.path,
             kind=archive.kind,
             tensors=tuple(result for result, _ in results if result is not None),
             problems=tuple(problems),
             num_files=len(ends.keys() | archive.checksums.keys()),
-            num_checksums=sum(len(facts.checksums) for _, facts in checksums) + len(records),
-            num_without_checksum=sum(self._has_no_checksum(tensor) for _, tensor in tensors),
+            num_checksums=sum(
+                len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in checked
+            ),
+            num_without_checksum=len(bare),
             nbytes=archive.nbytes,
             left_out=tuple(archive.left_out),
         )
 
-    def _has_no_checksum(self, tensor: StoredTensor) -> bool:
-        return any(
-            isinstance(source := piece.source, Span)
-            and source.checksum is None
-            and source.path not in self._archive.checksums
-            for piece in (*tensor.pieces, *tensor.copies)
-            if piece.box.numel
-        )
+    def _name(self, file: Path) -> str:
+        return file_name(file, self._archive.path)
 
-    def _nbytes_to_read(self, tensor: StoredTensor) -> int:
-        return tensor.nbytes + 2 * sum(piece.nbytes(tensor.dtype) for piece in tensor.copies)
+    def _nbytes_to_read(self, item: tuple[Any, Any]) -> int:
+        what = item[1]
+        if isinstance(what, FileFacts):
+            return nbytes_to_check(what, [_whole_file(what)])
+        if not isinstance(what, StoredTensor):
+            return int(what.nbytes)
+        copies = sum(piece.nbytes(what.dtype) for piece in what.copies)
+        return what.nbytes + 2 * copies if self._values else 0
 
     # -- names and files
 
@@ -250,7 +259,7 @@ class _Verifier:
         """Yield what is wrong with the files, without reading them."""
         archive = self._archive
         for path in sorted(ends.keys() | archive.checksums.keys()):
-            name = file_name(path, archive.path)
+            name = self._name(path)
             try:
                 if archive.path.is_dir():
                     require_inside(archive.path, path)
@@ -269,25 +278,6 @@ class _Verifier:
                 at_least = "" if expected is not None else "at least "
                 yield Problem("file", name, f"{nbytes} bytes instead of {at_least}{end}")
 
-    def _compare_blocks(
-        self, path: Path, facts: FileFacts, requests: list[ReadRequest], tick: Tick
-    ) -> list[Problem]:
-        try:
-            check(path, facts, requests, tick)
-        except (CheckpointError, OSError) as error:
-            return [Problem("checksum", file_name(path, self._archive.path), _line(error))]
-        return []
-
-    def _compare_record(
-        self, path: Path, checksum: Checksum, names: list[str], tick: Tick
-    ) -> list[Problem]:
-        try:
-            self._files.compare(path, checksum, tick)
-        except (CheckpointError, OSError) as error:
-            what = f"{_line(error)}, of {joined(names, 3, ', ')}"
-            return [Problem("checksum", file_name(path, self._archive.path), what)]
-        return []
-
     # -- values
 
     def _look_at(
@@ -296,12 +286,7 @@ class _Verifier:
         what = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
         problems = [] if what is None else [Problem("coverage", path, what)]
         counts: tuple[int, int] | None = None
-        pieces = (*tensor.pieces, *tensor.copies)
-        names = {
-            file_name(piece.source.path, self._archive.path)
-            for piece in pieces
-            if isinstance(piece.source, Span)
-        }
+        names = {self._name(span.path) for span, _ in spans_of(tensor)}
         if self._values and not problems and not names & unusable:
             try:
                 counts = self._count(tensor, tick)
@@ -360,34 +345,6 @@ class _Verifier:
 
 def _by(piece: Piece) -> str:
     return "in a copy" if piece.holder is None else f"in the copy of rank {piece.holder}"
-
-
-def _ends(tensors: list[tuple[str, StoredTensor]]) -> dict[Path, int]:
-    """Return where the last element of any tensor ends in each file."""
-    ends: dict[Path, int] = {}
-    for _, tensor in tensors:
-        for piece in (*tensor.pieces, *tensor.copies):
-            source = piece.source
-            if isinstance(source, Span):
-                end = source.start
-                if piece.box.numel:
-                    steps = zip(piece.box.sizes, source.strides, strict=True)
-                    last = sum((size - 1) * stride for size, stride in steps)
-                    end += (last + 1) * tensor.dtype.itemsize
-                ends[source.path] = max(ends.get(source.path, 0), end)
-    return ends
-
-
-def _records(tensors: list[tuple[str, StoredTensor]]) -> dict[tuple[Path, Checksum], list[str]]:
-    """Return the records with checksums that tensors lie in, and the paths of these tensors."""
-    found: dict[tuple[Path, Checksum], list[str]] = {}
-    for path, tensor in tensors:
-        for piece in (*tensor.pieces, *tensor.copies):
-            if isinstance(source := piece.source, Span) and source.checksum is not None:
-                names = found.setdefault((source.path, source.checksum), [])
-                if path not in names[-1:]:
-                    names.append(path)
-    return found
 
 
 def _whole_file(facts: FileFacts) -> ReadRequest:
