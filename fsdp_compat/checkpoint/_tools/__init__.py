@@ -13,7 +13,7 @@ pickle, and ``json`` for a crafted text, see `pickles`.
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files
 - ``reading``: the values; ``writing``: what writers share; ``publishing``: a result or nothing;
-  ``work``: several threads
+  ``work``: several threads; ``walk``: nested values
 
 Readers and writers, by format:
 
@@ -24,6 +24,7 @@ Readers and writers, by format:
 - torch.distributed.checkpoint: ``dcp_reading``, ``dcp_writing``; directories of Accelerate,
   Lightning and others: ``client_directories``
 
-What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``);
+What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``), with
+``facts`` (their results as JSON) and ``selection`` (patterns of names);
 from a shell ``commands``, with ``arguments``, ``tables`` and ``display``.
 """
