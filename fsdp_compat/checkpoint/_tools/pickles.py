@@ -187,7 +187,7 @@ class _Unpickler(pickle.Unpickler):
 def unpickled(
     data: bytes | io.BytesIO,
     where: Path,
-    table: Table = lambda module, name: PLAIN.get((module, name)),
+    table: Table,
     persistent: Callable[[Any], Any] | None = None,
     ignored: Collection[str] = (),
 ) -> Any:
