@@ -1,8 +1,8 @@
 """The command ``fsdp-compat``, which is also ``python -m fsdp_compat``.
 
-``run``: a program that uses torch's FSDP runs on fsdp_compat instead. ``migrate``: its source is
-rewritten. These two need nothing but the standard library; ``migrate`` needs libcst to rewrite.
-The others work on checkpoints and need the extra ``cli``: `checkpoint/_tools/commands.py`."""
+``run`` runs a program that uses torch's FSDP on fsdp_compat, and ``migrate`` rewrites its source.
+The other commands work on checkpoints and need the extra ``cli``, see
+`checkpoint/_tools/commands.py`."""
 
 from __future__ import annotations
 

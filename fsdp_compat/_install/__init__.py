@@ -25,13 +25,13 @@ _lock = threading.RLock()
 _installed: tuple[Modules, Rebinding] | None = None
 
 
-def install(*, fix_clients: bool = False) -> None:
-    """Let every use of ``torch.distributed.fsdp`` in this process be of fsdp_compat: the package,
-    its modules, and the names that other modules have imported from them before. Also if this
-    torch has no FSDP1 any more. A second call does nothing.
+def install(*, fix_clients: bool = True) -> None:
+    """Make every use of ``torch.distributed.fsdp`` in this process resolve to fsdp_compat,
+    including names that other modules have already imported. Works even if this torch no longer
+    has FSDP1. A second call does nothing.
 
-    fix_clients: also put right what makes results wrong with torch's FSDP, too, in the versions of
-    PEFT and Accelerate in which it was seen. May be asked for in a later call.
+    fix_clients: also fix known bugs of PEFT and Accelerate that make results wrong with any FSDP1,
+    in the affected versions only. A later call may enable it.
 
     With the environment variable ``FSDP_COMPAT_LOG=install`` it is logged (logger
     "fsdp_compat.install", on stderr) what is replaced, and which private names a program reads.

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compat._install.migrate import command
+from fsdp_compat._install.migrate.command import Migrated, rewrite
 from tests.clients.launch import CLIENTS
-
-pytest.importorskip("libcst")
-
-from fsdp_compat._install.migrate import command, files  # isort: skip
-from fsdp_compat._install.migrate.findings import Migrated  # isort: skip
-from fsdp_compat._install.migrate.rewriting import rewrite  # isort: skip
 
 NAMES = (*CLIENTS, "mmengine", "speechbrain", "torchtune")
 
@@ -26,8 +22,8 @@ USERS = {"accelerate": 5, "lightning": 4, "peft": 1, "transformers": 2, "trl": 3
 def migrated(folder: Path) -> list[Migrated]:
     """Migrate the files of a folder that use FSDP or DDP, without writing."""
     found = []
-    for path, _ in files.python_files([str(folder)]):
-        text = files.read(path).text
+    for path in command.python_files([str(folder)]):
+        text, _ = command.read(path)
         if command.is_of_interest(text):
             found.append(rewrite(text, path))
     return found

@@ -239,6 +239,21 @@ def test_a_torch_that_is_too_old_is_refused(forker: Forker) -> None:
     assert_passes(forker, program)
 
 
+def test_defects_of_clients_are_fixed_unless_that_is_declined(forker: Forker) -> None:
+    program = """
+        import fsdp_compat
+        def watched():
+            return {getattr(each, "name", "").partition(".")[0] for each in sys.meta_path}
+        fsdp_compat.install(fix_clients=False)
+        assert not watched() & {"peft", "accelerate"}
+        fsdp_compat.install()
+        assert {"peft", "accelerate"} <= watched()
+        fsdp_compat.uninstall()
+        assert not watched() & {"peft", "accelerate"}
+    """
+    assert_passes(forker, program)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["run", "absent.py"], "there is no file 'absent.py' in "), (["run"], "expected a program")],

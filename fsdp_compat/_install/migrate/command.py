@@ -1,46 +1,58 @@
-"""The command ``migrate``: arguments, exit codes, and one file after the other."""
+"""The command ``migrate``: arguments, files, the order of the steps, output, exit status."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import ast
+import difflib
 import io
 import os
 import re
+import shutil
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from . import files, report
-from .findings import Finding, Migrated
+from .fsdp_imports import rewrite_fsdp_imports
+from .new_imports import Imports
+from .source import Finding, Source
+from .uses import Uses
+from .wrapping import wrap_models
 
 DESCRIPTION = """Rewrite Python source: imports of torch.distributed.fsdp become imports of
-fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with the optimizer,
-clipping, saving and loading that belong to it. Only what is certain is rewritten; the rest is
-listed, with the reason and what to do. Without --write, nothing is written."""
+fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with what the same
+function does with the model: saving, loading, clipping, generating. The rest is listed, with the
+reason and what to do. Without --write, nothing is written."""
 
-EPILOG = """Exit status: 0; 1 with --check if anything is left to rewrite or was left alone; 2 if
-the arguments are wrong, or libcst is missing."""
+EPILOG = """Exit status: 0; 1 if a place was left alone that will raise, or with --check if anything
+is left to rewrite; 2 if the arguments are wrong."""
 
-# A file without any of these is not parsed.
-_USES = re.compile(
+_SKIPPED = {"__pycache__", "build", "env", "node_modules", "site-packages", "venv"}
+_OF_FSDP = re.compile(
     r"torch\.distributed\.fsdp|distributed\s+import\b.*fsdp|\.fsdp\.\w|dist\w*\.fsdp\b|_composable\b"
 )
-_WORDS = ("fsdp", "DistributedDataParallel", "_composable")
-# Files that may save a model that another file wraps; looked at if one does.
-_ON_SOME_RANKS = re.compile(r"rank|main|master|\.module\.state_dict", re.IGNORECASE)
+
+
+@dataclass
+class Migrated:
+    """The result for one file. ``left`` needs a person; ``notes`` are advice."""
+
+    path: str
+    before: str
+    after: str
+    left: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    wraps: int = 0  # DistributedDataParallel(...) that became FullyShardedDataParallel(...)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory")
     parser.add_argument("--write", action="store_true", help="write the files")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="exit with 1 if anything is left to rewrite or was left alone",
-    )
-    parser.add_argument("--no-color", action="store_true", help="no colours, even on a terminal")
+    text = "also exit with 1 if anything is left to rewrite"
+    parser.add_argument("--check", action="store_true", help=text)
 
 
 def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
@@ -48,86 +60,146 @@ def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
     for path in given.paths:
         if not os.path.exists(path):
             refuse(f"migrate: there is no file or directory {path!r} in {os.getcwd()}")
-    try:
-        missing = importlib.util.find_spec("libcst") is None
-    except ValueError:  # sys.modules says that it cannot be imported
-        missing = True
-    if missing:
-        refuse("migrate needs libcst: pip install 'fsdp_compat[migrate]', or: pip install libcst")
-    looked_at = 0
-    done: list[Migrated] = []
-    others: list[str] = []
-    for path, is_python in files.python_files(given.paths):
-        if not is_python:
-            why = "this is not a Python file"
-            done.append(_left(path, why, "migrate it by hand, or export it first"))
-            continue
-        looked_at += 1
-        file = _migrated(path, given.write, others)
-        if file is not None:
-            done.append(file)
-    if any(file.wraps for file in done):
-        done += [file for path in others if (file := _migrated(path, given.write, None))]
+    done = {path: _migrated(path, False) for path in python_files(given.paths)}
+    if any(file.wraps for file in done.values()):
+        for path, file in done.items():
+            done[path] = file if file.wraps or file.left else _migrated(path, True)
+    if given.write:
+        done = {path: _written(file) for path, file in done.items()}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # sources have any characters
     try:
-        return _print(done, looked_at, given)
+        return _print(list(done.values()), given)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
-def is_of_interest(text: str) -> bool:
-    """True if a text names torch's FSDP, or DDP; without a look at its meaning."""
-    if not any(word in text for word in _WORDS):
-        return False
-    return "DistributedDataParallel" in text or _USES.search(text) is not None
-
-
-def _migrated(path: str, write: bool, others: list[str] | None) -> Migrated | None:
-    """Return the result for a file; None if nothing in it matters.
-
-    others: gets the files that matter only if a model is wrapped elsewhere. None: this is one."""
+def _migrated(path: str, wraps_elsewhere: bool) -> Migrated:
+    """Migrate one file; what prevents it is a finding."""
+    if not path.endswith((".py", ".pyi")):
+        return _left(path, "this is not a Python file; migrate it by hand, or export it first")
     try:
-        text = files.read(path)
-        if others is not None and not is_of_interest(text.text):
-            if ".state_dict(" in text.text and _ON_SOME_RANKS.search(text.text):
-                others.append(path)
-            return None
-        from .rewriting import rewrite
-
-        file = rewrite(text.text, path)
-        if file.changed:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                compile(file.after, path, "exec", dont_inherit=True)
-        if file.changed and write:
-            files.write(path, files.Text(file.after, text.encoding))
+        text, _ = read(path)
+        if is_of_interest(text, wraps_elsewhere):
+            return rewrite(text, path, wraps_elsewhere)
+        return Migrated(path, text, text)
     except OSError as error:
-        return _left(path, f"the file cannot be read or written: {error.strerror}", "check it")
+        return _left(path, f"the file cannot be read: {error.strerror}")
     except (SyntaxError, UnicodeError, ValueError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        line = (error.lineno if isinstance(error, SyntaxError) else None) or 1
-        return _left(path, f"it does not parse: {reason}", "mend the file and run again", line)
+        reason, line = getattr(error, "msg", error), getattr(error, "lineno", 1) or 1
+        return _left(path, f"it does not parse: {reason}; mend the file and run again", line)
+
+
+def _left(path: str, why: str, line: int = 1) -> Migrated:
+    return Migrated(path, "", "", left=[Finding(path, line, "the file", why)])
+
+
+def _written(file: Migrated) -> Migrated:
+    try:
+        if file.before != file.after:
+            _write(file.path, file.after)
+    except OSError as error:
+        return _left(file.path, f"the file cannot be written: {error.strerror}")
     return file
 
 
-def _left(path: str, why: str, fix: str, line: int = 1) -> Migrated:
-    return Migrated(path, "", "", left=[Finding(path, line, "the file", why, fix)])
+def _print(done: Sequence[Migrated], given: argparse.Namespace) -> int:
+    changed = [file for file in done if file.before != file.after]
+    left = sorted(finding for file in done for finding in file.left)
+    notes = sorted(finding for file in done for finding in file.notes)
+    lines = [line for file in changed for line in _diff(file)]
+    lines += [f"note: {finding}" for finding in notes] + [f"left: {finding}" for finding in left]
+    hint = "; --write writes" if changed and not given.write else ""
+    lines.append(
+        f"{_count(done, 'file')}, {len(changed)} {'rewritten' if given.write else 'to rewrite'}, "
+        f"{_count(left, 'place')} left alone{hint}"
+    )
+    print("\n".join(lines), flush=True)
+    return 1 if left or (given.check and changed and not given.write) else 0
 
 
-def _print(done: Sequence[Migrated], looked_at: int, given: argparse.Namespace) -> int:
-    coloured = report.is_coloured(sys.stdout, given.no_color)
-    left = [finding for file in done for finding in file.left]
-    if any(file.wraps for file in done):
-        left += [finding for file in done for finding in file.suspects]
-    notes = [finding for file in done for finding in file.notes]
-    changed = [file for file in done if file.changed]
-    for file in changed:
-        for line in report.diff(file, coloured):
-            print(line)
-    for line in (*report.advice(notes), *report.list_of(left)):
-        print(line)
-    print(report.summary(done, looked_at, len(left), given.write), flush=True)
-    unfinished = left or (changed and not given.write)
-    return 1 if given.check and unfinished else 0
+def _count(what: Sequence[object], name: str) -> str:
+    return f"{len(what)} {name}" if len(what) == 1 else f"{len(what)} {name}s"
+
+
+def _diff(file: Migrated) -> Iterator[str]:
+    """Yield the lines of a unified diff. Lines end at line feeds only, as for editors and patch."""
+    before, after = (list(io.StringIO(t, newline="\n")) for t in (file.before, file.after))
+    path = file.path.lstrip("/")
+    for line in difflib.unified_diff(before, after, f"a/{path}", f"b/{path}", lineterm=""):
+        yield line.rstrip("\r\n")
+        if not line.endswith("\n") and line[:1] in "+- " and line[:3] not in ("+++", "---"):
+            yield "\\ No newline at end of file"
+
+
+# -- one text in, one text out
+
+
+def is_of_interest(text: str, wraps_elsewhere: bool = False) -> bool:
+    """True if a text names torch's FSDP or DDP, or may save a model that another file wraps."""
+    words = ("state_dict(", ".module", "GradScaler") if wraps_elsewhere else ()
+    is_named = any(word in text for word in ("DistributedDataParallel", *words))
+    return is_named or _OF_FSDP.search(text) is not None
+
+
+def rewrite(text: str, path: str, wraps_elsewhere: bool = False) -> Migrated:
+    """Migrate the text of one file. Raises SyntaxError if it is not Python, ValueError if it
+    cannot be handled.
+
+    wraps_elsewhere: a model was wrapped in another file, so that this one may save it."""
+    try:
+        source = Source(text, path)
+        imports = Imports(source)
+        rewrite_fsdp_imports(source, imports)
+        models = wrap_models(source, imports)
+        if models or wraps_elsewhere:
+            Uses(source, imports, models).rewrite()
+        imports.write()
+        after = source.result()
+        ast.parse(after)
+    except (RecursionError, MemoryError):
+        raise ValueError("it is nested too deeply") from None
+    return Migrated(path, text, after, sorted(set(source.left)), source.notes, len(models))
+
+
+# -- files
+
+
+def python_files(paths: Sequence[str]) -> Iterable[str]:
+    """Return each file once: those that are named, and the Python files of directories."""
+    found = [file for path in paths for file in (_below(path) if os.path.isdir(path) else [path])]
+    return {os.path.realpath(file): file for file in reversed(found)}.values()
+
+
+def _below(directory: str) -> Iterator[str]:
+    """Yield the Python files of a directory and of those in it, in the order of their names."""
+    for folder, folders, files in os.walk(directory):
+        folders[:] = [name for name in sorted(folders) if not _is_skipped(folder, name)]
+        paths = [os.path.join(folder, name) for name in sorted(files) if name.endswith(".py")]
+        yield from filter(os.path.isfile, paths)
+
+
+def _is_skipped(folder: str, name: str) -> bool:
+    is_environment = os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+    return name.startswith(".") or name in _SKIPPED or is_environment
+
+
+def read(path: str) -> tuple[str, str]:
+    """Return the text of a file, line ends included, and its encoding. Raises SyntaxError or
+    UnicodeDecodeError if it is not text in that encoding."""
+    data = Path(path).read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
+
+
+def _write(path: str, text: str) -> None:
+    """Replace the text of a file at once, in its encoding. Permissions and links stay."""
+    target = Path(path).resolve()
+    temporary = target.with_name(f".migrate-{os.getpid()}-{target.name}")
+    try:
+        temporary.write_bytes(text.encode(read(path)[1]))
+        shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -2,289 +2,213 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-from collections.abc import Sequence
+from pathlib import Path
 
-import libcst as cst
-from libcst import metadata
+from .new_imports import FSDP, PACKAGE, Imports
+from .source import Chain, Source
 
-from .names import FSDP, IN_PLACE, PACKAGE, is_of_fsdp, ours, why_not
-from .new_imports import replace_small, with_names
-from .source import Source, bound_by, changed, code_of, dotted, expression, root_of, statement
+IN_PLACE = "torch.distributed._composable.fsdp"  # an older home of fully_shard
 
+_MODULES = ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")
+# Private names that programs import.
+_OF_WRAP = {
+    *("_Policy", "_module_wrap_policy", "_or_policy", "_recursive_wrap"),
+    "_wrap_module_cls_individually",
+}
 _NAME = re.compile(r"torch\.distributed\.(fsdp|_composable\.fsdp)(\.\w+)*")
 _CODE = re.compile(r"(from|import)\s+torch\.distributed\.(fsdp|_composable\.fsdp)\b")
-_PARENTS = {
-    "torch": "torch",
-    FSDP.rpartition(".")[0]: "distributed",
-    IN_PLACE.rpartition(".")[0]: "_composable",
-}
+_PARENTS = {"torch", FSDP.rpartition(".")[0], IN_PLACE.rpartition(".")[0]}
+
+_NOT_HERE = "fsdp_compat has no such name, or it is assigned to, and torch's own does not know our \
+classes; replace it, or leave the program as it is and start it with: python -m fsdp_compat run"
+
+# Chains that begin with the name that an import binds: what that is, and what the chain is.
+Uses = dict[ast.alias, list[tuple[Chain, str, str]]]
 
 
-def rewrite_fsdp_imports(source: Source) -> None:
-    uses = _Uses(source)
-    uses.rewrite_chains()
-    for node in source.all(cst.Import):
-        _plain(source, node, uses)
-    for from_node in source.all(cst.ImportFrom):
-        if not isinstance(from_node.names, cst.ImportStar):
-            _names(source, from_node, uses)
-        elif not from_node.relative and is_of_fsdp(dotted(from_node.module) or ""):
-            _star(source, from_node)
-    _texts(source)
+def rewrite_fsdp_imports(source: Source, imports: Imports) -> None:
+    uses: Uses = {}
+    for chain in source.chains:
+        for alias, origin, full in source.imports(chain):
+            uses.setdefault(alias, []).append((chain, origin, full))
+    needed, moved = _rewrite_chains(source, uses)
+    if moved:
+        imports.need_package(needed)
+    for node in source.all(ast.Import):
+        for alias in node.names:
+            if is_of_fsdp(alias.name):
+                _rewrite_import(source, node, alias, uses, alias in needed)
+    for from_node in source.all(ast.ImportFrom):
+        module = from_node.module or ""
+        if not from_node.level and (is_of_fsdp(module) or module in _PARENTS):
+            _rewrite_from(source, from_node, uses)
+    _report_strings(source)
 
 
-class _Uses:
-    """Chains such as ``torch.distributed.fsdp.X`` or, after ``import ... as f``, ``f.X``."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.kept: set[cst.CSTNode] = set()  # import statements that a chain still needs
-        self._by_import: dict[cst.CSTNode, list[tuple[cst.CSTNode, str, str]]] = {}
-        for chain in source.chains:
-            root = root_of(chain)
-            if not isinstance(root, cst.Name):
+def _rewrite_chains(source: Source, uses: Uses) -> tuple[set[ast.alias], set[ast.alias]]:
+    """Rewrite chains such as torch.distributed.fsdp.X. Return the imports that chains still need,
+    and those that some do not need any more."""
+    needed, moved = set[ast.alias](), set[ast.alias]()
+    for alias, found in uses.items():
+        for chain, origin, full in found:
+            if is_of_fsdp(origin) or not is_of_fsdp(full):
                 continue
-            for each in source.assignments(root):
-                if not isinstance(each, metadata.ImportAssignment):
-                    continue
-                origin = bound_by(each, root.value)
-                if origin is not None:
-                    rest = (dotted(chain) or "").partition(".")[2]
-                    full = f"{origin}.{rest}" if rest else origin
-                    self._by_import.setdefault(each.node, []).append((chain, origin, full))
-
-    def of(self, node: cst.CSTNode) -> Sequence[tuple[cst.CSTNode, str, str]]:
-        """Return (chain, what the first name stands for, what the chain stands for)."""
-        return self._by_import.get(node, ())
-
-    def rewrite_chains(self) -> None:
-        """Rewrite chains that begin above torch.distributed.fsdp, and import fsdp_compat there."""
-        moved: dict[cst.CSTNode, str] = {}
-        wanted: list[cst.CSTNode] = []
-        for node, uses in self._by_import.items():
-            for chain, origin, full in uses:
-                if is_of_fsdp(origin) or not is_of_fsdp(full):
-                    continue
-                new = ours(full)
-                if new is None or _is_target(self.source, chain):
-                    self.kept.add(node)
-                    _leave(self.source, chain, full, new)
-                elif chain not in moved:
-                    moved[chain] = new
-                    wanted.append(node)
-        for chain, new in moved.items():
-            self.source.replace(chain, new)
-        imported: set[cst.CSTNode] = set()
-        for node in wanted:
-            function, line = self.source.function(node), self.source.line_of(node)
-            if function not in imported and line is not None and not self._imports_ours(node):
-                self.source.insert_after(line, lambda: statement(f"import {PACKAGE}"))
-            imported.add(function)
-
-    def _imports_ours(self, node: cst.CSTNode) -> bool:
-        """True if fsdp_compat is imported where a statement imports torch, or will be."""
-        here = (self.source.function(node), self.source.module)
-        for each in self.source.all(cst.Import):
-            if self.source.function(each) not in here:
-                continue
-            for alias in each.names:
-                name = dotted(alias.name) or ""
-                becomes_ours = is_of_fsdp(name) and each not in self.kept
-                if alias.asname is None and (becomes_ours or name.partition(".")[0] == PACKAGE):
-                    return True
-        return False
+            new = ours(full)
+            if new is None or not isinstance(chain.ctx, ast.Load):
+                needed.add(alias)
+                source.leave(chain, full, _NOT_HERE)
+            else:
+                source.replace(chain, new)
+                moved.add(alias)
+    return needed, moved
 
 
-def _is_target(source: Source, chain: cst.CSTNode) -> bool:
-    parent = source.parent(chain)
-    return isinstance(parent, cst.AssignTarget | cst.Del | cst.AugAssign)
+# -- import torch.distributed.fsdp
 
 
-def _leave(source: Source, node: cst.CSTNode, full: str, new: str | None) -> None:
+def _rewrite_import(
+    source: Source, node: ast.Import, alias: ast.alias, uses: Uses, is_needed: bool
+) -> None:
+    new = ours(alias.name)
     if new is None:
-        source.leave(node, full, *why_not(full))
-    else:
-        why = "it is assigned to, so it may change torch's class and not ours"
-        source.leave(node, full, why, f"assign to {new} if that is meant")
+        source.leave(node, f"import {alias.name}", _NOT_HERE)
+    elif alias.asname:
+        if _can_move(source, alias, new, uses):
+            source.edit(*source.span(alias), f"{new} as {alias.asname}")
+    elif not is_needed:
+        source.edit(*source.span(alias), new)
+        if _torch_is_lost(source, node, alias, uses):
+            source.insert_line(node, "import torch.distributed", after=False)
 
 
-def _can_move(source: Source, node: cst.CSTNode, name: str, origin: str, uses: _Uses) -> bool:
+def _can_move(source: Source, alias: ast.alias, new: str, uses: Uses) -> bool:
     """Report every use of a module's name that would not find its attribute in our module."""
-    new, fits = ours(origin), True
-    for chain, _, full in uses.of(node):
-        if (dotted(chain) or "").partition(".")[0] != name:
-            continue
-        found = ours(full)
-        if found is None or not (found == new or found.startswith(f"{new}.")):
-            source.leave(chain, full, *why_not(full))
-            fits = False
-        elif _is_target(source, chain) and chain is not None and "." in (dotted(chain) or ""):
-            _leave(source, chain, full, found)
+    fits = True
+    for chain, origin, full in uses.get(alias, ()):
+        is_read = full == origin or isinstance(chain.ctx, ast.Load)
+        if not is_read or not f"{ours(full)}.".startswith(f"{new}."):
+            source.leave(chain, full, _NOT_HERE)
             fits = False
     return fits
 
 
-def _plain(source: Source, node: cst.Import, uses: _Uses) -> None:
-    """Rewrite ``import torch.distributed.fsdp`` with or without ``as``."""
-    names = {alias: dotted(alias.name) or "" for alias in node.names}
-    wanted = {alias: name for alias, name in names.items() if is_of_fsdp(name)}
-    if not wanted:
-        return
-    new_names: dict[cst.ImportAlias, str] = {}
-    for alias, name in wanted.items():
-        new = ours(name)
-        if new is None:
-            source.leave(node, f"import {name}", *why_not(name))
-        elif alias.asname is None:
-            if node not in uses.kept:
-                new_names[alias] = new
-        elif _can_move(source, node, dotted(alias.asname.name) or "", name, uses):
-            new_names[alias] = new
-    for alias, new in new_names.items():
-        source.edit(alias, changed(name=expression(new)))
-    moved = [alias for alias in new_names if alias.asname is None]
-    if moved and _torch_is_needed(source, node, uses):
-        line = source.line_of(node)
-        if line is not None:
-            source.insert_before(line, lambda: statement("import torch.distributed"))
-
-
-def _torch_is_needed(source: Source, node: cst.Import, uses: _Uses) -> bool:
-    """True if ``torch`` is used for something else, and only this statement imports it."""
-    for chain, origin, full in uses.of(node):
-        if origin != "torch" or is_of_fsdp(full):
-            continue
-        others = [
-            each.node
-            for each in source.assignments(root_of(chain))  # type: ignore[arg-type]
-            if isinstance(each, metadata.ImportAssignment) and each.node is not node
-        ]
-        if not any(_stays(other) for other in others):
-            return True
-    return False
-
-
-def _stays(node: cst.CSTNode) -> bool:
-    """True if an import statement goes on importing torch."""
-    return isinstance(node, cst.Import) and any(
-        not is_of_fsdp(dotted(alias.name) or "") for alias in node.names
+def _torch_is_lost(source: Source, node: ast.Import, alias: ast.alias, uses: Uses) -> bool:
+    """True if ``torch`` is used for something else, and no other statement imports it."""
+    return any(
+        origin == "torch"
+        and not is_of_fsdp(full)
+        and all(is_of_fsdp(each.name) or each in node.names for each, _, _ in source.imports(chain))
+        for chain, origin, full in uses.get(alias, ())
     )
 
 
-def _star(source: Source, node: cst.ImportFrom) -> None:
-    name = dotted(node.module) or ""
-    new = ours(name)
-    if new is None:
-        source.leave(node, f"from {name} import *", *why_not(name))
-    else:
-        source.edit(node, changed(module=expression(new)))
+# -- from torch.distributed.fsdp import X
 
 
-def _names(source: Source, node: cst.ImportFrom, uses: _Uses) -> None:
-    """Rewrite ``from torch.distributed.fsdp import X``, ``from torch.distributed import fsdp``."""
-    module = dotted(node.module) if node.module is not None else None
-    if node.relative or module is None or isinstance(node.names, cst.ImportStar):
-        return
-    if not is_of_fsdp(module) and module not in _PARENTS:
-        return
-    homes: dict[cst.ImportAlias, str] = {}
-    for alias in node.names:
-        name = dotted(alias.name) or ""
-        full = f"{module}.{name}"
-        if not is_of_fsdp(full):
-            continue
-        new = ours(full)
-        if new is None:
-            source.leave(node, f"from {module} import {name}", *why_not(full))
-            continue
-        if _is_module(new):
-            bound = dotted(alias.asname.name) if alias.asname is not None else name
-            if not _can_move(source, node, bound or "", full, uses):
-                continue
-        homes[alias] = new
-    if homes:
-        _split(source, node, homes)
-
-
-def _is_module(name: str) -> bool:
-    return all(part.islower() for part in name.split(".")[1:]) and ours_is_module(name)
-
-
-def ours_is_module(name: str) -> bool:
-    return name in {PACKAGE, *(f"{PACKAGE}.{each}" for each in _submodules())}
-
-
-def _submodules() -> tuple[str, ...]:
-    return ("api", "wrap", "fully_sharded_data_parallel", "sharded_grad_scaler")
-
-
-def _split(source: Source, node: cst.ImportFrom, homes: dict[cst.ImportAlias, str]) -> None:
+def _rewrite_from(source: Source, node: ast.ImportFrom, uses: Uses) -> None:
     """Give each name the statement of its new home; names without one keep theirs."""
-    assert not isinstance(node.names, cst.ImportStar)
-    homes = _gathered(node, homes)
-    groups: dict[str, list[cst.ImportAlias]] = {}
+    groups: dict[str, list[ast.alias]] = {}
+    old = f"from {node.module} import "
     for alias in node.names:
-        home = homes.get(alias, "")
-        parent, _, last = home.rpartition(".")
-        whole = home == PACKAGE or (last != dotted(alias.name) and ours_is_module(home))
-        groups.setdefault(f"import {home}" if whole else parent, []).append(alias)
-    if len(groups) == 1 and not (only := next(iter(groups))).startswith("import "):
-        source.edit(node, changed(module=expression(only)))
-        return
-    statements: list[cst.BaseSmallStatement] = []
-    for home, aliases in groups.items():
-        if home.startswith("import "):
-            for alias in aliases:
-                bound = code_of(alias.asname.name if alias.asname is not None else alias.name)
-                new = cst.parse_statement(f"{home} as {bound}")
-                assert isinstance(new, cst.SimpleStatementLine)
-                statements.append(new.body[0])
-            continue
-        part = with_names(node, aliases)
-        if home:
-            part = part.with_changes(module=expression(home))
-        statements.append(part)
-    replace_small(source, node, statements)
+        full = f"{node.module}.{alias.name}" if alias.name != "*" else node.module or ""
+        new = ours(full) if is_of_fsdp(full) else None
+        start = old
+        if new is None and is_of_fsdp(full):
+            source.leave(node, old + alias.name, _NOT_HERE)
+        elif new is not None and alias.name == "*":
+            start = f"from {new} import "
+        elif new is not None and (not is_module(new) or _can_move(source, alias, new, uses)):
+            start = _statement_for(alias, new)
+        groups.setdefault(start, []).append(alias)
+    if len(groups) > 1 or not next(iter(groups)).startswith("from "):
+        _split(source, node, groups)
+    elif old not in groups:
+        module = re.compile(r"from\s+([\w.]+)").match(source.text, source.span(node)[0])
+        assert module is not None
+        source.edit(*module.span(1), next(iter(groups)).split()[1])
 
 
-def _gathered(
-    node: cst.ImportFrom, homes: dict[cst.ImportAlias, str]
-) -> dict[cst.ImportAlias, str]:
-    """Prefer one statement: if all names are in our package itself, they are taken from there."""
-    assert not isinstance(node.names, cst.ImportStar)
-    parents = {home.rpartition(".")[0] for home in homes.values()}
-    if len(parents) < 2:
-        return homes
-    moved = {alias: ours(f"{FSDP}.{dotted(alias.name)}") for alias in homes}
-    found = {
-        alias: home
-        for alias, home in moved.items()
-        if home is not None and not ours_is_module(homes[alias])
+def _statement_for(alias: ast.alias, home: str) -> str:
+    """Return the start of the statement that imports a name: from the package if it has it."""
+    shorter = ours(f"{FSDP}.{alias.name}")
+    if shorter is not None and not is_module(home) and not is_module(shorter):
+        home = shorter
+    parent, _, last = home.rpartition(".")
+    if not parent or (last != alias.name and is_module(home)):
+        return f"import {home} as {alias.asname or alias.name}"
+    return f"from {parent} import "
+
+
+def _split(source: Source, node: ast.ImportFrom, groups: dict[str, list[ast.alias]]) -> None:
+    """Write one statement for each group of names, with the comments beside these names."""
+    starts = [source.span(alias)[0] for alias in node.names[1:]] + [source.span(node)[1]]
+    comments = {
+        alias: re.findall(r"#[^\r\n]*", source.text[source.span(alias)[1] : stop])
+        for alias, stop in zip(node.names, starts, strict=True)
     }
-    return found if len(found) == len(homes) else homes
+    lines = []
+    for start, aliases in groups.items():
+        names = ", ".join(source.code(alias) for alias in aliases)
+        found = [comment for alias in aliases for comment in comments[alias]]
+        lines.append("  ".join([start if " as " in start else start + names, *found]))
+    own = source.own_line(node)
+    between = f"{source.newline}{own[1]}" if own is not None else "; "
+    source.edit(*source.span(node), between.join(lines))
 
 
-def _texts(source: Source) -> None:
+def _report_strings(source: Source) -> None:
     """Report strings that name the module, or hold code that imports it."""
-    for node in source.all(cst.SimpleString, cst.FormattedStringText):
-        if not isinstance(node, cst.SimpleString | cst.FormattedStringText):
-            continue
-        value = node.raw_value if isinstance(node, cst.SimpleString) else node.value
-        if isinstance(source.parent(node), cst.Expr):
+    for node in source.all(ast.Constant):
+        text = node.value if isinstance(node.value, str) else ""
+        if isinstance(source.parent(node), ast.Expr):
             continue  # documentation
-        if _NAME.fullmatch(value):
-            what = f'"{value}"'
-            source.leave(
-                node,
-                what,
-                "a string names torch's module",
-                "write fsdp_compat's name if it is to be found by this string",
-            )
-        elif _CODE.search(value):
-            source.leave(
-                node,
-                "a string",
-                "it holds code that imports torch.distributed.fsdp",
-                "migrate that code by hand",
-            )
+        if _NAME.fullmatch(text):
+            why = "a string names torch's module; write ours if it is to be found by this string"
+            source.leave(node, f'"{text}"', why)
+        elif _CODE.search(text):
+            why = "it holds code that imports torch.distributed.fsdp; migrate that code by hand"
+            source.leave(node, "a string", why)
+
+
+# -- which names exist here. Sources are read, so that nothing is imported.
+
+
+def is_of_fsdp(name: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in (FSDP, IN_PLACE))
+
+
+def is_module(name: str) -> bool:
+    """True for the name of our package, or of one of its modules that torch has, too."""
+    return name in {PACKAGE, *(f"{PACKAGE}.{each}" for each in _MODULES)}
+
+
+@functools.cache
+def _names_of(module: str) -> set[str]:
+    """Return the names that one of our modules lists in ``__all__``; "" is the package."""
+    path = Path(__file__).parents[2] / f"{module or '__init__'}.py"
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    lists = [node.value for node in body if isinstance(node, ast.Assign)]
+    listed = next(each for each in reversed(lists) if isinstance(each, ast.List))
+    return {*ast.literal_eval(listed), *(_OF_WRAP if module == "wrap" else ())}
+
+
+def ours(name: str) -> str | None:
+    """Return our name for a full name of torch's, of a module or of something in it."""
+    parts = name.removeprefix(IN_PLACE).removeprefix(FSDP).split(".")[1:]
+    if name.startswith(IN_PLACE) or parts[:1] == ["_fully_shard"]:
+        # names of FSDP2 are all in our package; torch has them in modules below that of the name
+        while len(parts) > 1 and (parts[0].startswith("_") or parts[1] in _names_of("")):
+            parts = parts[1:]
+        if parts[:1] == ["fully_shard_module"] or (parts and parts[0].startswith("_f")):
+            return PACKAGE
+    module = parts.pop(0) if parts and parts[0] in _MODULES else ""
+    home = f"{PACKAGE}.{module}" if module else PACKAGE
+    if not parts:
+        return home
+    for other in (module, "", *_MODULES) if module else ("",):
+        if parts[0] in _names_of(other):
+            return ".".join([PACKAGE, *filter(None, [other]), *parts])
+    return None

@@ -1,322 +1,253 @@
-"""A parsed file: where its names come from, and edits that are made all at once."""
+"""A parsed file: what its names stand for, where its text lies, and edits that are made at once."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import ast
+import bisect
+import itertools
+import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-import libcst as cst
-from libcst import metadata
-
-from .findings import Finding
-
-Change = Callable[[Any], Any]
-Line = cst.SimpleStatementLine
-NodeT = TypeVar("NodeT", bound=cst.CSTNode)
-Function = (cst.FunctionDef, cst.Lambda)
+NodeT = TypeVar("NodeT", bound=ast.AST)
+Chain = ast.Name | ast.Attribute
+Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def dotted(node: cst.CSTNode | None) -> str | None:
-    """Return ``a.b.c`` for a chain of attributes that begins with a name, or None."""
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A place in a file, and what its owner has to know about it."""
+
+    path: str
+    line: int
+    what: str
+    why: str  # and what to do
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.what} — {self.why}"
+
+
+def dotted(node: ast.AST | None) -> str:
+    """Return ``a.b.c`` for a chain of attributes that begins with a name, "" for anything else."""
     parts: list[str] = []
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
         node = node.value
-    if not isinstance(node, cst.Name):
-        return None
-    return ".".join([node.value, *reversed(parts)])
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def root_of(node: cst.CSTNode) -> cst.CSTNode:
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return node
-
-
-def code_of(node: cst.CSTNode) -> str:
-    return cst.Module([]).code_for_node(node).strip()
-
-
-def expression(text: str) -> cst.BaseExpression:
-    return cst.parse_expression(text)
-
-
-def statement(text: str) -> Line:
-    parsed = cst.parse_statement(text)
-    assert isinstance(parsed, cst.SimpleStatementLine)
-    return parsed
-
-
-def changed(**fields: Any) -> Change:
-    """Return an edit that gives a node other fields."""
-    return lambda node: node.with_changes(**fields)
+def last_name(node: ast.AST) -> str:
+    return dotted(node).rpartition(".")[2]
 
 
 class Source:
-    """One file. The steps of a migration read it and note edits; ``result`` makes them.
-
-    Nodes are compared by identity: those that a step sees are those of the file as it was read."""
+    """One file. The steps of a migration read it and note edits; ``result`` makes them."""
 
     def __init__(self, text: str, path: str) -> None:
-        self.path = path
+        self.text, self.path = text, path
         self.left: list[Finding] = []
         self.notes: list[Finding] = []
-        self._text = text
-        self._wrapper = metadata.MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-        self.module = self._wrapper.module
-        self._scopes = self._wrapper.resolve(metadata.ScopeProvider)
-        self._nodes: list[cst.CSTNode] = []
-        self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
-        self._starts: dict[cst.CSTNode, int] = {}
-        self._ends: dict[cst.CSTNode, int] = {}
-        self._collect(self.module)
-        self._changes: dict[cst.CSTNode, list[Change]] = {}
-        self._before: dict[cst.CSTNode, list[Callable[[], cst.CSTNode]]] = {}
-        self._after: dict[cst.CSTNode, list[Callable[[], cst.CSTNode]]] = {}
+        self.tree = ast.parse(text)
+        self.nodes = list(ast.walk(self.tree))
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self._lines = [0, *(match.end() for match in re.finditer(r"\r\n|\r|\n", text))]
+        self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self._edits: list[tuple[int, int, str]] = []
+        self._locals: dict[ast.AST, set[str]] = {}
+        self._aliases: dict[str, list[ast.alias]] = {}
+        for alias in self.all(ast.alias):
+            name = alias.asname or alias.name.partition(".")[0]
+            self._aliases.setdefault(name, []).append(alias)
+        # every name that is used, with all attributes behind it
+        chains = [node for node in self.nodes if isinstance(node, Chain) and dotted(node)]
+        chains = [node for node in chains if not isinstance(self._parents[node], ast.Attribute)]
+        self.chains = sorted(chains, key=lambda node: (node.lineno, node.col_offset))
 
-    # -- reading
-
-    def _collect(self, node: cst.CSTNode) -> None:
-        self._starts[node] = len(self._starts) + len(self._ends)
-        self._nodes.append(node)
-        for name in _fields_of(type(node)):
-            value = getattr(node, name)
-            for child in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(child, cst.CSTNode):
-                    self._parents[child] = node
-                    self._collect(child)
-        self._ends[node] = len(self._starts) + len(self._ends)
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._starts
-
-    @functools.cached_property
-    def _positions(self) -> Mapping[cst.CSTNode, metadata.CodeRange]:
-        """Resolved for reports only, as it takes as long as parsing."""
-        return self._wrapper.resolve(metadata.PositionProvider)
+    # -- the tree
 
     def all(self, *kinds: type[NodeT]) -> Iterator[NodeT]:
-        """Yield every node of these classes, in the order of the text."""
-        return (node for node in self._nodes if isinstance(node, kinds))
+        return (node for node in self.nodes if isinstance(node, kinds))
 
-    def line(self, node: cst.CSTNode) -> int:
-        return self._positions[node].start.line
-
-    def start(self, node: cst.CSTNode) -> int:
-        """Return where a node begins: numbers that grow along the text, for comparisons."""
-        return self._starts[node]
-
-    def end(self, node: cst.CSTNode) -> int:
-        return self._ends[node]
-
-    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+    def parent(self, node: ast.AST) -> ast.AST:
         return self._parents[node]
 
-    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, the nearest first."""
-        while node is not self.module:
+        while node is not self.tree:
             node = self._parents[node]
             yield node
 
-    def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        return node is outer or any(each is outer for each in self.above(node))
-
-    def nearest(self, node: cst.CSTNode, *kinds: type[NodeT]) -> NodeT | None:
+    def nearest(self, node: ast.AST, *kinds: type[NodeT]) -> NodeT | None:
         return next((each for each in self.above(node) if isinstance(each, kinds)), None)
 
-    def function(self, node: cst.CSTNode) -> cst.CSTNode:
+    def function(self, node: ast.AST) -> ast.AST:
         """Return the function around a node, or the module."""
-        return self.nearest(node, *Function) or self.module
+        return self.nearest(node, *Function) or self.tree
 
-    def line_of(self, node: cst.CSTNode) -> Line | None:
-        """Return the simple statement around a node, if it stands on a line of its own."""
-        found = self.nearest(node, cst.SimpleStatementLine)
-        return found if found is not None and len(found.body) == 1 else None
+    def before(self, node: ast.AST) -> list[ast.AST]:
+        """Return what stands before a node in the same block or list."""
+        for each in vars(self._parents.get(node, node)).values():
+            if isinstance(each, list) and node in each:
+                return each[: each.index(node)]
+        return []
 
-    def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
-        return self._scopes.get(node)
+    def is_below(self, node: ast.AST, statement: ast.stmt) -> bool:
+        """True if a statement is always executed before a node of the same function."""
+        is_same = self.function(node) is self.function(statement)
+        return is_same and any(statement in self.before(each) for each in self.above(node))
 
-    def assignments(self, name: cst.Name) -> list[metadata.BaseAssignment]:
-        """Return what binds a name, where it is used."""
-        scope = self.scope(name)
-        return sorted(scope[name.value], key=self._order) if scope is not None else []
-
-    def _order(self, assignment: metadata.BaseAssignment) -> int:
-        return self._starts.get(getattr(assignment, "node", None), -1)  # type: ignore[arg-type]
-
-    def imported(self, node: cst.CSTNode) -> set[str]:
-        """Return the full names that an imported name, or an attribute of one, may stand for."""
-        text, root = dotted(node), root_of(node)
-        if text is None or not isinstance(root, cst.Name):
-            return set()
-        rest = text.partition(".")[2]
-        found = set()
-        for each in self.assignments(root):
-            if isinstance(each, metadata.ImportAssignment):
-                name = bound_by(each, root.value)
-                if name is not None:
-                    found.add(f"{name}.{rest}" if rest else name)
-        return found
-
-    def is_outermost(self, node: cst.CSTNode) -> bool:
-        """True for a name or chain of attributes that is not part of a longer chain."""
+    def call_of(self, node: ast.AST) -> ast.Call | None:
+        """Return the call whose function a node is."""
         parent = self._parents.get(node)
-        return not isinstance(parent, cst.Attribute)
+        return parent if isinstance(parent, ast.Call) and parent.func is node else None
 
-    @functools.cached_property
-    def chains(self) -> list[cst.Name | cst.Attribute]:
-        """Every name that is used, with the attributes behind it, in the order of the text."""
-        return [
-            node
-            for node in self._nodes
-            if isinstance(node, cst.Name | cst.Attribute)
-            and self.is_outermost(node)
-            and dotted(node) is not None
-            and self.scope(root_of(node)) is not None
+    # -- what names stand for
+
+    def _names_in(self, function: ast.AST) -> set[str]:
+        """Return the parameters and variables of a function."""
+        if function not in self._locals:
+            self._locals[function] = {
+                each.arg if isinstance(each, ast.arg) else each.id
+                for each in ast.walk(function)
+                if isinstance(each, ast.arg)
+                or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            }
+        return self._locals[function]
+
+    def value_of(self, name: ast.Name) -> ast.expr | None:
+        """Return what a variable holds if one plain assignment sets it in its function."""
+        function = self.function(name)
+        found = [
+            each
+            for each in self.all(ast.Name)
+            if each.id == name.id and isinstance(each.ctx, ast.Store)
+            if self.function(each) is function
         ]
+        statement = self._parents[found[0]] if len(found) == 1 else None
+        return statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
 
-    @functools.cached_property
-    def _by_name(self) -> dict[str, list[cst.Name | cst.Attribute]]:
-        found: dict[str, list[cst.Name | cst.Attribute]] = {}
-        for chain in self.chains:
-            text = dotted(chain) or ""
-            found.setdefault(text, []).append(chain)
-            if "." in text:
-                found.setdefault(text[text.rindex(".") :], []).append(chain)
-        return found
+    def origin(self, alias: ast.alias) -> str | None:
+        """Return what the name that an import binds stands for; None for a relative import."""
+        node = self._parents[alias]
+        if isinstance(node, ast.Import):
+            return alias.name if alias.asname else alias.name.partition(".")[0]
+        assert isinstance(node, ast.ImportFrom)
+        return f"{node.module}.{alias.name}" if not node.level else None
 
-    def chains_named(self, text: str) -> list[cst.Name | cst.Attribute]:
-        return self._by_name.get(text, [])
+    def imports(self, chain: ast.AST) -> Iterator[tuple[ast.alias, str, str]]:
+        """Yield each import that a chain may begin with, what its name stands for, and what the
+        chain does."""
+        first, dot, rest = dotted(chain).partition(".")
+        functions = {each for each in self.above(chain) if isinstance(each, Function)}
+        for alias in self._aliases.get(first, ()):
+            is_visible = self.function(alias) in {self.tree, *functions}
+            is_hidden = any(first in self._names_in(each) for each in functions)
+            if is_visible and not is_hidden and (origin := self.origin(alias)) is not None:
+                yield alias, origin, origin + dot + rest
 
-    def chains_ending(self, attribute: str) -> list[cst.Name | cst.Attribute]:
-        return self._by_name.get(f".{attribute}", [])
+    def imported(self, node: ast.AST) -> set[str]:
+        """Return the full names that an imported name, or an attribute of one, may stand for."""
+        return {full for _, _, full in self.imports(node)}
 
-    @functools.cached_property
-    def _scopes_of(self) -> dict[cst.CSTNode, metadata.Scope]:
-        return {
-            scope.node: scope
-            for scope in set(self._scopes.values())
-            if isinstance(scope, metadata.FunctionScope)
-        }
+    # -- the text
 
-    def scope_within(self, function: cst.CSTNode) -> metadata.Scope | None:
-        """Return the scope of a function's body, or that of the module."""
-        if function is self.module:
-            scopes = (each.globals for each in self._scopes.values() if each is not None)
-            return next(scopes, None)
-        return self._scopes_of.get(function)
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        line, end_line = node.lineno, node.end_lineno  # type: ignore[attr-defined]
+        return (
+            self._offset(line, node.col_offset),  # type: ignore[attr-defined]
+            self._offset(end_line, node.end_col_offset),  # type: ignore[attr-defined]
+        )
 
-    # -- writing
+    def _offset(self, line: int, column: int) -> int:
+        """Columns of ast count bytes."""
+        start = self._lines[line - 1]
+        text = self.text[start : start + column]
+        return start + len(text if text.isascii() else text.encode()[:column].decode())
 
-    def edit(self, node: cst.CSTNode, change: Change) -> None:
-        """change: gets the node, with the edits inside of it made, and returns what replaces it."""
-        self._changes.setdefault(node, []).append(change)
+    def code(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
 
-    def replace(self, node: cst.CSTNode, text: str) -> None:
+    def line(self, node: ast.AST) -> int:
+        return node.lineno  # type: ignore[attr-defined]
+
+    def line_start(self, offset: int) -> int:
+        return self._lines[bisect.bisect_right(self._lines, offset) - 1]
+
+    def own_line(self, node: ast.AST) -> tuple[int, str, int] | None:
+        """Return where the lines of a statement begin, their indentation, and where they end; None
+        if something else stands on them."""
+        start, end = self.span(node)
+        first, number = self.line_start(start), bisect.bisect_right(self._lines, end)
+        last = self._lines[number] if number < len(self._lines) else len(self.text)
+        indent, rest = self.text[first:start], self.text[end:last].strip()
+        is_alone = not indent.strip() and (not rest or rest.startswith("#"))
+        return (first, indent, last) if is_alone else None
+
+    # -- edits
+
+    def edit(self, start: int, end: int, text: str) -> None:
+        self._edits.append((start, end, text))
+
+    def replace(self, node: ast.AST, text: str) -> None:
         """Replace an expression. Edits inside of it are lost."""
-        self.edit(node, lambda _: expression(text))
+        if self.nearest(node, ast.JoinedStr) is not None:  # older Pythons misplace these nodes
+            why = f"it is part of an f-string, where nothing is rewritten; write {text}"
+            self.leave(node, dotted(node), why)
+        else:
+            self.edit(*self.span(node), text)
 
-    def insert_before(self, node: cst.CSTNode, make: Callable[[], cst.CSTNode]) -> None:
-        self._before.setdefault(node, []).append(make)
+    def insert_line(self, node: ast.AST, text: str, *, after: bool) -> None:
+        """Put a statement above or below another one, or beside it if that shares its line."""
+        own, (start, end) = self.own_line(node), self.span(node)
+        if own is not None:
+            place = own[2] if after else own[0]
+            self.edit(place, place, f"{own[1]}{text}{self.newline}")
+        else:
+            place = end if after else start
+            self.edit(place, place, f"; {text}" if after else f"{text}; ")
 
-    def insert_after(self, node: cst.CSTNode, make: Callable[[], cst.CSTNode]) -> None:
-        self._after.setdefault(node, []).append(make)
+    def rewrite_arguments(self, call: ast.Call, new: Sequence[str], more: Sequence[str]) -> None:
+        """Replace the arguments of a call, each by a text, or by nothing if that is empty. ``more``
+        come behind the first one. Comments stay, except among dropped ones at the end."""
+        spans = [self.span(each) for each in self.arguments(call)]
+        gaps = [self.text[one[1] : two[0]] for one, two in itertools.pairwise(spans)]
+        between = gaps[0] if gaps and gaps[0].strip() == "," else ", "
+        kept = max(number for number, text in enumerate(new) if text)
+        for number, text in enumerate(new[: kept + 1]):
+            start, end = spans[number]
+            end = spans[-1][1] if number == kept else end
+            end = (
+                end if text else spans[number + 1][0] - len(gaps[number].partition(",")[2].lstrip())
+            )
+            self.edit(start, end, between.join([text, *(more if number == 0 else ())]))
 
-    def leave(self, node: cst.CSTNode, what: str, why: str, fix: str) -> None:
-        """Report a place that needs a person."""
-        finding = self.finding(node, what, why, fix)
-        if finding not in self.left:
-            self.left.append(finding)
-
-    def note(self, node: cst.CSTNode, what: str, why: str, fix: str) -> None:
-        """Give advice for a place."""
-        self.notes.append(self.finding(node, what, why, fix))
-
-    def finding(self, node: cst.CSTNode, what: str, why: str, fix: str) -> Finding:
-        shown = textwrap.shorten(what, 72, placeholder=" ...")
-        return Finding(self.path, self.line(node), shown, why, fix)
+    def arguments(self, call: ast.Call) -> list[ast.expr | ast.keyword]:
+        """Return all arguments in the order of the text."""
+        return sorted([*call.args, *call.keywords], key=lambda node: self.span(node))
 
     def result(self) -> str:
-        """Return the text with all edits made."""
-        if not (self._changes or self._before or self._after):
-            return self._text
-        if self.module.code != self._text:
-            raise ValueError("it cannot be reproduced byte for byte")
-        changed = self.module.visit(_Edits(self._changes, self._before, self._after))
-        assert isinstance(changed, cst.Module)
-        return changed.code
+        """Return the text with all edits: each once, and the outer one of two that overlap."""
+        parts, done = [], 0
+        edits = dict.fromkeys(self._edits)
+        for start, end, text in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
+            if start >= done:
+                parts += [self.text[done:start], text]
+                done = end
+        return "".join([*parts, self.text[done:]])
 
+    # -- reports
 
-def bound_by(statement: metadata.ImportAssignment | cst.ImportFrom, name: str) -> str | None:
-    """Return what an import statement binds to a name."""
-    node = statement.node if isinstance(statement, metadata.ImportAssignment) else statement
-    assert isinstance(node, cst.Import | cst.ImportFrom)
-    if isinstance(node.names, cst.ImportStar):
-        return None
-    for alias in node.names:
-        full = dotted(alias.name)
-        assert full is not None
-        chosen = alias.asname.name if alias.asname is not None else None
-        if isinstance(node, cst.ImportFrom):
-            bound = dotted(chosen) if chosen is not None else full
-            if bound == name and not node.relative and node.module is not None:
-                return f"{dotted(node.module)}.{full}"
-        elif chosen is not None:
-            if dotted(chosen) == name:
-                return full
-        elif full.partition(".")[0] == name:
-            return name
-    return None
+    def leave(self, node: ast.AST, what: str, why: str) -> None:
+        """Report a place that needs a person: "why; what to do"."""
+        self.left.append(self._finding(node, what, why))
 
+    def note(self, node: ast.AST, what: str, why: str) -> None:
+        """Give advice for a place that works."""
+        self.notes.append(self._finding(node, what, why))
 
-@functools.cache
-def _fields_of(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    """Return the fields of a class of nodes that hold more than whitespace and punctuation."""
-    without = ("whitespace", "leading_lines", "lines_after", "header", "footer", "lpar", "rpar")
-    marks = {"comma", "semicolon", "equal", "dot", "colon", "lbracket", "rbracket", "lbrace"}
-    return tuple(
-        field.name
-        for field in dataclasses.fields(kind)
-        if not field.name.startswith(without) and field.name not in {*marks, "rbrace", "newline"}
-    )
-
-
-class _Edits(cst.CSTTransformer):
-    def __init__(
-        self,
-        changes: dict[cst.CSTNode, list[Change]],
-        before: dict[cst.CSTNode, list[Callable[[], cst.CSTNode]]],
-        after: dict[cst.CSTNode, list[Callable[[], cst.CSTNode]]],
-    ) -> None:
-        super().__init__()
-        self._changes, self._before, self._after = changes, before, after
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        return True
-
-    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        for change in self._changes.get(original_node, ()):
-            updated_node = change(updated_node)
-        before = [make() for make in self._before.get(original_node, ())]
-        after = [make() for make in self._after.get(original_node, ())]
-        if not before and not after:
-            return updated_node
-        return cst.FlattenSentinel(_joined(before, updated_node, after))
-
-
-def _joined(before: Sequence[Any], node: Any, after: Sequence[Any]) -> Sequence[Any]:
-    """Put statements around one. What stands above it stays above the first."""
-    kept = [] if isinstance(node, cst.RemovalSentinel) else list(_flat(node))
-    if before and kept:
-        first, *rest = before
-        first = first.with_changes(leading_lines=kept[0].leading_lines)
-        kept[0] = kept[0].with_changes(leading_lines=())
-        before = [first, *rest]
-    return [*before, *kept, *after]
-
-
-def _flat(node: Any) -> Sequence[Any]:
-    return list(node) if isinstance(node, cst.FlattenSentinel) else [node]
+    def _finding(self, node: ast.AST, what: str, why: str) -> Finding:
+        shown = textwrap.shorten(what, 72, placeholder=" ...")
+        return Finding(self.path, self.line(node), shown, why)

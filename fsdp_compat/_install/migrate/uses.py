@@ -1,303 +1,356 @@
-"""Other uses of wrapped models: clipping, scalers, the module inside, what FSDP does not have."""
+"""What a function does with a model that it has wrapped: saving, loading, clipping, generating.
+
+Only the function that wraps a model is looked at. What may concern the model elsewhere is reported:
+the module inside of a model, an optimizer's state, state dicts under a condition."""
 
 from __future__ import annotations
 
-import functools
-
-import libcst as cst
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from .new_imports import Imports
-from .places import Found, Kind, Places
-from .source import Source, code_of, dotted, expression
-from .state import State
-from .wrapping import Wrapping
+from .source import Chain, Function, Source, dotted, last_name
+from .wrapping import Model, fsdp
 
 _CLIP = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"}
-_SCALER = "fsdp_compat.sharded_grad_scaler.ShardedGradScaler"
-_SAME_SCALER = (_SCALER, "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler")
-_SCALERS = {
-    "torch.GradScaler": None,
-    "torch.amp.GradScaler": None,
-    "torch.amp.grad_scaler.GradScaler": None,
-    "torch.cpu.amp.GradScaler": "cpu",
-    "torch.cuda.amp.GradScaler": "cuda",
-    "torch.cuda.amp.grad_scaler.GradScaler": "cuda",
+_OF_BOTH = {"forward", "generate", "load_state_dict", "state_dict"}
+# Methods that send nothing, and functions that only look at their arguments.
+_LOCAL = {
+    *("apply", "buffers", "children", "cpu", "cuda", "eval", "extra_repr", "get_submodule", "half"),
+    *("modules", "named_buffers", "named_children", "named_modules", "named_parameters", "no_sync"),
+    *("parameters", "register_forward_hook", "register_forward_pre_hook", "requires_grad_", "to"),
+    *("train", "zero_grad", "print", "len", "isinstance", "hasattr", "getattr", "type", "id"),
 }
-# Methods of nn.Module that do the same for the wrapped model, and those that need no parameters.
-_OF_BOTH = {"eval", "parameters", "train", "zero_grad", "requires_grad_"}
-_HARMLESS = {
-    *("buffers", "children", "extra_repr", "get_submodule", "modules", "named_buffers"),
-    *("named_children", "named_modules", "named_parameters", "register_forward_hook"),
-    *("register_forward_pre_hook", "load_state_dict", "state_dict"),
-}
-# Attributes and methods of a parameter that depend on its elements.
-_READ = {
-    *("abs", "add_", "clone", "copy_", "data", "detach", "grad", "lerp_", "mul_", "norm", "sum"),
-    *("item", "mean", "max", "min", "pow", "square", "flatten", "view"),
-}
+_OF_VALUES = {"norm", "item", "sum", "mean", "abs", "max", "min", "square", "pow"}
+_NOT_SHARDED = re.compile("sched|scaler|sampler|loader|dataset")  # in names of other objects
+_LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+_MANY = (ast.For, ast.While, ast.If, ast.Try, ast.IfExp, ast.BoolOp, ast.ListComp, ast.DictComp)
+_REDUCE = "use mixed_precision=MixedPrecision(reduce_dtype=...), or FSDP's register_comm_hook"
+# What a model has with DDP only, and classes that do not know FSDP: what to do.
 _OF_DDP = {
-    "_set_static_graph": "this is DDP's, without a meaning here; remove it",
-    "_set_ddp_runtime_logging_sample_rate": "this is DDP's, without a meaning here; remove it",
-    "_register_fused_optim": "this is DDP's; step the optimizer after backward",
-    "_register_buffer_comm_hook": "this is DDP's; broadcast the buffers by hand",
-    "join": "this is DDP's; give all ranks the same number of batches",
-    "reducer": "this is DDP's; there is no such object here",
-    "register_comm_hook": "other hooks are expected here; see register_comm_hook of "
-    "FullyShardedDataParallel, and mixed_precision=MixedPrecision(reduce_dtype=...)",
-    "require_backward_grad_sync": "this is DDP's; accumulate inside no_sync()",
-    "will_sync_module_buffers": "this is DDP's; remove it",
+    **dict.fromkeys(("_set_static_graph", "_register_fused_optim", "reducer"), "remove it"),
+    **dict.fromkeys(("_register_buffer_comm_hook", "will_sync_module_buffers"), "remove it"),
+    "_set_ddp_runtime_logging_sample_rate": "remove it",
+    "join": "give all ranks the same number of batches",
+    "register_comm_hook": _REDUCE,
+    "require_backward_grad_sync": "accumulate inside no_sync()",
 }
-_NOT_HERE = {
-    "torch.nn.DataParallel": "one process with several devices; start one process per device",
-    "torch.nn.parallel.DataParallel": "one process with several devices; start one process per "
-    "device",
-    "torch.distributed.algorithms.Join": "it joins DDP models; give all ranks as many batches",
-    "torch.distributed.algorithms.join.Join": "it joins DDP models; give all ranks as many batches",
-    "torch.distributed.optim.ZeroRedundancyOptimizer": "FSDP shards optimizer state itself; use "
-    "the optimizer in it",
+_CLASSES = {
+    "DataParallel": "start one process per device",
+    "GradScaler": "use ShardedGradScaler of fsdp_compat.sharded_grad_scaler",
+    "Join": "give all ranks the same number of batches",
+    "ZeroRedundancyOptimizer": "use the optimizer in it",
 }
-_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+_REGISTER = "register_fsdp_forward_method"
+_INSIDE = "the module inside of a wrapped model has only this rank's part of the parameters"
+_ON_ALL = "on all ranks, above any condition"
+
+
+@dataclass(frozen=True, eq=False)
+class _Variable:
+    """A variable of a function holds a wrapped model, the module in it, or its optimizer."""
+
+    name: str
+    model: Model
+    kind: str  # "model", "inner" or "optimizer"
+    statement: ast.stmt  # that sets it
 
 
 class Uses:
-    def __init__(
-        self, source: Source, places: Places, imports: Imports, state: State, wrapping: Wrapping
-    ) -> None:
-        self._source, self._places, self._imports = source, places, imports
-        self._state, self._wrapping = state, wrapping
+    def __init__(self, source: Source, imports: Imports, models: Sequence[Model]) -> None:
+        self._source, self._imports = source, imports
+        self._variables = [
+            _Variable(name, model, kind, model.statement)
+            for model in models
+            for name, kind in ((model.inner, "inner"), (model.name, "model"))
+            if name and model.name
+        ]
+        self._variables += self._optimizers(models)
+        self._hoisted: dict[tuple[ast.AST, str], str] = {}  # what a variable above an "if" holds
 
     def rewrite(self) -> None:
-        self._scalers()
-        clips = [c for c in self._source.all(cst.Call) if self._source.imported(c.func) & _CLIP]
-        replaced: set[cst.CSTNode] = {call.func for call in clips if self._clip(call)}
-        for call in clips:
-            if call.func in replaced and isinstance(call.func, cst.Name):
-                self._imports.release(call.func, replaced)
-        for node in self._source.all(cst.Name, cst.Attribute):
-            if not isinstance(node, cst.Name | cst.Attribute) or self._is_keyword(node):
-                continue
-            found = self._places.find(node)
-            if found is not None and found.kind is Kind.INNER and not found.model.is_fsdp:
-                self._inner(node, found)
-            elif found is not None and found.kind is Kind.WRAPPED:
-                self._wrapped(node, found)
-        self._absent()
+        for chain in self._source.chains:
+            call, found = self._source.call_of(chain), self._find(chain)
+            if found is not None:
+                self._known(chain, call, found)
+            else:
+                self._unknown(chain, call)
+        for call in self._source.all(ast.Call):
+            self._other_call(call)
 
-    def _is_keyword(self, node: cst.CSTNode) -> bool:
-        parent = self._source.parent(node)
-        return isinstance(parent, cst.Arg) and parent.keyword is node
+    def _other_call(self, call: ast.Call) -> None:
+        """Report calls that do not work beside FSDP, and give advice on those that do."""
+        what, names = dotted(call.func), self._source.imported(call.func)
+        if names & _CLIP and call.func not in self._imports.replaced:
+            why = "torch's function clips sharded gradients, too, if all ranks call it; it can stay"
+            self._source.note(call, what, why)
+        for name in names:
+            fix = _CLASSES.get(name.rpartition(".")[2]) if name.startswith("torch.") else None
+            if fix is not None:
+                self._source.leave(call, what, f"it does not know FSDP; {fix}")
+        if isinstance(call.func, ast.Attribute) and not what:
+            self._unknown_state(call, call.func.attr, self._source.code(call.func.value))
 
-    # -- clipping
+    # -- variables
 
-    def _clip(self, call: cst.Call) -> bool:
-        """Call the model's own method, if the call can be moved there."""
-        names = ("parameters", "max_norm", "norm_type", "error_if_nonfinite", "foreach")
-        given = {
-            argument.keyword.value if argument.keyword is not None else names[number]: argument
-            for number, argument in enumerate(call.args[: len(names)])
-        }
-        first = given.get("parameters")
-        value = first.value if first is not None else None
-        if (
-            not isinstance(value, cst.Call)
-            or not isinstance(value.func, cst.Attribute)
-            or value.func.attr.value != "parameters"
-            or value.args
-        ):
-            return False  # torch's own function takes sharded gradients into account
-        found = self._places.find(value.func.value)
-        if found is None or found.kind is Kind.OPTIMIZER or not found.is_certain:
-            return False
-        if found.model.is_fsdp:
-            return False
-        model = self._places.model_text(found.model, call)
-        rest = [name for name in given if name in ("error_if_nonfinite", "foreach")]
-        if rest or model is None or any(argument.star for argument in call.args):
-            self._source.leave(
-                call,
-                code_of(call.func),
-                f"the model's own clip_grad_norm_ has no {' and no '.join(rest) or 'such call'}",
-                "keep it, as torch's function works on wrapped models, or call the model's",
+    def _optimizers(self, models: Sequence[Model]) -> Iterator[_Variable]:
+        """Yield the optimizers of one model, made in the function that wraps it."""
+        source = self._source
+        for statement in source.all(ast.Assign):
+            name, value = dotted(statement.targets[0]), statement.value
+            inside = {dotted(each) for each in ast.walk(value)} - {""}
+            owners = [
+                model
+                for model in models
+                if model.name and {model.name, model.inner} & inside
+                if source.function(statement) is source.function(model.call)
+            ]
+            if name and len(owners) == 1 and _is_optimizer(source, value):
+                if source.span(statement) < source.span(owners[0].call):
+                    why = "it is made before its model is wrapped; make it after if it has state"
+                    source.note(statement, "the optimizer", why)
+                yield _Variable(name, owners[0], "optimizer", statement)
+
+    def _find(self, chain: Chain) -> _Variable | None:
+        text = f"{dotted(chain)}."
+        found = [each for each in self._variables if text.startswith(f"{each.name}.")]
+        return next((each for each in reversed(found) if self._reaches(each, chain)), None)
+
+    def _reaches(self, variable: _Variable, node: ast.AST) -> bool:
+        """True if a variable certainly holds its value at a node, and is not set again."""
+        source = self._source
+        return (
+            source.is_below(node, variable.statement)
+            and source.is_below(node, variable.model.statement)
+            and not any(
+                dotted(each) == variable.name
+                and not isinstance(each.ctx, ast.Load)
+                and source.is_below(each, variable.statement)
+                for each in source.chains
             )
-            return False
-        func = expression(f"{model}.clip_grad_norm_")
-        position = next(n for n, argument in enumerate(call.args) if argument is first)
-        self._state.collective(call, code_of(call))
-        self._source.edit(
-            call,
-            lambda it: it.with_changes(
-                func=func, args=[a for n, a in enumerate(it.args) if n != position]
-            ),
         )
+
+    # -- uses of a model, or of its optimizer, where it is known
+
+    def _known(self, chain: Chain, call: ast.Call | None, found: _Variable) -> None:
+        rest = dotted(chain)[len(found.name) :].split(".")[1:]
+        if rest[-1:] == ["parameters"] and found.kind != "optimizer" and self._clip(call, found):
+            return
+        if found.kind == "inner":
+            self._inside(chain, call, found.model.name, rest, None)
+        elif rest and rest[-1] in _OF_DDP:
+            why = f"FSDP has no such attribute, or another one; {_OF_DDP[rest[-1]]}"
+            self._source.leave(chain, dotted(chain), why)
+        elif rest[:1] == ["module"]:
+            self._inside(chain, call, found.name, rest[1:], found.model)
+        elif call is None:
+            self._passed(chain)
+        elif found.kind == "optimizer":
+            self._optimizer_state(call, rest, found)
+        elif rest == ["state_dict"]:
+            self._save(call, self._source.code(call), found.name)
+        elif not rest or rest[-1] not in _LOCAL:
+            self._is_on_all_ranks(call, f"{dotted(chain)}(...)")
+
+    def _passed(self, chain: Chain) -> None:
+        """Report a model that goes to a function on some ranks only."""
+        call = self._source.nearest(chain, ast.Call, ast.stmt)
+        if isinstance(call, ast.Call) and last_name(call.func) not in _LOCAL:
+            self._is_on_all_ranks(call, f"{self._source.code(call.func)}({dotted(chain)})")
+
+    def _is_on_all_ranks(self, node: ast.AST, what: str, is_saving: bool = False) -> bool:
+        """False, with a report, if some ranks may not make a call that all have to make."""
+        for test in _conditions_around(self._source, node, is_saving):
+            where = f"{self._source.code(test)}, line {self._source.line(test)}"
+            why = f"not all ranks may come here ({where}), and all have to; call it {_ON_ALL}"
+            self._source.leave(node, what, why)
+            return False
         return True
 
-    # -- scalers
+    def _clip(self, inner: ast.Call | None, found: _Variable) -> bool:
+        """Call the model's own method in the place of torch's function; False if that stays."""
+        source = self._source
+        call = source.parent(inner) if inner is not None else None
+        if not isinstance(call, ast.Call) or not source.imported(call.func) & _CLIP:
+            return False
+        if {each.arg for each in call.keywords} - {
+            "max_norm",
+            "norm_type",
+        } or inner not in call.args:
+            return False
+        if self._is_on_all_ranks(call, source.code(call)):
+            source.replace(call.func, f"{found.model.name}.clip_grad_norm_")
+            self._imports.replaced.add(call.func)  # type: ignore[arg-type]
+            start, end = source.span(call.args[0])
+            comma = re.compile(r"\s*,\s*").match(source.text, end)
+            source.edit(start, comma.end() if comma is not None else end, "")
+        return True
 
-    def _scalers(self) -> None:
-        if not self._wrapping.calls:
+    # -- state dicts
+
+    def _save(self, call: ast.Call, made: str, owner: str) -> None:
+        """Let all ranks make a state dict: above the condition of rank 0 if it stands in one."""
+        source, conditions = self._source, list(_conditions_around(self._source, call, True))
+        if not conditions:
+            source.edit(*source.span(call), made)
             return
-        uses = [c for c in self._source.chains if self._source.imported(c) & _SCALERS.keys()]
-        replaced: set[cst.CSTNode] = set()
-        for use in uses:
-            name = self._imports.name_for(_SCALER, ("ShardedGradScaler",), _SAME_SCALER, use)
-            call = self._source.parent(use)
-            device = next(_SCALERS[n] for n in self._source.imported(use) if n in _SCALERS)
-            if isinstance(call, cst.Call) and call.func is use and device is not None:
-                self._source.edit(call, functools.partial(_with_device, device))
-            self._source.replace(use, name)
-            replaced.add(use)
-        for use in uses:
-            if isinstance(use, cst.Name):
-                self._imports.release(use, replaced)
-
-    # -- models
-
-    def _wrapped(self, node: cst.Name | cst.Attribute, found: Found) -> None:
-        parent = self._source.parent(node)
-        if isinstance(parent, cst.Call) and parent.func is node:
-            if found.is_certain:
-                self._state.collective(parent, f"{code_of(node)}(...)")
-        elif isinstance(parent, cst.Attribute) and not found.model.is_fsdp:
-            self._attribute(parent)
-        elif not found.model.is_fsdp and self._is_stored(parent):
-            self._source.note(
-                node,
-                "the wrapped model",
-                "it is returned or stored here, and what is done with it then was not followed",
-                "look at its optimizer, saving and loading",
-            )
-
-    def _is_stored(self, parent: cst.CSTNode) -> bool:
-        """True where a model goes to a place that is not a variable."""
-        if isinstance(parent, cst.Assign):
-            return any(isinstance(each.target, cst.Subscript) for each in parent.targets)
-        if isinstance(parent, cst.Element):
-            above = self._source.nearest(parent, cst.Call, cst.Comparison, cst.Return, cst.Assign)
-            return isinstance(above, cst.Return | cst.Assign)
-        return isinstance(parent, cst.Return | cst.DictElement)
-
-    def _attribute(self, node: cst.Attribute) -> None:
-        name = node.attr.value
-        if name in _OF_DDP:
-            why, _, fix = _OF_DDP[name].partition("; ")
-            self._source.leave(node, code_of(node), why, fix)
-        elif name in ("parameters", "named_parameters"):
-            self._values(node)
-
-    def _values(self, node: cst.Attribute) -> None:
-        """Report a loop over parameters that reads their values or gradients."""
-        loop = self._source.nearest(node, cst.For, cst.CompFor)
-        if not isinstance(loop, cst.For | cst.CompFor):
+        around = source.parent(conditions[0])
+        if len(conditions) > 1 or not self._is_hoistable(call, around):
+            self._is_on_all_ranks(call, source.code(call), True)
             return
-        if not self._source.inside(node, loop.iter):
+        name, known = f"{owner.rpartition('.')[2].lstrip('_')}_state", self._hoisted
+        while name in self._imports.taken or known.get((around, name), made) != made:
+            name = f"full_{name}"
+        known[around, name] = made
+        source.insert_line(around, f"{name} = {made}", after=False)
+        source.edit(*source.span(call), name)
+
+    def _is_hoistable(self, call: ast.Call, around: ast.AST) -> bool:
+        """True if a call is made exactly once in an ``if`` for rank 0, and can be made above it."""
+        above = list(self._source.above(call))
+        between = above[: above.index(around)] if around in above else []
+        return (
+            isinstance(around, ast.If)
+            and _is_of_rank0(self._source, around.test)
+            and not set(between).isdisjoint(around.body)
+            and not any(isinstance(each, _MANY) for each in between)
+            and not self._source.code(around).startswith("elif")
+            and self._source.own_line(around) is not None
+        )
+
+    def _optimizer_state(self, call: ast.Call, rest: list[str], found: _Variable) -> None:
+        arguments, model = self._source.arguments(call), found.model.name
+        if rest == ["state_dict"]:
+            made = f"{fsdp(self._imports)}.optim_state_dict({model}, {found.name})"
+            self._save(call, made, found.name)
+        elif rest == ["load_state_dict"] and self._is_on_all_ranks(call, self._source.code(call)):
+            given = arguments[0]
+            value = given.value if isinstance(given, ast.keyword) else given
+            start, end = self._source.span(value)
+            to_load = f"{fsdp(self._imports)}.optim_state_dict_to_load"
+            self._source.edit(start, start, f"{to_load}({model}, {found.name}, ")
+            self._source.edit(end, end, ")")
+
+    # -- the module inside of a model
+
+    def _inside(
+        self, chain: Chain, call: ast.Call | None, outer: str, rest: list[str], model: Model | None
+    ) -> None:
+        """Let a use of the module in ``outer`` be one of ``outer``; report it if it is another
+        method, or if there is no ``model`` that is known."""
+        name, what = rest[-1] if rest else "forward", f"{dotted(chain)}(...)"
+        instead = outer if name == "forward" else f"{outer}.{name}"
+        if call is None:
+            self._inside_value(chain, outer, rest)
+        elif name in _LOCAL:
             return
-        targets = {
-            name.value
-            for name in self._source.all(cst.Name)
-            if self._source.inside(name, loop.target)
-        }
-        body = loop if isinstance(loop, cst.For) else self._source.parent(loop)
-        for chain in self._source.chains:
-            first, *rest = (dotted(chain) or "").split(".")
-            if first in targets and _READ & set(rest) and self._source.inside(chain, body):
-                self._source.leave(
-                    node,
-                    f"{dotted(chain)}",
-                    "outside of forward and backward this is the part of this rank",
-                    "sum over the ranks, or read inside FSDP.summon_full_params(model, "
-                    "with_grads=True)",
-                )
-                return
+        elif model is None or len(rest) > 1 or name not in _OF_BOTH:
+            register = f'call {_REGISTER}({outer}, "{name}") once, then '
+            fix = f"{'' if name in _OF_BOTH - {'generate'} else register}call {instead}(...)"
+            self._source.leave(call, what, f"{_INSIDE}; {fix} {_ON_ALL}")
+        elif name == "state_dict":
+            start, end = self._source.span(chain)[1], self._source.span(call)[1]
+            self._save(call, instead + self._source.text[start:end], outer)
+        elif self._is_on_all_ranks(call, what):
+            self._source.replace(chain, instead)
+            if name == "generate":
+                register = self._imports.name_for(f"fsdp_compat.{_REGISTER}", _REGISTER)
+                text = f'{register}({model.name}, "generate")'
+                self._source.insert_line(model.statement, text, after=True)
 
-    def _inner(self, node: cst.Name | cst.Attribute, found: Found) -> None:
-        parent = self._source.parent(node)
-        model = self._places.model_text(found.model, node) if found.is_certain else None
-        if isinstance(parent, cst.Call) and parent.func is node:
-            if model is not None and self._state.collective(parent, f"{code_of(node)}(...)"):
-                self._source.replace(node, model)
+    def _inside_value(self, chain: Chain, outer: str, rest: list[str]) -> None:
+        """Report where the module inside is passed on, returned, or gets another name."""
+        parent = self._source.parent(chain)
+        while isinstance(parent, ast.IfExp | ast.keyword | ast.Tuple | ast.List):
+            parent = self._source.parent(parent)
+        is_call = isinstance(parent, ast.Call) and last_name(parent.func) not in _LOCAL
+        if not rest and (is_call or isinstance(parent, ast.Return | ast.Assign | ast.AnnAssign)):
+            self._source.leave(chain, dotted(chain), f"{_INSIDE}; use {outer} itself")
+
+    # -- what may belong to a model of another function
+
+    def _unknown(self, chain: Chain, call: ast.Call | None) -> None:
+        first, *rest = dotted(chain).split(".")
+        if "module" in rest:
+            at = rest.index("module")
+            self._inside(chain, call, ".".join([first, *rest[:at]]), rest[at + 1 :], None)
+        elif "grad" in rest and rest[-1] in _OF_VALUES:
+            why = "outside of backward each rank has its part of a gradient; sum over the ranks"
+            self._source.leave(chain, dotted(chain), why)
+        elif call is not None and rest:
+            self._unknown_state(call, rest[-1], ".".join([first, *rest[:-1]]))
+
+    def _unknown_state(self, call: ast.Call, method: str, owner: str) -> None:
+        """Report a state dict that may be one of a wrapped model, or of its optimizer."""
+        if method not in ("state_dict", "load_state_dict"):
             return
-        if not isinstance(parent, cst.Attribute):
-            self._inner_value(node, parent)
+        root = call.func.value if isinstance(call.func, ast.Attribute) else None
+        value = self._source.value_of(root) if isinstance(root, ast.Name) else None
+        what, name = f"{owner}.{method}(...)", owner.rpartition(".")[2].lower()
+        if "optim" in name or name == "opt" or _is_optimizer(self._source, value):
+            fix = f"call FSDP.optim_state_dict(model, {owner}) {_ON_ALL}"
+            if method == "load_state_dict":
+                fix = f"pass FSDP.optim_state_dict_to_load(model, {owner}, state)"
+            why = f"if its model is wrapped, each rank has only its part of the state; {fix}"
+            self._source.leave(call, what, why)
+        elif ".module" in owner:
+            self._source.leave(call, what, f"{_INSIDE}; call it on the wrapped model")
+        elif not isinstance(value, ast.Call) and not _NOT_SHARDED.search(owner.lower()):
+            self._is_on_all_ranks(call, what, method == "state_dict")
+
+
+def _is_optimizer(source: Source, value: ast.AST | None) -> bool:
+    names = source.imported(value.func) if isinstance(value, ast.Call) else set()
+    return any(n.startswith("torch.optim.") and ".lr_scheduler" not in n for n in names)
+
+
+# -- Conditions that may hold on some ranks only. The rank is whatever is called ``...rank``. For a
+# state dict, which programs save on one rank, other conditions count, too, except for comparisons
+# that are not with zero: ``if is_main():`` and ``if device == 0:``, but not ``if epoch % 5 == 0:``.
+
+
+def _conditions_around(source: Source, node: ast.AST, is_saving: bool) -> Iterator[ast.AST]:
+    """Yield what may keep some ranks away from a node within its function, the nearest first."""
+    child = node
+    for outer in source.above(node):
+        if isinstance(child, Function):
             return
-        name, call = parent.attr.value, self._source.parent(parent)
-        is_call = isinstance(call, cst.Call) and call.func is parent
-        if not is_call or name in _HARMLESS:
-            return
-        if name == "forward" and model is not None:
-            assert isinstance(call, cst.Call)
-            if self._state.collective(call, f"{code_of(parent)}(...)"):
-                self._source.replace(parent, model)
-        elif name in _OF_BOTH and model is not None:
-            if self._is_bare(node):
-                return
-            text = f"{model}.{name}"
-            self._source.edit(parent, lambda _: expression(text))
-        elif name not in _OF_BOTH:
-            self._source.leave(
-                parent,
-                f"{code_of(parent)}(...)",
-                "a method of the module inside may need parameters that are sharded",
-                f'call register_fsdp_forward_method(model, "{name}") once, then model.{name}(...)'
-                " on all ranks",
-            )
-
-    def _is_bare(self, node: cst.CSTNode) -> bool:
-        """True for the variable that was wrapped, and not for ``model.module``."""
-        return not (isinstance(node, cst.Attribute) and node.attr.value == "module")
-
-    def _inner_value(self, node: cst.CSTNode, parent: cst.CSTNode) -> None:
-        """Report where the module inside goes to another place."""
-        if isinstance(parent, cst.Arg):
-            call = self._source.parent(parent)
-            called = code_of(call.func) if isinstance(call, cst.Call) else ""
-            if called in ("hasattr", "getattr", "isinstance", "type", "id", "print", "len"):
-                return
-            self._source.leave(
-                node,
-                f"{called}({code_of(node)})",
-                "the module inside is passed on, where its parameters are sharded",
-                "pass the wrapped model",
-            )
-        elif isinstance(parent, cst.Return):
-            self._source.leave(
-                node,
-                f"return {code_of(node)}",
-                "the module inside is returned, and its parameters are sharded",
-                "return the wrapped model",
-            )
-
-    # -- what there is no equivalent for
-
-    def _absent(self) -> None:
-        if not self._wrapping.calls:
-            return
-        for chain in self._source.chains:
-            for name in self._source.imported(chain):
-                call = self._source.parent(chain)
-                if name in _NOT_HERE and isinstance(call, cst.Call) and call.func is chain:
-                    why, _, fix = _NOT_HERE[name].partition("; ")
-                    self._source.leave(chain, dotted(chain) or name, why, fix)
-                elif name.startswith(_HOOKS):
-                    self._source.leave(
-                        chain,
-                        dotted(chain) or name,
-                        "hooks of DDP reduce whole gradients",
-                        "use mixed_precision=MixedPrecision(reduce_dtype=...), or a hook of "
-                        "torch.distributed.algorithms._comm_hooks.default_hooks",
-                    )
+        before = source.before(child)
+        tests = [each for each in before if isinstance(outer, ast.BoolOp)]
+        if isinstance(outer, ast.If | ast.IfExp | ast.While) and child is not outer.test:
+            tests = [outer.test]
+        yield from (test for test in tests if _may_differ(source, test, is_saving))
+        ends = [each for each in before if isinstance(each, ast.If)]
+        ends = [each for each in ends if isinstance(each.body[-1], _LEAVES)]
+        yield from (each.test for each in ends if _may_differ(source, each.test, False))
+        child = outer
 
 
-def _with_device(device: str, call: cst.Call) -> cst.Call:
-    """Name the device, which comes first, and give a scale that came first its name."""
-    args = list(call.args)
-    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    for number, argument in enumerate(args):
-        if argument.keyword is None and not argument.star and number < len(names):
-            args[number] = argument.with_changes(keyword=cst.Name(names[number]), equal=equal)
-    if device == "cuda":
-        return call.with_changes(args=args)
-    first = cst.Arg(cst.SimpleString(f'"{device}"'))
-    if args:
-        first = first.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    return call.with_changes(args=[first, *args])
+def _is_of_rank0(source: Source, test: ast.AST | None) -> bool:
+    """True for a condition that holds on rank 0 alone, or on the first rank of each host."""
+    if isinstance(test, ast.Name):
+        return _is_of_rank0(source, source.value_of(test))
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not) and _is_rank(test.operand)
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
+        return False
+    return _is_rank(test.left) and ast.unparse(test.comparators[0]) == "0"
+
+
+def _is_rank(node: ast.AST) -> bool:
+    name = node.func if isinstance(node, ast.Call) else node
+    return last_name(name).lower().endswith("rank")
+
+
+def _may_differ(source: Source, test: ast.AST, is_saving: bool) -> bool:
+    """True if ranks may find different results."""
+    values = [source.value_of(each) for each in ast.walk(test) if isinstance(each, ast.Name)]
+    if any(_is_rank(each) for value in (test, *filter(None, values)) for each in ast.walk(value)):
+        return True
+    if isinstance(test, ast.BoolOp):
+        return any(_may_differ(source, each, is_saving) for each in test.values)
+    if isinstance(test, ast.Compare):
+        return is_saving and dotted(test.left) != "" and ast.unparse(test.comparators[0]) == "0"
+    return is_saving and not isinstance(test, ast.Constant)
