@@ -1,15 +1,12 @@
 """``install()``: programs written for torch.distributed.fsdp run on fsdp_compat.
 
-What stands where:
-
-    contents.py         every module of torch.distributed.fsdp that clients use, and its names
-    private_names.py    what torch's private modules offered, in terms of ours
-    modules.py          module objects that stand in sys.modules, and torch's own beneath them
-    rebinding.py        names that other modules had imported before
-    refusals.py         what cannot be replaced any more
-    torch_internals.py  parts of torch that compare classes
-    client_fixes.py     defects of clients that make results wrong
-    log.py              FSDP_COMPAT_LOG=install
+contents         every module of torch.distributed.fsdp that clients use, and its names
+private_names    what torch's private modules offered, in terms of ours
+modules          module objects in sys.modules, and names that other modules had imported before
+refusals         what cannot be replaced any more
+torch_internals  parts of torch that compare classes
+client_fixes     defects of clients that make results wrong
+log              FSDP_COMPAT_LOG=install
 """
 
 from __future__ import annotations
@@ -18,11 +15,10 @@ import threading
 
 from . import client_fixes, log, torch_internals
 from .modules import Modules
-from .rebinding import Rebinding
 from .refusals import require_replaceable, require_supported_torch
 
 _lock = threading.RLock()
-_installed: tuple[Modules, Rebinding] | None = None
+_installed: Modules | None = None
 
 
 def install(*, fix_clients: bool = True) -> None:
@@ -48,10 +44,8 @@ def install(*, fix_clients: bool = True) -> None:
             modules = Modules()
             require_replaceable(modules.replaced)
             modules.put()
-            rebinding = Rebinding(modules)
-            rebinding.put()
-            torch_internals.patch(modules)
-            _installed = modules, rebinding
+            torch_internals.patch()
+            _installed = modules
         if fix_clients:
             client_fixes.patch()
 
@@ -64,14 +58,7 @@ def uninstall() -> None:
     with _lock:
         if _installed is None:
             return
-        modules, rebinding = _installed
         client_fixes.undo()
         torch_internals.undo()
-        modules.remove()
-        rebinding.undo()
+        _installed.remove()
         _installed = None
-
-
-def is_installed() -> bool:
-    """Return whether ``torch.distributed.fsdp`` is fsdp_compat's now."""
-    return _installed is not None

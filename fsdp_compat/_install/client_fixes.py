@@ -1,5 +1,5 @@
-"""Defects of clients that make results wrong with any FSDP1, put right when the client's module is
-imported, in the versions in which they were seen.
+"""Defects of clients that make results wrong with any FSDP1, fixed when the client's module is
+imported, in the affected versions only.
 
 PEFT saves empty adapters of models whose inner modules are wrapped, and loads nothing into them.
 Accelerate takes the wrapper out of a compiled model when it unwraps it, for good, and saves and
@@ -156,7 +156,7 @@ _FIXES = {
 
 
 def patch() -> None:
-    """Put right what is imported, and what will be. A second call does nothing."""
+    """Fix modules that are imported, and others when they are. A second call does nothing."""
     for name in _FIXES:
         on_import(name, _apply)
 
@@ -186,4 +186,4 @@ def _apply(module: types.ModuleType) -> None:
         if (inner := vars(module).get(name)) is not None:
             _replaced.append((module, name, inner))
             setattr(module, name, fix.replace(inner))
-    log.changed("%s %s put right: %s", fix.package, version, fix.what)
+    log.changed("%s %s fixed: %s", fix.package, version, fix.what)

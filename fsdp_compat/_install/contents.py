@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
+from .._front_ends.flat import client_attributes
 from .._front_ends.fully_shard import api as fully_shard_api
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
+from .._state.names import FSDP_WRAPPED_MODULE
 from . import private_names as private
 
 # What to use in place of a private name that has no meaning here, by module.
@@ -68,18 +70,18 @@ def contents() -> dict[str, dict[str, Any]]:
             "CustomPolicy": wrap.CustomPolicy,
             "FLAT_PARAM": front_end.FLAT_PARAM,
             "FSDP_PREFIX": private.FSDP_PREFIX,
-            "FSDP_WRAPPED_MODULE": private.FSDP_WRAPPED_MODULE,
+            "FSDP_WRAPPED_MODULE": FSDP_WRAPPED_MODULE,
             "ModuleWrapPolicy": wrap.ModuleWrapPolicy,
-            "_lazy_init": private.lazy_init,
+            "_lazy_init": client_attributes.lazy_init,
             "clean_tensor_name": private.clean_tensor_name,
         },
         "sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
         "_common_utils": {
             "FSDP_FLATTENED": private.FSDP_FLATTENED,
             "FSDP_PREFIX": private.FSDP_PREFIX,
-            "FSDP_WRAPPED_MODULE": private.FSDP_WRAPPED_MODULE,
+            "FSDP_WRAPPED_MODULE": FSDP_WRAPPED_MODULE,
             "HandleTrainingState": private.HandleTrainingState,
-            "TrainingState": private.TrainingState,
+            "TrainingState": client_attributes.TrainingState,
             "_FSDPState": private.FSDPState,
             "_apply_to_modules": private.apply_to_modules,
             "_get_module_fsdp_state": private.module_state,
@@ -96,7 +98,7 @@ def contents() -> dict[str, dict[str, Any]]:
         },
         "_flat_param": {
             **flat,
-            "FlatParamHandle": private.FlatParamHandle,
+            "FlatParamHandle": client_attributes.FlatParamHandle,
             "HandleShardingStrategy": strategy,
             "_FLAT_PARAM": front_end.FLAT_PARAM,
         },
@@ -109,11 +111,11 @@ def contents() -> dict[str, dict[str, Any]]:
             "_init_intra_and_inter_node_groups": private.node_groups,
         },
         "_runtime_utils": {
-            "_lazy_init": private.lazy_init,
+            "_lazy_init": client_attributes.lazy_init,
             "_post_backward_final_callback": private.finish_backward,
             "_post_backward_hook": private.post_backward_hook,
             "_reshard": private.reshard,
-            "_root_pre_forward": private.root_pre_forward,
+            "_root_pre_forward": client_attributes.root_pre_forward,
             "_unshard": private.unshard,
         },
         "_traversal_utils": {

@@ -1,4 +1,5 @@
-"""Module objects under torch's names whose contents are fsdp_compat's."""
+"""Module objects under torch's names whose contents are fsdp_compat's, in ``sys.modules`` and in
+the namespaces of modules that imported torch's names before."""
 
 from __future__ import annotations
 
@@ -23,6 +24,12 @@ ROOT = "torch.distributed.fsdp"
 
 _PUBLIC = "public names of torch.distributed.fsdp"
 
+# Parts of torch that need torch's own classes, as they look into them.
+_OF_TORCH = (
+    "torch.distributed._composable.replicate_with_fsdp",
+    "torch.distributed._tools.fsdp2_mem_tracker",
+)
+
 # Who has read what while the modules were in place: the namespace, by its name, the module and the
 # name in it. Programs may read a name in every step.
 Readers = dict[tuple[str, str, str], dict[str, Any]]
@@ -45,21 +52,34 @@ class Modules:
         self.replaced = {name: sys.modules[name] for name in names if name in sys.modules}
         self._attribute: types.ModuleType | None = vars(dist).get("fsdp")
 
+        self._swapped: list[tuple[dict[str, Any], str, Any, Any]] = []  # where, name, torch's, ours
+
     def put(self) -> None:
-        """Let imports find them. torch's own modules that stay are attributes of the package."""
+        """Let imports find ours, and give ours to modules that have imported torch's."""
         package = self.made[ROOT]
         for name, module in self.made.items():
             sys.modules[name] = module
             if name != ROOT:
                 vars(package)[name.removeprefix(ROOT + ".")] = module
-        for name in KEPT:
+        for name in KEPT:  # torch's own modules that stay are attributes of the package
             if (kept := sys.modules.get(f"{ROOT}.{name}")) is not None:
                 vars(package)[name] = kept
         dist.fsdp = package
         log.changed("modules replaced: %s", ", ".join(self.made))
+        ours = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}
+        for name, namespace in _namespaces():
+            found = []
+            for key, value in list(namespace.items()):
+                theirs, own = ours.get(id(value), (None, None))
+                if theirs is not None and theirs is value:
+                    namespace[key] = own
+                    self._swapped.append((namespace, key, value, own))
+                    found.append(key)
+            if found:
+                log.changed("in module %s: %s", name, ", ".join(found))
 
     def remove(self) -> None:
-        """Let imports find torch's again."""
+        """Let imports find torch's again, also where ours were imported meanwhile."""
         for name, module in self.made.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
@@ -72,9 +92,27 @@ class Modules:
         if any(kept.values()):  # imported while ours was their package
             package = importlib.import_module(ROOT)
             vars(package).update({name: module for name, module in kept.items() if module})
+        for namespace, key, theirs, own in self._swapped:
+            if namespace.get(key) is own:
+                namespace[key] = theirs
+        self._give_back_to_readers()
 
-    def counterparts(self) -> Iterator[tuple[Any, Any]]:
-        """Return pairs of an object of torch's modules and ours of the same name."""
+    def _give_back_to_readers(self) -> None:
+        """Put torch's objects where ours were read while the modules were in place."""
+        read: dict[int, tuple[Any, str, str]] = {}
+        for (_, module, attribute), namespace in self.readers.items():
+            own = self.made[module].names[attribute]
+            read[id(own)] = own, module, attribute
+            _swap(namespace, own, module, attribute)
+        # Modules of torch also import these names from one another, and have none of ours for any
+        # other reason.
+        for name, namespace in _namespaces():
+            found = {id(value) for value in list(namespace.values())} & read.keys()
+            for each in found if name.startswith("torch.") else ():
+                _swap(namespace, *read[each])
+
+    def _counterparts(self) -> Iterator[tuple[Any, Any]]:
+        """Yield pairs of an object of torch's modules and ours of the same name."""
         for name, theirs in self.replaced.items():
             made = self.made[name]
             yield theirs, made
@@ -82,6 +120,25 @@ class Modules:
                 own = made.names.get(attribute)
                 if own is not None and own is not value and _is_of_fsdp(value):
                     yield value, own
+
+
+def _swap(namespace: dict[str, Any], own: Any, module: str, attribute: str) -> None:
+    """Put torch's object in the place of ours. Where this torch does not have it, ours stays."""
+    for key in [key for key, value in namespace.items() if value is own]:
+        try:
+            namespace[key] = getattr(__import__(module, fromlist=[attribute]), attribute)
+        except (ImportError, AttributeError):
+            return
+
+
+def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every module that may have names of torch's FSDP, and its namespace."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith((ROOT, *_OF_TORCH)) or name.partition(".")[0] == "fsdp_compat":
+            continue
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(module, types.ModuleType) and type(namespace) is dict:
+            yield name, namespace
 
 
 def _is_of_fsdp(value: object) -> bool:

@@ -12,51 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from .._engine.dtypes import map_tensors
-from .._front_ends.flat.client_attributes import (
-    FlatParamHandle,
-    TrainingState,
-    handle,
-    lazy_init,
-    root_pre_forward,
-)
+from .._front_ends.flat.client_attributes import FlatParamHandle, handle
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
 from ..errors import StateError
 from ..fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel
-
-__all__ = [
-    "FSDP_FLATTENED",
-    "FSDP_PREFIX",
-    "FSDP_WRAPPED_MODULE",
-    "FSDPState",
-    "FlatParamHandle",
-    "HandleTrainingState",
-    "TrainingState",
-    "apply_to_modules",
-    "clean_tensor_name",
-    "collect_grad_tensors",
-    "construct_wrap_fn",
-    "finish_backward",
-    "handles_of",
-    "has_params",
-    "is_flattened",
-    "lazy_init",
-    "module_handle",
-    "module_state",
-    "named_parameters_with_duplicates",
-    "names_of_params",
-    "node_groups",
-    "post_backward_hook",
-    "post_order_apply",
-    "replace_grad_tensors",
-    "reshard",
-    "root_pre_forward",
-    "set_flattened",
-    "states_with_modules",
-    "summoned",
-    "unshard",
-    "unshard_params",
-]
 
 T = TypeVar("T")
 
@@ -67,7 +27,7 @@ clean_tensor_name = clean_name
 
 
 class FSDPState(ComposableState):
-    """No object of ours is one: it is asked for by isinstance."""
+    """Never instantiated; exists so that clients' isinstance checks work."""
 
 
 class HandleTrainingState(enum.Enum):

@@ -19,7 +19,7 @@ from .. import _torch_private
 from .._front_ends.fully_shard import module as fully_shard_module
 from .._torch_patches.on_import import cancel, on_import
 from .contents import fully_shard_names
-from .modules import ROOT, Modules
+from .modules import ROOT
 
 _MISSING = object()
 _changed: list[tuple[types.ModuleType, str, Any]] = []  # module, name, what it was
@@ -64,7 +64,7 @@ _CHANGES: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
-def patch(modules: Modules) -> None:
+def patch() -> None:
     for name, change in _CHANGES.items():
         on_import(name, change)
 

@@ -331,7 +331,7 @@ def test_a_program_may_read_names_in_every_step(forker: Forker) -> None:
         from fsdp_compat import _install
         fsdp_compat.install()
         import torch.distributed.fsdp as fsdp
-        modules, _ = _install._installed
+        modules = _install._installed
         def step():
             from torch.distributed.fsdp import FullyShardedDataParallel
             return fsdp.fully_shard
