@@ -25,11 +25,11 @@ from ._front_ends.flat.flat_unit import FlatUnit, require_root
 from ._front_ends.flat.settings import Arguments, Settings
 from ._front_ends.fully_shard.fully_shard import register_forward_method
 from ._front_ends.fully_shard.module import FSDPModule
-from ._state import forms, model_state_dict
-from ._state import optim_legacy_state_dict as legacy
-from ._state import optim_state_dict as optim
-from ._state.names import FSDP_WRAPPED_MODULE, clean_name
-from ._state.optim_legacy_state_dict import OptimStateKeyType
+from ._state import forms, model_loading, model_state
+from ._state import optim_calls as optim
+from ._state import optim_legacy as legacy
+from ._state.optim_legacy import OptimStateKeyType
+from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_parameter import FlatParameter
 from .api import (
     BackwardPrefetch,
@@ -185,7 +185,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _emptied(self) -> FullyShardedDataParallel:
         self._forward_methods = {}
-        model_state_dict.follow_loading(self)
+        model_loading.follow_loading(self)
         return self
 
     @property
@@ -386,7 +386,7 @@ class FullyShardedDataParallel(nn.Module):
         parameters that require grad; the same on all ranks. Only selected parameters are gathered,
         and no value is a view of a shard. A flat shard is returned if it holds any of them.
         """
-        return model_state_dict.state_dict(self, *args, filter=filter, **kwargs)
+        return model_state.state_dict(self, *args, filter=filter, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -404,7 +404,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises CheckpointError, before anything changes, if a key is missing or unknown, or if a
         value does not fit.
         """
-        return model_state_dict.load_state_dict(self, state_dict, strict, assign)
+        return model_loading.load_state_dict(self, state_dict, strict, assign)
 
     # -- training
 

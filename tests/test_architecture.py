@@ -461,7 +461,7 @@ def test_only_hooks_py_registers_hooks() -> None:
 
 
 def test_only_their_owners_register_state_dict_hooks() -> None:
-    owners = {"_engine/hooks.py", "_state/model_state_dict.py", "_state/rank0_loading.py"}
+    owners = {"_engine/hooks.py", "_state/model_loading.py"}
     others = [source for source in sources() if source.path not in owners]
     found = [line for source in others for line in calls_of(source, STATE_DICT_HOOKS)]
     report(found, f"State-dict hooks are registered by {', '.join(sorted(owners))}:")
@@ -535,7 +535,7 @@ def test_an_import_that_points_up_is_seen(path: str, text: str) -> None:
             "_stores/flat_store.py",
             "from ..errors import StateError\nimport fsdp_compat._engine.store",
         ),
-        ("_state/model.py", "from fsdp_compat._state import formats"),
+        ("_state/model.py", "from fsdp_compat._state import units"),
         ("wrap.py", "import torch\nfrom fsdp_compat.errors import UsageError"),
     ],
 )

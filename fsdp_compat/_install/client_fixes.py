@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from .._state.names import clean_name
+from .._state.units import clean_name
 from .._torch_patches.on_import import cancel, on_import
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel

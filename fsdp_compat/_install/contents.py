@@ -10,7 +10,7 @@ from .._front_ends.fully_shard import api as fully_shard_api
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
 from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
-from .._state.names import FSDP_WRAPPED_MODULE
+from .._state.units import FSDP_WRAPPED_MODULE
 from . import private_names as private
 
 # What to use in place of a private name that has no meaning here, by module.

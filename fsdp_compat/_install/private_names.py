@@ -13,7 +13,7 @@ from torch import nn
 
 from .._engine.dtypes import map_tensors
 from .._front_ends.flat.client_attributes import FlatParamHandle, handle
-from .._state.names import FSDP_WRAPPED_MODULE, clean_name
+from .._state.units import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
 from ..errors import StateError
 from ..fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
-from .param_ownership import ParamOwnership
+from .optim_contents import ParamOwnership
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
@@ -170,6 +170,7 @@ _HOOKS = frozenset(
         "_optimizer_load_state_dict_post_hooks",
     }
 )
+
 _LEFT_OUT = _HOOKS | {
     "step"
 }  # a scheduler puts a step of its own on the object, which is bound to the original

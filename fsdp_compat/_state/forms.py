@@ -24,8 +24,8 @@ from ..errors import (
     truth,
     wrong_type,
 )
-from . import rank0_loading
-from .model_units import (
+from . import model_loading
+from .units import (
     ModelUnit,
     default_form,
     is_lazy,
@@ -98,7 +98,7 @@ def set_state_dict_type(
     with_mesh = _with_dtensors(settings)
     for unit in units:
         unit.form = settings if unit.device_mesh is None else with_mesh
-    rank0_loading.follow(module, rank0_loading.is_on(settings) and model_unit_of(module) is None)
+    model_loading.follow(module, model_loading.is_on(settings) and model_unit_of(module) is None)
     return before
 
 
@@ -133,13 +133,13 @@ def state_dict_type(
 ) -> Generator[None, None, None]:
     """Set the state dict type inside the context, see ``set_state_dict_type``."""
     require_module(module, "state_dict_type")
-    units, followed = model_units_in(module), rank0_loading.is_followed(module)
+    units, followed = model_units_in(module), model_loading.is_followed(module)
     try:
         with keeping_forms(units):
             set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
             yield
     finally:
-        rank0_loading.follow(module, followed)
+        model_loading.follow(module, followed)
 
 
 def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:

@@ -8,7 +8,6 @@ torch.distributed.checkpoint keeps the states of all ranks."""
 from __future__ import annotations
 
 import dataclasses
-import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._comm.host_memory import memory_of
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .optim_values import StateKind, classify_all, snapshot
-from .param_ownership import ParamOwnership
+from .optim_contents import ParamOwnership, StateKind, classify_all, snapshot
+from .rank0 import packed_bytes, unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,20 +148,6 @@ def _split_picklable(
                 stacklevel=2,
             )
     return sent, kept
-
-
-def packed_bytes(value: object) -> torch.Tensor:
-    """Return the pickled value, 1-D uint8 on the CPU."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-
-
-def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
-    """Undo ``packed_bytes``. Only for bytes that ranks of the same program have sent."""
-    return torch.load(
-        io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False
-    )
 
 
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:

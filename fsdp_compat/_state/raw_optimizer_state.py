@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from .._engine import hooks
 from ..errors import CheckpointError
-from .optimizers import store_of_param
-from .values import misfit
+from .older_optimizers import store_of_param
+from .reading_values import misfit
 
 _KEY = "fsdp_compat"
+
 _undo: list[Callable[[], None]] = []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -14,30 +13,20 @@ from .._engine.ownership import ParamSlots
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval, Section
-from ..errors import CheckpointError
-from .formats import BoxedTensor
-from .names import clean_name, named_sections
-from .values import (
+from .rank0 import Rank0Value, broadcast_values
+from .reading_values import (
     dtype_of,
     is_local,
     is_readable,
     is_sharded,
     is_tensor,
-    materialised,
     misfit,
     read_local,
     read_part,
     shape_of,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Rank0Value:
-    """A parameter's value that only rank 0 has. It is broadcast when the parameter's unit is
-    loaded."""
-
-    value: Any  # a tensor, or a lazy value; None on the other ranks
-    is_lazy: bool = False  # the same on all ranks; a lazy value may fail to load
+from .sharded_values import BoxedTensor
+from .units import clean_name, named_sections
 
 
 def check_unit(
@@ -230,45 +219,9 @@ def load_unit(
                 run = read_local(flat, section.layout, store.rank, group.shard.members)
                 _write(store.shard[section.place.slice][: run.numel()], run)
                 continue
-            received = _received(group, found)
+            received = broadcast_values(group, found)
             for index in list(received):
                 _load_parameter(group, index, received.pop(index), takes_parts)
-
-
-def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
-    """Broadcast the values that only rank 0 has. Collective if there are any.
-
-    Raises CheckpointError, on all ranks, if a lazy value there does not load.
-    """
-    sent: dict[int, torch.Tensor] = {}
-    error: CheckpointError | None = None
-    store = store_of(group)
-    for index, value in found.items():
-        if not isinstance(value, Rank0Value):
-            continue
-        shape, dtype = store.shape(index), store.dtype
-        if value.value is None:
-            sent[index] = torch.empty(shape, dtype=dtype, device=group.device)
-        elif error is None:
-            try:
-                own = materialised(value.value, store.orig_params[index].name)
-                sent[index] = own.detach().to(group.device, dtype).reshape(shape).contiguous()
-            except CheckpointError as caught:
-                error = caught
-    communicators = (
-        group.replica,
-        group.shard,
-    )  # from rank 0 to the first rank of every replica, and on to the rest
-    if any(isinstance(value, Rank0Value) and value.is_lazy for value in found.values()):
-        told = "" if error is None else str(error)
-        for each in communicators:
-            told = each.gather_objects(told)[0]
-        if told:
-            raise error or CheckpointError(told)
-    if sent:
-        for each in communicators:
-            each.broadcast(list(sent.values()), f"the parameters of {group.name} that are loaded")
-    return {**found, **sent}
 
 
 def _load_parameter(group: Group, index: int, value: Any, takes_parts: bool) -> None:

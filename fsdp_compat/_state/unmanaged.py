@@ -11,8 +11,18 @@ import torch
 from torch import nn
 
 from ..api import StateDictType
-from .model_units import default_form, in_form, managed_in, model_unit_of, model_units_in, units_of
-from .names import clean_name, everything, flat_names, param_names
+from .units import (
+    clean_name,
+    default_form,
+    everything,
+    flat_names,
+    in_form,
+    managed_in,
+    model_unit_of,
+    model_units_in,
+    param_names,
+    units_of,
+)
 
 
 class Unmanaged(typing.NamedTuple):
@@ -84,3 +94,18 @@ def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
     """Load what ``unmanaged_state`` returned, or a part of it. Nothing is sent."""
     with in_form(model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)):
         model.load_state_dict(entries, strict=False)
+
+
+def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return what a module's state dict holds beside the units' parameters, by clean name.
+
+    None for extra state, and for an entry of a module whose class loads in its own way.
+    """
+    return {
+        entry.name: None if loads_in_own_way(entry.holder) else entry.value
+        for entry in unmanaged_in(model)
+    }
+
+
+def loads_in_own_way(module: nn.Module) -> bool:
+    return not type(module)._load_from_state_dict.__module__.startswith("torch.")

@@ -14,8 +14,8 @@ from torch import nn
 
 from .._engine import user_changes
 from .._front_ends import data_parallel
-from .._state import optimizers, raw_optimizer_state
-from .._state.model_units import model_units_in
+from .._state import older_optimizers, raw_optimizer_state
+from .._state.units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, local_parts
 
 PATCHES: tuple[types.ModuleType, ...] = (
@@ -24,7 +24,7 @@ PATCHES: tuple[types.ModuleType, ...] = (
     hugging_face_storage,
     local_parts,
     assignments,
-    optimizers,
+    older_optimizers,
     raw_optimizer_state,
     data_parallel,
     user_changes,

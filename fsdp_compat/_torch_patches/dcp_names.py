@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch_private
-from .._state.names import clean_name
-from .._state.param_ownership import ParamContents
+from .._state.optim_contents import ParamContents
 from .._state.rank_local import RankState
+from .._state.units import clean_name
 from ..errors import explain
 
 

@@ -21,14 +21,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _torch_private
-from .._state.formats import BoxedTensor
 from .._state.forms import state_dict_type
-from .._state.model_units import model_unit_of, model_units_in, units_of
-from .._state.optim_state_dict import export_optim_state, form_set, optim_state_dict_to_load
-from .._state.optim_values import copied
-from .._state.optimizers import convert
-from .._state.param_ownership import ParamContents, contents_of
+from .._state.older_optimizers import convert
+from .._state.optim_calls import export_optim_state, form_set, optim_state_dict_to_load
+from .._state.optim_contents import ParamContents, contents_of
 from .._state.rank0 import Rank0Broadcast
+from .._state.sharded_values import BoxedTensor, copied
+from .._state.units import model_unit_of, model_units_in, units_of
 from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._state.formats import LocalPart
+from .._state.sharded_values import LocalPart
 from .on_import import cancel, on_import
 
 _MODULE = "torch.distributed.checkpoint.default_planner"

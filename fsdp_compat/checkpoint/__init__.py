@@ -41,7 +41,7 @@ Used by all formats:
 - ``_optimizers``: whether the ranks' optimizers match; ``_progress``: the progress bar
 """
 
-from .._state.optim_state_dict import check_optimizer
+from .._state.optim_calls import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
 from ._load import load

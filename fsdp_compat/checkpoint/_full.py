@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from .._engine import rendezvous
-from .._state.model_units import (
+from .._state.model_state import gathered_unit
+from .._state.units import (
+    Wanted,
+    clean_name,
     model_unit_of,
     model_units_in,
     names_in_order,
     runtimes_of,
+    wanted_by,
 )
-from .._state.names import Wanted, clean_name, wanted_by
-from .._state.unit_entries import gathered_unit
 from .._state.unmanaged import owners_in, unmanaged_in
 from ..errors import require_module
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._state.optimizers import convert
+from .._state.older_optimizers import convert
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._load_plan import LoadPlan
 from ._optimizers import SharedOptimizer

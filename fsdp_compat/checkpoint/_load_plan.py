@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._engine.state_store import store_of
-from .._state.model_units import units_of
+from .._state.units import units_of
 from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError
 from ._load_optimizer import OptimizerLoadPlan

@@ -17,10 +17,9 @@ from .._engine.store import ShardedParam
 from .._engine.unit import Unit
 from .._layout.pieces import Piece
 from .._layout.spec import Section
-from .._state.formats import place_of
-from .._state.model_units import units_of
-from .._state.names import clean_name, named_sections
-from .._state.param_ownership import NamedUnit, ownership_of
+from .._state.optim_contents import ownership_of
+from .._state.sharded_values import place_of
+from .._state.units import NamedUnit, clean_name, named_sections, units_of
 from ..errors import UsageError
 from ._manifest import FlatGroup
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from .._comm.mesh import Axis
 from .._engine.group import Group
-from .._state.model_units import units_of
-from .._state.optim_alike import OptimizerFacts, describe, require_alike
-from .._state.param_ownership import ParamOwnership, ownership_of
+from .._state.optim_agreement import OptimizerFacts, describe, require_alike
+from .._state.optim_contents import ParamOwnership, ownership_of
+from .._state.units import units_of
 from ..errors import RuntimeUsageError, UsageError
 from ._named_groups import tensor_parallel_axes
 from ._ranks import Ranks

@@ -18,7 +18,7 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Axis, Mesh
 from .._engine import rendezvous
-from .._state.model_units import ModelUnit, model_units_in, runtimes_of
+from .._state.units import ModelUnit, model_units_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from ._mailbox import RankLost, StoreMailbox

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._state.model_units import units_of
+from .._state.units import units_of
 from .._state.unmanaged import load_unmanaged
 from ..errors import CheckpointError, UsageError
 from ._blocks import ReadRequest, changed_meanwhile, merged, read_plain

@@ -19,7 +19,7 @@ from .. import errors
 from .._comm.host_memory import memory_of
 from .._layout.pieces import Rows
 from .._layout.spec import Interval
-from .._state.model_units import names_before, units_of
+from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
 from ._blocks import BLOCK_NBYTES, Tick, make_directories, sync_directory
 from ._header import METADATA, TensorInfo, encode_header, is_known

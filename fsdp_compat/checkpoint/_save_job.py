@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._state.model_units import units_of
+from .._state.units import units_of
 from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from . import _directory as directory

@@ -19,9 +19,9 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.state_store import store_of
-from .._state.optim_state_dict import warn_of_layout
-from .._state.optim_values import StateKind, classify_all
-from .._state.optimizers import convert
+from .._state.older_optimizers import convert
+from .._state.optim_calls import warn_of_layout
+from .._state.optim_contents import StateKind, classify_all
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
 from ._head import TEXT

@@ -76,7 +76,7 @@ from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.state_store import store_of
 from fsdp_compat._layout.spec import flat_layout
 from fsdp_compat._layout.transfer import runs_of_part
-from fsdp_compat._state.model_units import units_of
+from fsdp_compat._state.units import units_of
 from fsdp_compat._stores.flat_store import ALIGN_NBYTES
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, FileFacts
 from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions

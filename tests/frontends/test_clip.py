@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_compat
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen

@@ -28,7 +28,7 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.unit import Residency
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about

@@ -34,7 +34,7 @@ from fsdp_compat import (
     UsageError,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.ranks import run_ranks

@@ -31,9 +31,8 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.model_units import units_of
-from fsdp_compat._state.names import clean_name
 from fsdp_compat._state.rank0 import Rank0Broadcast
+from fsdp_compat._state.units import clean_name, units_of
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.optimizer_state import create_optimizer_state

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.names import clean_name
-from fsdp_compat._state.optim_state_dict import check_optimizer
-from fsdp_compat._state.optim_values import StateKind, classify, classify_all
+from fsdp_compat._state.optim_calls import check_optimizer
+from fsdp_compat._state.optim_contents import StateKind, classify, classify_all
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import CheckpointError, StateError
 from tests.state.test_optim import (
     OPTIMIZERS,

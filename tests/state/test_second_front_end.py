@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat._state.forms import state_dict_type
-from fsdp_compat._state.optim_state_dict import optim_state_dict, optim_state_dict_to_load
+from fsdp_compat._state.optim_calls import optim_state_dict, optim_state_dict_to_load
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 from tests.support.row_front_end import shard_rows

@@ -36,7 +36,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compat
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name
 from tests.support.models import Layer, RecomputesBlocks, Shifted, Stack
 from tests.support.parity import Pair, assert_close, vectors
 

@@ -26,7 +26,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.unit import Residency
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, NUM_TOKENS, Block
 from tests.support.sampling import sample

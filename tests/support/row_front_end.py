@@ -17,8 +17,8 @@ from fsdp_compat._engine import hooks, rendezvous
 from fsdp_compat._engine.gathering import Prefetch
 from fsdp_compat._engine.ownership import assign_owners, named_within
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
-from fsdp_compat._state import model_state_dict, optimizers
-from fsdp_compat._state.model_units import ModelUnit, attribute_order_of, register
+from fsdp_compat._state import model_loading, model_state, older_optimizers
+from fsdp_compat._state.units import ModelUnit, attribute_order_of, register
 
 from .engine_build import CPU, attach_unit, make_unit
 
@@ -29,12 +29,12 @@ class RowSharded(nn.Module):
     """What ``shard_rows`` adds to the class of a module: its state dicts are the units'."""
 
     def state_dict(self, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:
-        return model_state_dict.state_dict(self, *args, filter=filter, **kwargs)
+        return model_state.state_dict(self, *args, filter=filter, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        return model_state_dict.load_state_dict(self, state_dict, strict, assign)
+        return model_loading.load_state_dict(self, state_dict, strict, assign)
 
 
 def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> nn.Module:
@@ -50,7 +50,7 @@ def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> n
     }
     orders = {module: attribute_order_of(module) for module in paths}
     owned = assign_owners(model, list(paths), (), ())
-    optimizers.note(list(model.parameters()), [])
+    older_optimizers.note(list(model.parameters()), [])
     units = {
         module: make_unit("row", module, mesh, named_within(module, owned[module]))
         for module in reversed(paths)
@@ -61,7 +61,7 @@ def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> n
         register(module, ModelUnit(unit, mesh, CPU, group, attribute_order=orders[module]))
         cls = type(module)
         module.__class__ = type(f"RowSharded{cls.__name__}", (RowSharded, cls), {})
-        model_state_dict.follow_loading(module)
+        model_loading.follow_loading(module)
         hooks.guard_state_dicts(unit)  # after it: what follows a load says that it is one
     ordered = [units[module] for module in paths]
     Runtime(ordered[0], ordered, list(paths.values()), RuntimeOptions(False, Prefetch.PRE, False))

@@ -25,8 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.group import Group
-from fsdp_compat._state.model_units import model_unit_of
-from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.units import clean_name, model_unit_of
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import emulated
 from tests.support.engine_build import gather_form

@@ -20,7 +20,7 @@ from ..._engine import dtypes, rendezvous
 from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
 from ..._engine.unit import Residency
-from ..._state.full_params import Options, full_parameters
+from ..._state.summon import Options, full_parameters
 from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
 from ...api import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType

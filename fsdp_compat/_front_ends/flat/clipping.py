@@ -13,7 +13,7 @@ from torch import nn
 from ... import _torch_private
 from ..._engine import grad_norm, rendezvous
 from ..._engine.group import Group
-from ..._state.model_units import is_lazy
+from ..._state.units import is_lazy
 from ...errors import UsageError, ValueStateError
 from .flat_unit import flat_unit_of, require_root
 

@@ -18,8 +18,7 @@ from ..._engine.module_attributes import mark
 from ..._engine.ownership import OrigParam, assign_owners, group_members, named_within
 from ..._engine.preparation import Preparation
 from ..._engine.state_store import flat_param_name
-from ..._state.model_units import attribute_order_of
-from ..._state.names import FSDP_WRAPPED_MODULE
+from ..._state.units import FSDP_WRAPPED_MODULE, attribute_order_of
 from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
 from ...wrap import places_of

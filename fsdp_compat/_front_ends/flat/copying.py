@@ -17,8 +17,7 @@ from torch import nn
 
 from ... import _torch_private
 from ..._engine.buffers import CastBuffers
-from ..._state.model_units import ATTRIBUTE
-from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, clean_name
 from ..._stores.flat_store import FlatStore
 from ...api import StateDictSettings
 from ...errors import StateError

@@ -15,9 +15,8 @@ from ..._engine import hooks, rendezvous
 from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit
-from ..._state import optimizers
-from ..._state.model_units import ATTRIBUTE, ModelUnit, register
-from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ..._state import older_optimizers
+from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
 from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
 from ...errors import StateError
@@ -88,7 +87,7 @@ def make_flat_unit(
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
     precisions = [settings.precision(store.dtype) for store in stores]
-    optimizers.note(originals, stores)
+    older_optimizers.note(originals, stores)
     for store in stores:
         for param, _ in store.sharded_params:
             if not isinstance(param, FlatParameter):  # clients recognize those by their class

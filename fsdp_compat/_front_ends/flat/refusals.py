@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..._engine.unit import Unit
-from ..._state import optimizers
-from ..._state.model_units import is_lazy
-from ..._state.names import clean_name
+from ..._state import older_optimizers
+from ..._state.units import clean_name, is_lazy
 from ...errors import UsageError
 from .flat_unit import is_wrapped, is_wrapper
 
@@ -123,7 +122,7 @@ def refuse_managed(
             if (
                 parameter is not None
                 and parameter not in ignored
-                and optimizers.is_managed(parameter)
+                and older_optimizers.is_managed(parameter)
             ):
                 raise UsageError.of(
                     "A parameter already belongs to another FullyShardedDataParallel.",

@@ -8,9 +8,8 @@ from collections.abc import Generator
 from torch import nn
 
 from ..._engine import rendezvous
-from ..._state.full_params import Options, full_parameters
-from ..._state.model_units import model_unit_of, model_units_in, runtimes_of
-from ..._state.validation import refuse_extensions
+from ..._state.summon import Options, full_parameters
+from ..._state.units import model_unit_of, model_units_in, refuse_extensions, runtimes_of
 from ...errors import (
     AssertedStateError,
     NotImplementedUsageError,

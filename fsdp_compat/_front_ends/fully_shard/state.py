@@ -26,8 +26,8 @@ from ..._engine.partial import PartialShard
 from ..._engine.reduce_policy import ReducePolicy
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.unit import Residency, Unit, UnitOptions
-from ..._state import optimizers, raw_optimizer_state
-from ..._state.model_units import ModelUnit, default_form, register
+from ..._state import older_optimizers, raw_optimizer_state
+from ..._state.units import ModelUnit, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
@@ -488,8 +488,8 @@ def apply(plan: Plan) -> ShardedModules:
         for slot in own.store.shown(None):
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
-    optimizers.note_replaced(param.parameter for param in plan.managed.params)
-    optimizers.patch()  # optimizers that hold the replaced parameters raise an error
+    older_optimizers.note_replaced(param.parameter for param in plan.managed.params)
+    older_optimizers.patch()  # optimizers that hold the replaced parameters raise an error
     raw_optimizer_state.patch()
     data_parallel.patch()
     for module in plan.managed.modules:  # torch.compile asks for these

@@ -12,13 +12,12 @@ from torch import nn
 
 from ... import _torch_private
 from ..._engine import rendezvous
-from ..._state import rank0_loading
-from ..._state.model_units import ModelUnit
-from ..._state.names import clean_name, everything
-from ..._state.optim_values import copied
-from ..._state.unit_entries import full_entries
-from ..._state.validation import not_loaded, refuse_extensions
-from ..._state.values import misfit
+from ..._state import model_loading
+from ..._state.model_loading import not_loaded
+from ..._state.model_state import full_entries
+from ..._state.reading_values import misfit
+from ..._state.sharded_values import copied
+from ..._state.units import ModelUnit, clean_name, everything, refuse_extensions
 from ..._stores.row_store import RowStore
 from ..._torch_private import dtensor as torch_dtensor
 from ...api import StateDictType
@@ -116,7 +115,7 @@ def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None
 def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | None) -> None:
     """Raise CheckpointError on all ranks if ``rank0_only`` is set and any of them has no state
     dict. Collective if it is set."""
-    if record is None or not rank0_loading.is_on(record.form):
+    if record is None or not model_loading.is_on(record.form):
         return
     groups = record.unit.groups
     rendezvous.require_all_ranks("load_state_dict", groups, copies=True)

@@ -1,25 +1,261 @@
-"""The parameters of a unit as entries of a model's state dict: full, sharded or local. A form
-chooses keys and tensor types; it has no gathering of its own."""
+"""The state dict of a wrapper and all that is below it, full, sharded or local.
+
+A form chooses keys and tensor types; it has no gathering of its own."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
+from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval
-from ..errors import UsageError
-from .formats import BoxedTensor, LocalPart
-from .names import Wanted, clean_name, everything, named_sections, shows_originals
-from .optim_values import copied
-from .values import local_value, mesh_sharded_value, sharded_value
+from ..api import (
+    StateDictType,
+)
+from ..errors import (
+    UsageError,
+    wrong_type,
+)
+from .sharded_values import (
+    BoxedTensor,
+    LocalPart,
+    copied,
+    local_value,
+    mesh_sharded_value,
+    sharded_value,
+)
+from .units import (
+    FSDP_WRAPPED_MODULE,
+    ModelUnit,
+    Wanted,
+    clean_name,
+    everything,
+    in_module_order,
+    model_units_in,
+    named_sections,
+    names_in_order,
+    registered_unit,
+    shows_originals,
+    wanted_by,
+    without_checkpoint_wrapper,
+)
+from .unmanaged import owners_in
+
+
+def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:
+    """Return the state dict of a wrapper, see ``FullyShardedDataParallel.state_dict``."""
+    destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
+    own = registered_unit(wrapper)
+    with contextlib.ExitStack() as stack:
+        if filter is not None:
+            stack.enter_context(_filtered(wrapper, wanted_by(filter, "state_dict")))
+        if not own.unit.summoned:
+            stack.enter_context(own.runtime.rested("state_dict"))
+        return _taken(wrapper, own, destination, prefix, keep_vars)
+
+
+@contextlib.contextmanager
+def _filtered(wrapper: nn.Module, wanted: Wanted) -> Iterator[None]:
+    units = model_units_in(wrapper)
+    for each in units:
+        each.wanted = wanted
+    try:
+        yield
+    finally:
+        for each in units:
+            each.wanted = everything
+
+
+def _taken(
+    wrapper: nn.Module, own: ModelUnit, destination: Any, prefix: str, keep_vars: bool
+) -> dict[str, Any]:
+    """Let torch collect the state dict, and put the entries of the unit's parameters in place of
+    their sharded form."""
+    described: dict[str, Any] = getattr(destination, "_metadata", {})
+    first, first_described = len(destination), len(described)
+    own.unit.view.in_state_dict = True
+    try:
+        with rendezvous.nested("state_dict", _groups_of_state_dict(wrapper)):
+            nn.Module.state_dict(
+                wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+    finally:
+        own.unit.view.in_state_dict = False
+    settings = own.form
+    config: Any = settings.state_dict_config
+    keep = not getattr(config, "rank0_only", False) or own.mesh.is_first
+    keys = list(itertools.islice(destination, first, None))
+    base = clean_name(prefix)
+    # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
+    # the inner wrapper has cleaned their names.
+    parts = (
+        set()
+        if own.unit.summoned
+        else {base + clean_name(name) for name in sharded_names(wrapper, own.unit)}
+    )
+    values = {name: destination[key] for key in keys if (name := clean_name(key)) not in parts}
+    for key in keys:
+        del destination[key]
+    for name, exact in own.exact_buffers():
+        if base + name in values:
+            values[base + name] = exact
+    met = _own_names(wrapper, own, keys, prefix)
+    values = _only_wanted(wrapper, own.wanted, values, met, base)
+    if not keep:
+        values = {}
+    elif getattr(config, "offload_to_cpu", False):
+        values = {key: _on_cpu(value, as_copy=key in met) for key, value in values.items()}
+    elif not own.unit.summoned and not keep_vars:
+        values = {key: _compact(value) if key in met else value for key, value in values.items()}
+    if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
+        values.update(_entries(own, base, keep))
+    for key in in_module_order(list(values), names_in_order(wrapper, base)):
+        destination[key] = values[key]
+    for key in [
+        key for key in itertools.islice(described, first_described, None) if key.startswith(prefix)
+    ]:
+        described.setdefault(clean_name(key), described[key])
+    return destination
+
+
+def _own_names(wrapper: nn.Module, own: ModelUnit, keys: Sequence[str], prefix: str) -> set[str]:
+    """Return the clean names of the entries that come from this unit's modules, and not from those
+    of an inner unit."""
+    if own.unit.module is not wrapper:  # inner wrappers have cleaned the names of theirs
+        inner = inner_prefix(wrapper, own, prefix)
+        return {clean_name(key) for key in keys if key.startswith(inner)}
+    owners = owners_in(wrapper)
+    return {
+        clean_name(key)
+        for key in keys
+        if owners.get(key[len(prefix) :].rpartition(".")[0], wrapper) is wrapper
+    }
+
+
+def inner_prefix(wrapper: nn.Module, own: ModelUnit, prefix: str) -> str:
+    """Return the prefix of the names in the unit's module; of a unit that is registered on its
+    module itself it is the same."""
+    return prefix if own.unit.module is wrapper else f"{prefix}{FSDP_WRAPPED_MODULE}."
+
+
+def _entries(own: ModelUnit, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the entries of the unit's own parameters, in the form that is set."""
+    config: Any = own.form.state_dict_config
+    to_cpu = config.offload_to_cpu
+    if own.form.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return full_entries(own.unit, base, own.wanted, to_cpu, keep)
+    if own.form.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        return local_entries(own.unit, base, own.wanted, own.group, to_cpu)
+    return sharded_entries(
+        own.unit, base, own.wanted, own.group, own.device_mesh, to_cpu, config.as_views
+    )
+
+
+def _only_wanted(
+    wrapper: nn.Module, wanted: Wanted, values: dict[str, Any], met: set[str], base: str
+) -> dict[str, Any]:
+    """Drop what a filter leaves out of ``met``, the unmanaged entries of this unit's modules."""
+    if wanted is everything:
+        return values
+    named = wrapper.named_parameters(remove_duplicate=False)
+    trainable = {base + clean_name(name) for name, parameter in named if parameter.requires_grad}
+    return {k: v for k, v in values.items() if k not in met or wanted(k, k in trainable)}
+
+
+def sharded_names(wrapper: nn.Module, unit: Unit) -> set[str]:
+    """The names under which the wrapped module's state dict holds, or misses, managed
+    parameters in their sharded form.
+
+    Activation checkpointing's wrapper takes itself out of the names at one time and not at
+    another: both are here. It may have come between the wrapper and the unit's module.
+    """
+    held = unit.module if unit.module is wrapper else wrapper.get_submodule(FSDP_WRAPPED_MODULE)
+    managed = {id(param) for group in unit.groups for param, _ in group.store.sharded_params}
+    raw = {
+        f"{path}.{attribute}".lstrip(".")
+        for path, child in held.named_modules(remove_duplicate=False)
+        for attribute, parameter in child._parameters.items()
+        if id(parameter) in managed
+    }
+    return raw | {without_checkpoint_wrapper(name) for name in raw}
+
+
+# -- what is sent
+
+
+def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
+    """Yield the groups that are gathered for a state dict in the form that is set."""
+    for each in model_units_in(module):
+        kind = each.form.state_dict_type
+        with_mesh = kind is StateDictType.SHARDED_STATE_DICT and each.device_mesh is not None
+        if not each.unit.summoned and (kind is StateDictType.FULL_STATE_DICT or with_mesh):
+            yield from each.unit.groups
+
+
+def _on_cpu(value: Any, as_copy: bool) -> Any:
+    """Return a tensor on the CPU. as_copy: a copy also where it is there already, which training
+    does not change."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.is_meta
+        or (value.device.type == "cpu" and not as_copy)
+    ):
+        return value
+    return copied(value, to_cpu=True)
+
+
+def _compact(value: Any) -> Any:
+    """Return a tensor that keeps no more memory than it shows."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or not _torch_private.is_plain(value)
+        or value.layout is not torch.strided
+        or value.is_meta
+    ):
+        return value
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+
+
+def _state_dict_arguments(*args: Any, **kwargs: Any) -> tuple[Any, str, bool]:
+    """Return (destination, prefix, keep_vars) from nn.Module.state_dict's arguments; positional
+    ones are its older form."""
+    names = ("destination", "prefix", "keep_vars")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if (
+        len(args) > len(names)
+        or len(given) < len(args) + len(kwargs)
+        or not given.keys() <= set(names)
+    ):
+        raise wrong_type(
+            "arguments",
+            "destination=, prefix= and keep_vars=, each once",
+            (args, kwargs),
+            "state_dict",
+        )
+    destination = given.get("destination")
+    if not isinstance(given.get("prefix") or "", str):
+        raise wrong_type("prefix", "a string", given["prefix"], "state_dict")
+    if destination is not None and not isinstance(destination, MutableMapping):
+        raise wrong_type("destination", "a dict, or None", destination, "state_dict")
+    if destination is None:
+        destination = collections.OrderedDict()
+        setattr(
+            destination, "_metadata", collections.OrderedDict()
+        )  # as nn.Module.state_dict has it
+    return destination, given.get("prefix") or "", bool(given.get("keep_vars", False))
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:

@@ -18,16 +18,14 @@ from ..api import StateDictType
 from ..errors import require_bools, require_group, require_model_and_optimizer
 from .dry_run import first_states, states_to_be
 from .forms import get_state_dict_type
-from .model_units import model_units_in, names_before, runtimes_of, units_of
-from .optim import ExportOptions, Values, facts_of, optim_state, source_of
-from .optim_alike import agree_together
-from .optim_given import LoadOptions
-from .optim_load import optim_state_to_load
-from .optimizers import convert
-from .param_ownership import ParamOwnership, ownership_of, require_units
+from .older_optimizers import convert
+from .optim_agreement import agree_together
+from .optim_contents import ParamOwnership, ownership_of, require_units
+from .optim_export import ExportOptions, Values, facts_of, optim_state, source_of
+from .optim_import import LoadOptions, optim_state_to_load
 from .rank0 import Rank0Broadcast
 from .rank_local import unshardable
-from .validation import refuse_extensions
+from .units import model_units_in, names_before, refuse_extensions, runtimes_of, units_of
 
 # Optimizers whose rank-local states this process has warned of.
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import StateError, UsageError
-from .full_params import shown_stores
+from .summon import shown_stores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,17 @@ class _Replaced:
 # first of the model's parameters in it). For a parameter that another one has replaced: a
 # _Replaced.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 # {a parameter whose value was copied into a unit: the attribute it was assigned to}
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 # An attribute of sharded parameters. Unlike an entry in `_managed`, it is pickled with them.
 _MARK = "_fsdp_compat_part"
+
 _wrappings = itertools.count(1)
+
 _last_wrapping = 0
+
 # {optimizer: the value of `_last_wrapping` when it was last checked}
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 

@@ -1,30 +1,29 @@
-"""Which of the user's parameters each parameter of an optimizer contains: one, or the many of a
-FlatParameter."""
+"""What an optimizer holds: the user's parameters in each of its parameters, one, or the many of a
+FlatParameter; and the kinds of state that it keeps for a parameter."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import enum
 import functools
+import io
 import math
+import numbers
+import pickle
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._engine.unit import Unit
-from ..errors import UsageError
-from .names import clean_name
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedUnit:
-    """A unit, and the prefix of its parameters' names in the model."""
-
-    unit: Unit
-    prefix: str
+from ..errors import FsdpCompatError, UsageError
+from .sharded_values import copied
+from .units import NamedUnit, clean_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,3 +207,156 @@ def is_flat(group: Group) -> bool:
 def is_whole(group: Group) -> bool:
     """True if the optimizer holds the user's parameters in their own shapes: nothing is sharded."""
     return store_of(group).ranks == 1 and not is_flat(group)
+
+
+class StateKind(enum.Enum):
+    """How a value of an optimizer's state relates to the (sharded) parameter that it is kept
+    for."""
+
+    PER_ELEMENT = enum.auto()  # of the parameter's shape: sharded and gathered like it
+    SCALAR = enum.auto()  # a count or a setting: the same on all ranks and for any layout
+    RANK_LOCAL = enum.auto()  # of another shape, or not a tensor: fits only this rank's part
+
+
+def classify(value: object, param: nn.Parameter) -> StateKind:
+    """Return the kind of a value that an optimizer keeps for ``param``.
+
+    A 0-d tensor is a scalar, even if the parameter is 0-d. A tensor subclass that wraps others,
+    such as a quantized one, is rank-local. Whether a scalar is equal on all ranks is not checked.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            return StateKind.SCALAR
+        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        plain = not is_wrapper or not _torch_private.is_plain(value)
+        return (
+            StateKind.PER_ELEMENT
+            if plain and value.layout is torch.strided and value.shape == param.shape
+            else StateKind.RANK_LOCAL
+        )
+    return (
+        StateKind.SCALAR
+        if value is None or isinstance(value, (numbers.Number, str))
+        else StateKind.RANK_LOCAL
+    )
+
+
+def classify_all(
+    states: Mapping[nn.Parameter, Mapping[Any, Any]],
+) -> dict[nn.Parameter, dict[Any, StateKind]]:
+    """Return the kinds of all states of several parameters.
+
+    For a parameter with at most one element, a rank-local state (a scale per block of elements) may
+    have the parameter's shape by chance: a state that is rank-local for other parameters is
+    rank-local for this one too.
+    """
+    kinds = {
+        param: {key: classify(value, param) for key, value in state.items()}
+        for param, state in states.items()
+    }
+    rank_local = {
+        key
+        for of_param in kinds.values()
+        for key, kind in of_param.items()
+        if kind is StateKind.RANK_LOCAL
+    }
+    for param, of_param in kinds.items():
+        for key in rank_local & of_param.keys() if param.numel() <= 1 else ():
+            if of_param[key] is StateKind.PER_ELEMENT:
+                of_param[key] = StateKind.RANK_LOCAL
+    return kinds
+
+
+def snapshot(value: Any, to_cpu: bool = False) -> Any:
+    """Return a copy of a rank-local state that later steps do not change. A value that cannot be
+    copied is returned as it is."""
+    if isinstance(value, torch.Tensor):
+        return copied(value, to_cpu)
+    if type(value) is dict:
+        return {key: snapshot(item, to_cpu) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item, to_cpu) for item in value)
+    for make_copy in (lambda: _by_pickle(value, to_cpu), lambda: copy.deepcopy(value)):
+        try:
+            return make_copy()
+        except Exception:  # an object may raise anything, and a save must not fail for that
+            continue
+    return value
+
+
+class _Pickler(pickle.Pickler):
+    """Copies tensors one by one, because deepcopy and torch's pickling copy whole storages."""
+
+    def __init__(self, file: io.BytesIO, to_cpu: bool) -> None:
+        super().__init__(file)
+        self._to_cpu = to_cpu
+        self._seen: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not torch.Tensor or obj.requires_grad:
+            return None
+        if id(obj) not in self._seen:
+            self._seen[id(obj)] = len(self.tensors)
+            self.tensors.append(copied(obj, self._to_cpu))
+        return self._seen[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _by_pickle(value: Any, to_cpu: bool) -> Any:
+    file = io.BytesIO()
+    pickler = _Pickler(file, to_cpu)
+    pickler.dump(value)
+    file.seek(0)
+    return _Unpickler(file, pickler.tensors).load()
+
+
+def other_form(state_dict: Any) -> tuple[str, object] | None:
+    """Return (expected, got) for an object that is not an optimizer's state dict, and None for an
+    optimizer's state dict.
+
+    "param_groups" may be missing, and keys that name no parameter may have any value.
+    """
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
+        return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(
+            state_dict, Mapping
+        ) else state_dict
+    state, groups = state_dict["state"], state_dict.get("param_groups", ())
+    if not isinstance(state, Mapping):
+        return "'state': a dict keyed by parameter", state
+    for name, entry in state.items():
+        if not isinstance(entry, Mapping) and not isinstance(name, str):
+            return f"'state' of {name!r}: a dict", entry
+    if not isinstance(groups, (list, tuple)):
+        return "'param_groups': a list of dicts", groups
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            return f"'param_groups', group {number}: a dict with 'params', a list", group
+    return None
+
+
+def not_a_state_dict(
+    kind: type[FsdpCompatError], expected: str, got: object, where: str, fix: str
+) -> FsdpCompatError:
+    """Return the error for an object that is not an optimizer's state dict, or not a part of
+    one."""
+    shown = f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
+    first = "This is not an optimizer state dict."
+    return kind.of(first, expected=expected, got=shown, where=where, fix=fix)
+
+
+def is_user_state(ownership: ParamOwnership, key: object) -> bool:
+    """True for the key of a state that belongs to no parameter."""
+    return (
+        isinstance(key, str)
+        and ownership.name_before(key) not in ownership.by_name
+        and key not in ownership.by_current_name
+    )

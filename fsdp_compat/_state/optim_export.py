@@ -22,12 +22,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import FsdpCompatError, RuntimeUsageError, UsageError
-from .optim_alike import Agreed
-from .optim_values import StateKind, classify_all, copied, snapshot
-from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
+from ..errors import RuntimeUsageError, UsageError
+from .optim_agreement import Agreed
+from .optim_contents import (
+    ParamOwnership,
+    StateKind,
+    classify_all,
+    is_flat,
+    is_user_state,
+    is_whole,
+    not_a_state_dict,
+    other_form,
+    snapshot,
+)
 from .rank_local import gather_states, rank_local_states
-from .values import mesh_sharded_value, sharded_value
+from .sharded_values import copied, mesh_sharded_value, sharded_value
+from .units import NamedUnit
 
 __all__ = [
     "Facts",
@@ -75,49 +85,6 @@ class Source:
     # The dict's, with parameters as "params"; None if it has none.
     param_groups: Sequence[Mapping[str, Any]] | None
     is_dry_run: bool = False  # the optimizer has no state yet: what its first step would create
-
-
-def other_form(state_dict: Any) -> tuple[str, object] | None:
-    """Return (expected, got) for an object that is not an optimizer's state dict, and None for an
-    optimizer's state dict.
-
-    "param_groups" may be missing, and keys that name no parameter may have any value.
-    """
-    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
-        return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(
-            state_dict, Mapping
-        ) else state_dict
-    state, groups = state_dict["state"], state_dict.get("param_groups", ())
-    if not isinstance(state, Mapping):
-        return "'state': a dict keyed by parameter", state
-    for name, entry in state.items():
-        if not isinstance(entry, Mapping) and not isinstance(name, str):
-            return f"'state' of {name!r}: a dict", entry
-    if not isinstance(groups, (list, tuple)):
-        return "'param_groups': a list of dicts", groups
-    for number, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            return f"'param_groups', group {number}: a dict with 'params', a list", group
-    return None
-
-
-def not_a_state_dict(
-    kind: type[FsdpCompatError], expected: str, got: object, where: str, fix: str
-) -> FsdpCompatError:
-    """Return the error for an object that is not an optimizer's state dict, or not a part of
-    one."""
-    shown = f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
-    first = "This is not an optimizer state dict."
-    return kind.of(first, expected=expected, got=shown, where=where, fix=fix)
-
-
-def is_user_state(ownership: ParamOwnership, key: object) -> bool:
-    """True for the key of a state that belongs to no parameter."""
-    return (
-        isinstance(key, str)
-        and ownership.name_before(key) not in ownership.by_name
-        and key not in ownership.by_current_name
-    )
 
 
 def source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> Source:

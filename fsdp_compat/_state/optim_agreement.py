@@ -20,7 +20,7 @@ from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from ..errors import RuntimeUsageError
-from .param_ownership import ParamOwnership
+from .optim_contents import ParamOwnership
 
 _Runs = tuple[tuple[int, int], ...]  # (start, stop), in order
 

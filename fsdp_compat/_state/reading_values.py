@@ -12,89 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from .._comm.backend import gather_in_group
 from .._engine.tensor_parallel import TensorParallel
-from .._layout.spec import FlatLayout, ParamSpec
+from .._layout.spec import FlatLayout
 from ..errors import CheckpointError
-from .formats import BoxedTensor, FlatOfParameters, place_of
+from .sharded_values import BoxedTensor, flat_of_parameters, place_of
 
 if typing.TYPE_CHECKING:  # importing it takes a second
-    from torch.distributed.tensor import DTensor
-
-
-def sharded_value(
-    layout: FlatLayout,
-    index: int,
-    rank: int,
-    run: torch.Tensor,
-    members: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-    parallel: TensorParallel | None = None,
-) -> torch.Tensor:
-    """Return the value of parameter ``index`` for a sharded state dict, given this rank's elements
-    of it.
-
-    A view of ``run``: with one rank, and for parameters without elements, a plain tensor in the
-    parameter's shape. parallel: the placement of a tensor-parallel parameter on its own mesh; the
-    boxes are boxes of the whole parameter.
-    """
-    shape = layout.params[index].shape
-    place = place_of(shape, parallel)
-    if not math.prod(place.whole_shape):
-        return run.view(place.whole_shape)
-    if layout.ranks == 1 and place.whole_shape == shape:
-        return run.view(shape)
-    return BoxedTensor(layout, index, rank, run, members, group, place)
-
-
-def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return the value for a sharded state dict of a model with a device mesh: a DTensor sharded
-    along dimension 0.
-
-    The mesh's last dimension splits, the others repeat; a 0-d value is repeated along all. This
-    rank's part is a copy, no larger than itself. Nothing is sent.
-    """
-    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    own = whole.detach()
-    if whole.dim():
-        last = mesh.ndim - 1
-        rows = -(
-            -whole.shape[0] // mesh.size(last)
-        )  # as torch.chunk cuts: the last ones have fewer, or none
-        own = own[rows * mesh.get_local_rank(last) :][:rows]
-        placements[-1] = Shard(0)
-    own = own.clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(
-        own, mesh, placements, run_check=False, shape=whole.shape, stride=stride
-    )
-
-
-def flat_of_parameters(layout: FlatLayout) -> FlatOfParameters:
-    """Return the layout of the flat tensor of ``layout`` itself, without the padding at its end,
-    which is not saved."""
-    numel = max((param.place.stop for param in layout.params), default=0)
-    return FlatOfParameters(
-        (ParamSpec("flat", (numel,), 0),), layout.ranks, layout.shard_numel, layout
-    )
-
-
-def local_value(
-    layout: FlatLayout,
-    rank: int,
-    shard: torch.Tensor,
-    members: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """Return the value for a local state dict: a view of ``rank``'s ``shard`` [S] of the flat
-    tensor of ``layout``."""
-    flat = flat_of_parameters(layout)
-    return sharded_value(flat, 0, rank, shard[flat.part_in_shard(0, rank).slice], members, group)
+    pass
 
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
