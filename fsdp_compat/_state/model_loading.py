@@ -4,13 +4,15 @@ changes, from every rank or from rank 0 alone."""
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.dtypes import ComputeDtype
 from .._engine.group import Group
@@ -27,8 +29,8 @@ from ..errors import (
     require_bools,
 )
 from .model_state import inner_prefix, sharded_names
-from .rank0 import fill_from_rank0
-from .reading_values import is_sharded
+from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of
+from .reading_values import is_sharded, is_tensor, materialised
 from .sharded_values import BoxedTensor
 from .unit_loading import check_unit, load_unit, other_local, wrong_value
 from .units import (
@@ -40,6 +42,8 @@ from .units import (
     model_unit_of,
     model_units_in,
     names_in_order,
+    names_of,
+    param_names,
     registered_unit,
     units_of,
 )
@@ -101,7 +105,7 @@ def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterato
         for group in named.unit.groups if not named.unit.summoned else ():
             store = store_of(group)
             for index, member in enumerate(store.orig_params):
-                keys = [named.prefix + clean_name(name) for name in member.names]
+                keys = names_of(member, named.prefix)
                 value = next((state_dict[key] for key in keys if key in state_dict), None)
                 if is_sharded(value):
                     if not (
@@ -275,9 +279,16 @@ def is_on(settings: StateDictSettings) -> bool:
     )
 
 
-def fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
-    """Return the state dict for this rank to load, with values from rank 0, see
-    ``fill_from_rank0``. Collective."""
+def fill(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
+    """Return the state dict for this rank to load, with values from rank 0 on ranks without one.
+
+    given: a state dict, which may be None or empty on ranks that have none; it is not changed. If
+    all ranks have one, or none has, it is returned as it is. Names and what is no tensor are sent
+    at once, a unit's parameters when the unit is loaded (`Rank0Value`), so that only one unit is in
+    memory at a time, and other tensors one by one: unless ``assign``, into the model's own memory.
+
+    Collective. Raises CheckpointError, on all ranks and before anything changes, for a bad dict.
+    """
     units = model_units_in(model)
     rendezvous.require_all_ranks(
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
@@ -292,23 +303,85 @@ def fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
             where=label,
             fix="load the state dict on every rank, without rank0_only=True",
         )
-    managed = {
+    rank0 = Rank0Broadcast(units[0].mesh, units[0].device)
+    is_dict = given is None or isinstance(given, Mapping)
+    all_dicts, have = zip(*rank0.gather((is_dict, is_dict and bool(given))), strict=True)
+    if not is_dict or (all(all_dicts) and len(set(have)) == 1):
+        return given
+    if not all(all_dicts) or not have[0]:
+        raise _not_everywhere(
+            "a state dict on rank 0, on the others the same, None or {}",
+            f"{'a' if given else 'no'} state dict on this rank, "
+            + ("none on rank 0" if all(all_dicts) else "something else on another rank"),
+            label,
+        )
+    told, error = None, None
+    if rank0.is_here:
+        try:
+            refuse_values(model, label, given, strict)
+            given, told = _outlined(given, _managed_names(model), label)
+        except CheckpointError as caught:
+            error = caught
+    text = rank0.tell("" if error is None else str(error))
+    if text:
+        raise error or CheckpointError(text)
+    outlines, metadata = rank0.send_object(told, "what the state dict holds")
+    others, filled = others_in(model), collections.OrderedDict[str, Any]()
+    for key, outline in outlines.items():
+        value = given[key] if rank0.is_here else outline
+        if isinstance(outline, Rank0Value):
+            value = Rank0Value(outline.is_lazy, given[key] if rank0.is_here else None, rank0)
+        elif isinstance(outline, Outline):
+            [sent] = rank0.send([value], f"the value of {key!r}")
+            value = value if rank0.is_here else sent
+            target = None if assign or rank0.is_here else others.get(clean_name(key))
+            if target is not None and _torch_private.is_plain(target):
+                value = target.detach().copy_(sent.reshape(target.shape))
+        filled[key] = value
+    if metadata is not None:
+        setattr(filled, "_metadata", metadata)
+    return filled
+
+
+def _outlined(given: Mapping[str, Any], managed: Collection[str], label: str) -> tuple[Any, Any]:
+    """Return (a state dict without lazy values of unmanaged entries, what rank 0 tells of it: the
+    entries, with stand-ins for tensors, and the metadata)."""
+    found, told = dict[str, Any](given), dict[str, Any]()
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor) and is_sharded(value):
+            raise _not_everywhere(
+                "whole tensors on rank 0, or every rank's own part of sharded ones on every rank",
+                f"a {type(value).__name__} for {key!r}, and ranks without a state dict",
+                label,
+            )
+        if clean_name(key) in managed:
+            told[key] = Rank0Value(is_lazy=not isinstance(value, torch.Tensor))
+        elif is_tensor(value):
+            found[key] = materialised(value, key)
+            told[key] = outline_of(found[key])
+        else:
+            told[key] = value
+    return found, (told, getattr(given, "_metadata", None))
+
+
+def _managed_names(model: nn.Module) -> set[str]:
+    """Return the clean names of the parameters of units, all that each has."""
+    return {
         f"{clean_name(path)}.{clean_name(name)}".lstrip(".")
         for path, child in model.named_modules(remove_duplicate=False)
         if (registered := model_unit_of(child)) is not None and not registered.unit.summoned
-        for group in registered.unit.groups
-        for param in store_of(group).orig_params
-        for name in param.names
+        for name in param_names(registered.unit)
     }
-    return fill_from_rank0(
-        state_dict,
-        units[0].mesh,
-        units[0].device,
-        check=lambda given: refuse_values(model, label, given, strict),
-        managed=managed,
-        others=others_in(model),
-        assign=assign,
-        where=f"load_state_dict of {label}",
+
+
+def _not_everywhere(expected: str, got: str, label: str) -> CheckpointError:
+    return CheckpointError.of(
+        "The state dict cannot be loaded from one rank.",
+        expected=expected,
+        got=got,
+        where=f"load_state_dict of {label}, with rank0_only=True",
+        fix="call load_state_dict(...) on all ranks, on rank 0 with the whole state dict, on "
+        "the others with it or with {}",
     )
 
 

@@ -121,6 +121,23 @@ def materialised(value: Any, name: str) -> torch.Tensor:
     ) from cause
 
 
+def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> str | None:
+    """Describe a value that cannot be loaded into a tensor of this shape and dtype (None: any);
+    None if it can. A lazy value stays lazy."""
+    if not is_tensor(value):
+        return f"a {type(value).__name__}"
+    if (wrong := misfit(value)) is not None:
+        return wrong
+    if shape is not None and shape_of(value) != tuple(shape):
+        return f"shape {list(shape_of(value))}"
+    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+    if is_plain and (value.is_meta or value.layout is not torch.strided):
+        return f"a tensor on the {value.device.type} device, {value.layout}, without values"
+    if dtype is not None and dtype_of(value).is_complex and not dtype.is_complex:
+        return f"{dtype_of(value)}, whose imaginary part would be lost"
+    return None
+
+
 def misfit(value: object) -> str | None:
     """Describe a local shard that does not fit ``value``, or that is another rank's; None if all
     fit."""

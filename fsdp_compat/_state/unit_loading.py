@@ -1,32 +1,31 @@
-"""Loading a state dict into a unit's parameters, in whatever form its values are."""
+"""The values of a state dict for one unit's parameters, in any form: checked, and loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .._engine.group import Group
-from .._engine.ownership import ParamSlots
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval, Section
-from .rank0 import Rank0Value, broadcast_values
+from .rank0 import Rank0Value, received
 from .reading_values import (
     dtype_of,
     is_local,
     is_readable,
     is_sharded,
     is_tensor,
-    misfit,
     read_local,
     read_part,
     shape_of,
+    unfit,
 )
 from .sharded_values import BoxedTensor
-from .units import clean_name, named_sections
+from .units import named_sections, names_of
 
 
 def check_unit(
@@ -43,41 +42,49 @@ def check_unit(
     takes_parts: the state dict type is local: a parameter's value may be this rank's part of it.
     """
     for flat_name, group, section in named_sections(unit):
-        store = store_of(group)
-        flat = entries.get(key := prefix + flat_name)
-        if key in entries:
-            errors += (wrong_flat := _wrong_local(group, section, key, flat))
-            if wrong_flat:
-                continue
-        for index, member in _params_of(store, section):
-            keys = [prefix + clean_name(name) for name in member.names]
-            found = [key for key in keys if key in entries]
-            if flat is not None:
-                place = section.layout.params[index - section.first_param].place
-                errors += [
-                    _contradiction(key, prefix + flat_name)
-                    for key in found
-                    if not _is_part_of(flat, entries[key], place)
-                ]
-                continue
-            missing += [] if found else keys[:1]
-            part = store.part(index, store.rank)
-            for key in found:
-                is_part = _is_part(entries[key], part)
-                shape = (part.numel,) if is_part and takes_parts else store.shape(index)
-                wrong = wrong_value(key, entries[key], shape, store.dtype)
-                if wrong is not None and is_part and not takes_parts:
-                    wrong += (
-                        ", which would be this rank's part: to load that, set "
-                        "StateDictType.LOCAL_STATE_DICT"
-                    )
-                errors += [] if wrong is None else [wrong]
-            shape, parallel = store.local_shape(index), store.parallel[index]
-            errors += [
-                _other_parallel(key)
-                for key in found
-                if not is_readable(entries[key], shape, parallel)
+        store, flat_name = store_of(group), prefix + flat_name
+        if flat_name not in entries:
+            for index, keys in _params_of(store, section, prefix):
+                found = {key: entries[key] for key in keys if key in entries}
+                missing += [] if found else keys[:1]
+                for key, value in found.items():
+                    errors += _wrong(store, index, key, value, takes_parts)
+            continue
+        flat = entries[flat_name]
+        wrong = _wrong_local(group, section, flat_name, flat)
+        for index, keys in () if wrong else _params_of(store, section, prefix):
+            place = section.layout.params[index - section.first_param].place
+            wrong += [
+                f"{key}: its values are not those that this rank has of it in {flat_name!r}, a "
+                "flat parameter in the same dict. Delete the entry that is not to be loaded"
+                for key in keys
+                if key in entries and not _is_part_of(flat, entries[key], place)
             ]
+        errors += wrong
+
+
+def _params_of(store: StateStore, section: Section, prefix: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield (index, keys) of the parameters of a section."""
+    for index in range(section.first_param, section.first_param + len(section.layout.params)):
+        yield index, names_of(store.orig_params[index], prefix)
+
+
+def _wrong(store: StateStore, index: int, key: str, value: Any, takes_parts: bool) -> list[str]:
+    """Say why ``value`` cannot be loaded into a parameter; [] if it can."""
+    is_part = _is_part(value, store.part(index, store.rank))
+    shape = store.shape(index)
+    wrong = wrong_value(key, value, value.shape if is_part and takes_parts else shape, store.dtype)
+    if wrong is not None and is_part:
+        wrong += (
+            ", which would be this rank's part: to load that, set StateDictType.LOCAL_STATE_DICT"
+        )
+    if wrong is None and not is_readable(value, store.local_shape(index), store.parallel[index]):
+        wrong = (
+            f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
+            "that splits it in the same way. Load them through torch.distributed.checkpoint, or "
+            "use StateDictType.FULL_STATE_DICT"
+        )
+    return [] if wrong is None else [wrong]
 
 
 def _is_part(value: Any, part: Interval) -> bool:
@@ -102,58 +109,27 @@ def _is_part_of(flat: torch.Tensor, value: Any, place: Interval) -> bool:
     return bool(((found == expected) | ((found != found) & (expected != expected))).all())
 
 
-def _contradiction(key: str, flat_name: str) -> str:
-    return (
-        f"{key}: its values are not those that this rank has of it in {flat_name!r}, a flat "
-        "parameter in the same dict. Delete the entry that is not to be loaded"
-    )
-
-
-def _params_of(store: StateStore, section: Section) -> list[tuple[int, ParamSlots]]:
-    """Return the parameters of a section by their index."""
-    first, end = section.first_param, section.first_param + len(section.layout.params)
-    return list(zip(range(first, end), store.orig_params[first:end], strict=True))
-
-
 def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[str]:
     """Say why ``value`` is not this unit's flat parameter, cut as it is here; [] if it is."""
-    store = store_of(group)
-    if not isinstance(value, torch.Tensor):
-        return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
-    if (got := dtype_of(value)).is_complex and not store.dtype.is_complex:
-        return [f"{key}: expected {store.dtype}, got {got}, whose imaginary part would be lost"]
-    if (wrong := misfit(value)) is not None:
-        return [f"{key}: {wrong}"]
-    if group.shard.ranks > 1 and is_local(value, section.layout):
-        if isinstance(value, BoxedTensor) and value.rank != store.rank:
-            return [
-                f"{key}: this rank is {store.rank} of {group.shard.ranks}, and this is the shard "
-                f"of rank {value.rank}. Load the file that this rank saved"
-            ]
-        return []
-    return [
-        other_local(
-            key, f"{len(section.layout.params)} parameter(s) over {group.shard.ranks} rank(s)"
-        )
-    ]
-
-
-def _other_parallel(key: str) -> str:
-    """Return the error for shards of a tensor-parallel parameter that do not fit."""
-    return (
-        f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
-        "that splits it in the same way. Load them through torch.distributed.checkpoint, or use "
-        "StateDictType.FULL_STATE_DICT"
-    )
+    store, ranks = store_of(group), group.shard.ranks
+    if (wrong := unfit(value, None, store.dtype)) is not None:
+        return [f"{key}: expected a ShardedTensor of {store.dtype}, got {wrong}"]
+    if ranks == 1 or not is_local(value, section.layout):
+        return [other_local(key, f"{len(section.layout.params)} parameter(s) over {ranks} rank(s)")]
+    if isinstance(value, BoxedTensor) and value.rank != store.rank:
+        return [
+            f"{key}: this rank is {store.rank} of {ranks}, and this is the shard of rank "
+            f"{value.rank}. Load the file that this rank saved"
+        ]
+    return []
 
 
 def other_local(key: str, here: str) -> str:
     """Return the error for a local state dict that does not fit. here: what this model has."""
     return (
         f"{key}: a flat parameter of a LOCAL_STATE_DICT can only be loaded by as many ranks, "
-        "wrapped in the same way; here it has "
-        f"{here}. Save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which any model "
-        "of the same parameters loads"
+        f"wrapped in the same way; here it has {here}. Save with StateDictType.SHARDED_STATE_DICT "
+        "or FULL_STATE_DICT, which any model of the same parameters loads"
     )
 
 
@@ -162,28 +138,12 @@ def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype
     lazy value stays lazy."""
     if isinstance(value, Rank0Value):  # the first rank has looked at it
         return None
-    if not is_tensor(value):
-        return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
-    if (wrong := misfit(value)) is not None:
-        return f"{key}: {wrong}"
-    got = shape_of(value)
-    if got != shape and not (shape == () and got == (1,)):
-        return (
-            f"size mismatch for {key}: expected shape {list(shape)} as in the current model, "
-            f"got {list(got)}"
-        )
-    if (
-        isinstance(value, torch.Tensor)
-        and not is_sharded(value)
-        and (value.is_meta or value.layout is not torch.strided)
-    ):
-        return (
-            f"{key}: expected a tensor with values, got one "
-            f"{'on the meta device' if value.is_meta else value.layout}"
-        )
-    if (given := dtype_of(value)).is_complex and not dtype.is_complex:
-        return f"{key}: expected {dtype}, got {given}, whose imaginary part would be lost"
-    return None
+    if shape == () and is_tensor(value) and shape_of(value) == (1,):
+        shape = (1,)
+    if (wrong := unfit(value, shape, dtype)) is None:
+        return None
+    mismatch = "size mismatch for " if wrong.startswith("shape ") else ""
+    return f"{mismatch}{key}: expected shape {list(shape)} of {dtype}, got {wrong}"
 
 
 def load_unit(
@@ -209,8 +169,7 @@ def load_unit(
             store = store_of(group)
             flat = entries.pop(prefix + flat_name, None)
             found: dict[int, Any] = {}
-            for index, member in _params_of(store, section):
-                keys = dict.fromkeys(prefix + clean_name(name) for name in member.names)
+            for index, keys in _params_of(store, section, prefix):
                 values = [entries.pop(key) for key in keys if key in entries]
                 found.update({index: values[-1]} if values else {})
             if wrong:
@@ -219,9 +178,9 @@ def load_unit(
                 run = read_local(flat, section.layout, store.rank, group.shard.members)
                 _write(store.shard[section.place.slice][: run.numel()], run)
                 continue
-            received = broadcast_values(group, found)
-            for index in list(received):
-                _load_parameter(group, index, received.pop(index), takes_parts)
+            found = received(group, found)
+            for index in list(found):
+                _load_parameter(group, index, found.pop(index), takes_parts)
 
 
 def _load_parameter(group: Group, index: int, value: Any, takes_parts: bool) -> None:
@@ -237,9 +196,9 @@ def _load_parameter(group: Group, index: int, value: Any, takes_parts: bool) -> 
 
 def _write(target: torch.Tensor, run: torch.Tensor) -> None:
     """Copy ``run`` into ``target``, unless they are the same memory."""
-    if (
-        run.data_ptr() != target.data_ptr()
-        or run.device != target.device
-        or run.dtype != target.dtype
-    ):
+    one, other = (
+        (target.data_ptr(), target.device, target.dtype),
+        (run.data_ptr(), run.device, run.dtype),
+    )
+    if one != other:
         target.copy_(run)

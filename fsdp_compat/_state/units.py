@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._comm.mesh import Mesh
 from .._engine.group import Group
+from .._engine.ownership import ParamSlots
 from .._engine.runtime import Runtime, runtime_of
 from .._engine.state_store import FLAT_PARAM, flat_param_name, store_of
 from .._engine.unit import Unit
@@ -138,6 +139,12 @@ def in_module_order(keys: Sequence[str], order: Sequence[str]) -> list[str]:
     end."""
     known = {key: position for position, key in enumerate(order)}
     return sorted(keys, key=lambda key: known.get(key, len(known)))
+
+
+def names_of(param: ParamSlots, prefix: str) -> list[str]:
+    """Return the names in a model of a parameter of the unit with this prefix; a tied one has
+    several."""
+    return list(dict.fromkeys(prefix + clean_name(name) for name in param.names))
 
 
 def param_names(unit: Unit) -> Iterator[str]:

@@ -169,7 +169,7 @@ def _refused_without_reading() -> None:
     wrong: list[tuple[str, str, Any]] = [
         (
             "cube",
-            "size mismatch for cube: expected shape .3, 1, 5. as .* got .2, 2.",
+            "size mismatch for cube: expected shape .3, 1, 5. .* got shape .2, 2.",
             Lazy(lambda: None, torch.empty(2, 2)),
         ),
         (

@@ -292,7 +292,7 @@ def _other_layouts(directory: str) -> None:
         with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
             after = other.state_dict()
         assert all(torch.equal(after[name], value) for name, value in before.items())
-    with pytest.raises(CheckpointError, match="expected a ShardedTensor, got list"):
+    with pytest.raises(CheckpointError, match=r"a ShardedTensor of .*, got a list"):
         model.load_state_dict({**state, "_flat_param": [1.0]})
     with pytest.raises(CheckpointError, match="LOCAL_STATE_DICT"):
         model.load_state_dict({**state, "_flat_param": torch.ones(3)})

@@ -315,9 +315,9 @@ def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     broadcast = Rank0Broadcast._broadcast
 
-    def noted(self: Rank0Broadcast, message: Tensor, what: str) -> None:
-        sizes.append(message.nbytes)
-        broadcast(self, message, what)
+    def noted(self: Rank0Broadcast, tensors: list[Tensor], what: str) -> None:
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        broadcast(self, tensors, what)
 
     monkeypatch.setattr(Rank0Broadcast, "_broadcast", noted)
     return sizes
@@ -386,9 +386,7 @@ def _from_rank_0(world_size: int) -> None:
                     FSDP.optim_state_dict_to_load(model, optimizer, given), expected
                 )
                 groups = model._runtime.groups
-                largest = max(
-                    16 * -(-group.store.numel * group.shard.ranks * 4 // 16) for group in groups
-                )
+                largest = max(group.store.numel * group.shard.ranks * 4 for group in groups)
                 num_states = {"AdamW": 2, "Adagrad": 1}[kind]
                 having = [
                     g for g in groups if any(name in full["state"] for name in names_in(model, g))
