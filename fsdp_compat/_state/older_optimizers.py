@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import StateError, UsageError
+from .optim_contents import is_count
 from .summon import shown_stores
 
 
@@ -183,7 +184,7 @@ def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Par
         per_element = (
             isinstance(value, torch.Tensor)
             and tuple(value.shape) == shape
-            and (shape != () or key != "step")
+            and not is_count(key, shape)
         )
         if per_element and tuple(value.shape) != tuple(parameter.shape):
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)

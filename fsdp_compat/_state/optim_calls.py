@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
-import warnings
-import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .._engine import rendezvous
-from ..api import StateDictType
 from ..errors import require_bools, require_group, require_model_and_optimizer
-from .dry_run import first_states, states_to_be
+from .dry_run import states_to_be
 from .forms import get_state_dict_type
 from .older_optimizers import convert
-from .optim_agreement import agree_together
-from .optim_contents import ParamOwnership, ownership_of, require_units
-from .optim_export import ExportOptions, Values, facts_of, optim_state, source_of
-from .optim_import import LoadOptions, optim_state_to_load
-from .rank0 import Rank0Broadcast
+from .optim_contents import classify_all, ownership_of
+from .optim_export import Values, export_optim_state, form_set
+from .optim_import import LoadOptions, import_optim_state
 from .rank_local import unshardable
-from .units import model_units_in, names_before, refuse_extensions, runtimes_of, units_of
-
-# Optimizers whose rank-local states this process has warned of.
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+from .units import require_idle, units_of
 
 
 def optim_state_dict(
@@ -58,17 +46,17 @@ def optim_state_dict(
     where = "optim_state_dict(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
     require_group(group, where)
-    form = form_set(model)
-    sharded = form["values"] is not Values.WHOLE
+    form, groups = form_set(model), optim.param_groups
+    first_step = form.values is not Values.WHOLE
     return export_optim_state(
         model,
         optim,
-        optim.param_groups,
+        groups,
         optim_state_dict,
-        **form,
+        form,
         group=group,
         where=where,
-        first_step=sharded,
+        first_step=first_step,
     )
 
 
@@ -99,134 +87,16 @@ def optim_state_dict_to_load(
     require_group(group, where)
     require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
     config = get_state_dict_type(model).optim_state_dict_config
-    loadable = import_optim_state(
-        model,
-        optim.param_groups,
-        optim_state_dict,
-        rank0_only=bool(getattr(config, "rank0_only", False)),
-        label=type(optim).__name__,
-        where=where,
+    wanted = LoadOptions(
+        from_rank0=bool(getattr(config, "rank0_only", False)),
         named=optim if is_named_optimizer else None,
+    )
+    loadable = import_optim_state(
+        model, optim.param_groups, optim_state_dict, wanted, type(optim).__name__, where
     )
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
-
-
-class _ExportSettings(typing.TypedDict):
-    values: Values
-    to_cpu: bool
-    rank0_only: bool
-
-
-def form_set(model: nn.Module) -> _ExportSettings:
-    """Return the form of optimizer state dicts that is set for ``model``, as arguments of
-    ``export_optim_state``."""
-    settings = get_state_dict_type(model)
-    config: Any = settings.optim_state_dict_config
-    values = Values.BOXES
-    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        values = Values.WHOLE
-    elif getattr(config, "_use_dtensor", False):
-        values = Values.DTENSORS
-    return {
-        "values": values,
-        "to_cpu": bool(config.offload_to_cpu),
-        "rank0_only": bool(getattr(config, "rank0_only", False)),
-    }
-
-
-def export_optim_state(
-    model: nn.Module,
-    optim: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any] | None,
-    *,
-    values: Values,
-    to_cpu: bool,
-    rank0_only: bool,
-    group: dist.ProcessGroup | None,
-    where: str,
-    first_step: bool = False,
-) -> dict[str, Any]:
-    """Return the optimizer's state by names. Collective: one small exchange, and gathers unless
-    ``values`` are boxes.
-
-    groups: the optimizer's parameter groups. state_dict: what ``optim.state_dict()`` returned;
-    None: it is called. group: its rank 0 keeps the result if ``rank0_only``; None: the model's
-    group. first_step: for an optimizer without state, return what its first step would create.
-    """
-    call = where.partition("(")[0]
-    _require_idle(model, call)
-    units = units_of(model)
-    require_units(units, model, f"the state of {type(optim).__name__}")
-    all_groups = [each for named in units for each in named.unit.groups]
-    if values is Values.WHOLE:
-        refuse_extensions(all_groups, call)
-    rendezvous.require_all_ranks(call, all_groups)
-    ownership, source, problem = None, None, None
-    facts: Any = None
-    try:
-        convert(optim)
-        ownership = ownership_of(groups, f"the state of {type(optim).__name__}", units, model)
-        source = source_of(
-            ownership, optim.state_dict() if state_dict is None else state_dict, where
-        )
-        if first_step and not source.states and not optim.state:
-            source = dataclasses.replace(
-                source, states=first_states(ownership, optim), is_dry_run=True
-            )
-        facts = facts_of(ownership, source)
-    except Exception as error:  # raised later, after the other ranks have been told
-        ownership, problem = None, error
-    agreed = agree_together(ownership, all_groups, problem, facts, where)
-    assert ownership is not None
-    assert source is not None
-    if optim not in _warned:
-        warn_of_layout(unshardable(ownership, source.states), optim, stacklevel=4)
-    first = model_units_in(model)[0]
-    is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
-    keep = values is not Values.WHOLE or not rank0_only or is_first
-    return optim_state(
-        ownership,
-        source,
-        agreed,
-        ExportOptions(values, to_cpu, keep, first.group, first.device_mesh),
-    )
-
-
-def import_optim_state(
-    model: nn.Module,
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any] | None,
-    *,
-    rank0_only: bool,
-    label: str,
-    where: str,
-    named: Optimizer | None = None,
-    as_saved: bool = False,
-) -> dict[str, Any]:
-    """Return the dict that an optimizer with these parameter groups loads. Collective: see
-    ``optim_state_dict_to_load``.
-
-    label: the optimizer, for errors. named: the optimizer, if its state is keyed by names.
-    as_saved: True for the older calls; see ``LoadOptions``.
-    """
-    _require_idle(model, where.partition("(")[0])
-    units = units_of(model)
-    require_units(units, model, f"the state of {label}")
-    first = model_units_in(model)[0]
-    all_groups = [group for named in units for group in named.unit.groups]
-    rendezvous.require_all_ranks(where.partition("(")[0], all_groups, copies=True)
-    ownership: ParamOwnership | None = None
-    problem: Exception | None = None
-    try:
-        ownership = ownership_of(groups, f"the state of {label}", units, model)
-    except Exception as error:  # raised later, after the other ranks have been told
-        problem = error
-    rank0 = Rank0Broadcast(first.mesh, first.device)
-    wanted = LoadOptions(names_before(model), from_rank0=rank0_only, as_saved=as_saved, named=named)
-    return optim_state_to_load(ownership, problem, all_groups, state_dict, wanted, rank0, where)
 
 
 def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
@@ -242,28 +112,9 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     """
     where = "check_optimizer(model, optim)"
     require_model_and_optimizer(model, optim, where)
-    _require_idle(model, "check_optimizer")
+    require_idle(model, "check_optimizer")
     convert(optim)
     ownership = ownership_of(
         optim.param_groups, f"the state of {type(optim).__name__}", units_of(model), model
     )
-    return unshardable(ownership, states_to_be(ownership, optim))
-
-
-def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> None:
-    """Warn, once per optimizer, of rank-local states. stacklevel: as the caller would pass it to
-    ``warnings.warn``."""
-    if names and optim not in _warned:
-        _warned.add(optim)
-        warnings.warn(
-            f"{len(names)} state(s) of {type(optim).__name__} are saved, but can only be loaded "
-            "with the layout that they are saved with (the same number of ranks, sharding "
-            f"strategy, wrapping and use_orig_params): {', '.join(names)}.",
-            stacklevel=stacklevel,
-        )
-
-
-def _require_idle(model: nn.Module, what: str) -> None:
-    for runtime in runtimes_of(model_units_in(model)):
-        runtime.require_idle(what)
-        runtime.require_parts(what)
+    return unshardable(ownership, classify_all(states_to_be(ownership, optim)))

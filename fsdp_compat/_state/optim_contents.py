@@ -1,5 +1,5 @@
 """What an optimizer holds: the user's parameters in each of its parameters, one, or the many of a
-FlatParameter; and the kinds of state that it keeps for a parameter."""
+FlatParameter; the kinds of state that it keeps for them; and the form of its state dict."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import copy
 import dataclasses
 import enum
 import functools
-import io
 import math
 import numbers
-import pickle
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import FsdpCompatError, UsageError
 from .sharded_values import copied
-from .units import NamedUnit, clean_name
+from .units import NamedUnit, clean_name, names_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +69,21 @@ class ParamOwnership:
     def by_current_name(self) -> dict[str, nn.Parameter]:
         """The optimizer's parameters by the model's current names, which a named optimizer uses as
         keys of its state."""
-        return {
-            self.names[parameter]: parameter
-            for parameter in self.parameters
-            if parameter in self.names
-        }
+        return {self.names[p]: p for p in self.parameters if p in self.names}
+
+    @functools.cached_property
+    def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
+        """The optimizer's parameters that no unit manages, with their names, in the model's
+        order."""
+        return [
+            (p, contents.names[0][1])
+            for p, contents in self.held.items()
+            if contents.group is None and p in self.members
+        ]
+
+    def names_in(self, parameter: nn.Parameter) -> list[str]:
+        """Return the first names of the user's parameters in one of the optimizer's."""
+        return [name for _, name in self.held[parameter].names]
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
         """True for a parameter that has elements, but none on this rank. Its optimizer state on
@@ -99,15 +108,14 @@ class ParamOwnership:
         """Return the sharded parameters of one group, whether the optimizer holds them or not."""
         return [param for param, _ in store_of(group).sharded_params if param in self.held]
 
-    @functools.cached_property
-    def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
-        """The optimizer's parameters that no unit manages, with their names, in the model's
-        order."""
-        return [
-            (p, contents.names[0][1])
-            for p, contents in self.held.items()
-            if contents.group is None and p in self.members
-        ]
+    def groups_of(self, sharded_params: Collection[nn.Parameter]) -> list[Group]:
+        """Return the groups that any of these parameters belongs to, in the model's order."""
+        found = {
+            id(contents.group): contents.group
+            for parameter, contents in self.held.items()
+            if parameter in sharded_params and contents.group is not None
+        }
+        return list(found.values())
 
 
 def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> None:
@@ -131,14 +139,9 @@ def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Paramet
         for group in named.unit.groups:
             params = store_of(group).orig_params
             for parameter, indices in group.store.sharded_params:
-                all_names = [
-                    tuple(
-                        dict.fromkeys(named.prefix + clean_name(name) for name in params[i].names)
-                    )
-                    for i in indices
-                ]
-                names = [(i, of_param[0]) for i, of_param in zip(indices, all_names, strict=True)]
-                held[parameter] = ParamContents(group, tuple(names), tuple(all_names))
+                all_names = tuple(tuple(names_of(params[i], named.prefix)) for i in indices)
+                names = tuple((i, its[0]) for i, its in zip(indices, all_names, strict=True))
+                held[parameter] = ParamContents(group, names, all_names)
     others: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in held:
@@ -157,9 +160,6 @@ def ownership_of(
     """
     require_units(units, model, where)
     held = contents_of(units, model)
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, name)
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
             if parameter not in held:
@@ -171,7 +171,7 @@ def ownership_of(
                     fix="create the optimizer after wrapping, from model.parameters(), or wrap "
                     "with use_orig_params=True",
                 )
-    return ParamOwnership(where, groups, held, names)
+    return ParamOwnership(where, groups, held, {p: n for n, p in model.named_parameters()})
 
 
 def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
@@ -184,29 +184,20 @@ def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list
     position = {name: number for number, name in enumerate(order)}
     found = []
     for group in ownership.groups:
-        names = [
-            name for parameter in group["params"] for _, name in ownership.held[parameter].names
-        ]
-        if any(is_flattened(ownership, parameter) for parameter in group["params"]):
+        names = [name for parameter in group["params"] for name in ownership.names_in(parameter)]
+        held = (ownership.held[parameter].group for parameter in group["params"])
+        if any(its is not None and store_of(its).is_flattened for its in held):
             names.sort(key=lambda name: position.get(name, len(position)))
         found.append(names)
     return found
 
 
-def is_flattened(ownership: ParamOwnership, parameter: nn.Parameter) -> bool:
-    """True if ``parameter`` is a FlatParameter."""
-    group = ownership.held[parameter].group
-    return group is not None and is_flat(group)
-
-
-def is_flat(group: Group) -> bool:
-    """True if the optimizer holds the group as one FlatParameter."""
-    return store_of(group).is_flattened
-
-
 def is_whole(group: Group) -> bool:
     """True if the optimizer holds the user's parameters in their own shapes: nothing is sharded."""
-    return store_of(group).ranks == 1 and not is_flat(group)
+    return store_of(group).ranks == 1 and not store_of(group).is_flattened
+
+
+# -- what it keeps for a parameter
 
 
 class StateKind(enum.Enum):
@@ -218,32 +209,27 @@ class StateKind(enum.Enum):
     RANK_LOCAL = enum.auto()  # of another shape, or not a tensor: fits only this rank's part
 
 
+Kinds = dict[nn.Parameter, dict[Any, StateKind]]  # of the states of some parameters
+
+
 def classify(value: object, param: nn.Parameter) -> StateKind:
     """Return the kind of a value that an optimizer keeps for ``param``.
 
     A 0-d tensor is a scalar, even if the parameter is 0-d. A tensor subclass that wraps others,
     such as a quantized one, is rank-local. Whether a scalar is equal on all ranks is not checked.
     """
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0:
-            return StateKind.SCALAR
-        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        plain = not is_wrapper or not _torch_private.is_plain(value)
-        return (
-            StateKind.PER_ELEMENT
-            if plain and value.layout is torch.strided and value.shape == param.shape
-            else StateKind.RANK_LOCAL
-        )
-    return (
-        StateKind.SCALAR
-        if value is None or isinstance(value, (numbers.Number, str))
-        else StateKind.RANK_LOCAL
-    )
+    if not isinstance(value, torch.Tensor):
+        is_scalar = value is None or isinstance(value, (numbers.Number, str))
+        return StateKind.SCALAR if is_scalar else StateKind.RANK_LOCAL
+    if value.dim() == 0:
+        return StateKind.SCALAR
+    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    plain = not is_wrapper or not _torch_private.is_plain(value)
+    fits = plain and value.layout is torch.strided and value.shape == param.shape
+    return StateKind.PER_ELEMENT if fits else StateKind.RANK_LOCAL
 
 
-def classify_all(
-    states: Mapping[nn.Parameter, Mapping[Any, Any]],
-) -> dict[nn.Parameter, dict[Any, StateKind]]:
+def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
     """Return the kinds of all states of several parameters.
 
     For a parameter with at most one element, a rank-local state (a scale per block of elements) may
@@ -267,56 +253,42 @@ def classify_all(
     return kinds
 
 
+def is_count(key: Any, shape: tuple[int, ...]) -> bool:
+    """True for the state of a 0-d parameter that counts steps. Its name alone tells: in shape it is
+    like the states that have one element per element."""
+    return shape == () and key == "step"
+
+
 def snapshot(value: Any, to_cpu: bool = False) -> Any:
-    """Return a copy of a rank-local state that later steps do not change. A value that cannot be
-    copied is returned as it is."""
+    """Return a copy of a state that later steps do not change. A value that cannot be copied is
+    returned as it is."""
     if isinstance(value, torch.Tensor):
         return copied(value, to_cpu)
     if type(value) is dict:
         return {key: snapshot(item, to_cpu) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(snapshot(item, to_cpu) for item in value)
-    for make_copy in (lambda: _by_pickle(value, to_cpu), lambda: copy.deepcopy(value)):
-        try:
-            return make_copy()
-        except Exception:  # an object may raise anything, and a save must not fail for that
-            continue
-    return value
+    try:
+        with _DeepCopies(to_cpu):
+            return copy.deepcopy(value)
+    except Exception:  # an object may raise anything, and a save must not fail for that
+        return value
 
 
-class _Pickler(pickle.Pickler):
-    """Copies tensors one by one, because deepcopy and torch's pickling copy whole storages."""
+class _DeepCopies(TorchFunctionMode):
+    """Lets deepcopy copy tensors one by one: of itself it copies whole storages."""
 
-    def __init__(self, file: io.BytesIO, to_cpu: bool) -> None:
-        super().__init__(file)
+    def __init__(self, to_cpu: bool) -> None:
+        super().__init__()
         self._to_cpu = to_cpu
-        self._seen: dict[int, int] = {}
-        self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not torch.Tensor or obj.requires_grad:
-            return None
-        if id(obj) not in self._seen:
-            self._seen[id(obj)] = len(self.tensors)
-            self.tensors.append(copied(obj, self._to_cpu))
-        return self._seen[id(obj)]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            return copied(args[0], self._to_cpu).requires_grad_(args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        return self._tensors[pid]
-
-
-def _by_pickle(value: Any, to_cpu: bool) -> Any:
-    file = io.BytesIO()
-    pickler = _Pickler(file, to_cpu)
-    pickler.dump(value)
-    file.seek(0)
-    return _Unpickler(file, pickler.tensors).load()
+# -- its state dict
 
 
 def other_form(state_dict: Any) -> tuple[str, object] | None:
@@ -325,10 +297,10 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
 
     "param_groups" may be missing, and keys that name no parameter may have any value.
     """
-    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
-        return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(
-            state_dict, Mapping
-        ) else state_dict
+    if not isinstance(state_dict, Mapping):
+        return "a dict with 'state' and 'param_groups'", state_dict
+    if "state" not in state_dict:
+        return "a dict with 'state' and 'param_groups'", list(state_dict)
     state, groups = state_dict["state"], state_dict.get("param_groups", ())
     if not isinstance(state, Mapping):
         return "'state': a dict keyed by parameter", state
@@ -344,13 +316,18 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
 
 
 def not_a_state_dict(
-    kind: type[FsdpCompatError], expected: str, got: object, where: str, fix: str
+    kind: type[FsdpCompatError], expected: str, got: object, where: str
 ) -> FsdpCompatError:
     """Return the error for an object that is not an optimizer's state dict, or not a part of
     one."""
-    shown = f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
-    first = "This is not an optimizer state dict."
-    return kind.of(first, expected=expected, got=shown, where=where, fix=fix)
+    return kind.of(
+        "This is not an optimizer state dict.",
+        expected=expected,
+        got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
+        where=where,
+        fix="pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, on every "
+        "rank; note the order of the arguments",
+    )
 
 
 def is_user_state(ownership: ParamOwnership, key: object) -> bool:

@@ -1,12 +1,11 @@
 """Loads an optimizer's state dict, keyed by parameter names or numbers, full or sharded.
 
-It is first checked by the names before wrapping, which sends nothing and changes nothing. Either
-every rank has the dict, or only rank 0 has it."""
+It is first read by the names before wrapping and checked, which sends nothing and changes nothing.
+Then every rank cuts its part out of its own dict, or out of what rank 0 sends."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import numbers
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from ..errors import (
@@ -24,40 +24,33 @@ from ..errors import (
     RuntimeUsageError,
     UsageError,
     ValueCheckpointError,
-    explain,
 )
 from .optim_agreement import describe, held_by_any, require_alike
 from .optim_contents import (
     ParamOwnership,
     StateKind,
     classify,
+    is_count,
     is_user_state,
     is_whole,
     not_a_state_dict,
     numbered_names,
     other_form,
+    ownership_of,
+    require_units,
     snapshot,
 )
-from .rank0 import Outline, Rank0Broadcast
+from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
-from .reading_values import dtype_of, is_sharded, misfit, read_part, shape_of
+from .reading_values import dtype_of, is_sharded, read_part, shape_of, unfit
 from .sharded_values import copied
-
-
-class _Later(enum.Enum):
-    """A placeholder for a value that rank 0 sends later, with its parameter."""
-
-    LATER = enum.auto()
-
-
-LATER = _Later.LATER
+from .units import model_units_in, names_before, require_idle, units_of
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
     """How a dict is loaded."""
 
-    order: Sequence[str]  # the names of all parameters before the model was wrapped
     from_rank0: bool  # all ranks load rank 0's dict if any of them has None or {}
     # Groups list the parameters that were saved. All parameters of a FlatParameter must have state,
     # or none of them.
@@ -66,123 +59,210 @@ class LoadOptions:
     named: torch.optim.Optimizer | None = None
 
 
+def import_optim_state(
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any] | None,
+    wanted: LoadOptions,
+    label: str,
+    call: str,
+) -> dict[str, Any]:
+    """Return the dict that ``optimizer.load_state_dict`` takes.
+
+    groups: the parameter groups of the optimizer, which errors call ``label``. state_dict: keyed by
+    names, full or sharded, or keyed by numbers, as the optimizer of an unwrapped model returns it.
+
+    Collective: one small exchange, in which ranks agree that each has a dict that fits, and an
+    optimizer of the same parameters. With full values, or boxes of this rank, nothing else is sent;
+    values that are sharded differently are gathered. With ``from_rank0``, if any rank has None or
+    {}, all take rank 0's dict, which sends one (group, state) at a time, in the model's order.
+
+    Raises UsageError if a rank has no dict, or optimizers differ, and CheckpointError for a dict
+    that does not belong to this model's optimizer; on every rank, before anything else is sent.
+    """
+    name, label = call.partition("(")[0], f"the state of {label}"
+    require_idle(model, name)
+    units, first = units_of(model), next(iter(model_units_in(model)), None)
+    require_units(units, model, label)
+    assert first is not None
+    all_groups = [group for named in units for group in named.unit.groups]
+    rendezvous.require_all_ranks(name, all_groups, copies=True)
+    rank0 = Rank0Broadcast(first.mesh, first.device)
+    shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
+    ownership, plan, facts, problem = None, None, None, None
+    try:
+        ownership = ownership_of(groups, label, units, model)
+        facts = describe(ownership, shared)
+        if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
+            plan = _read(ownership, state_dict, wanted, names_before(model), call)
+            if wanted.from_rank0 and rank0.is_here:
+                _refuse_sharded(plan, call)
+    except Exception as error:  # raised later, after the other ranks have been told
+        problem = error
+    kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
+    answers = rank0.gather((plan is not None, "" if problem is None else str(problem), kind, facts))
+    if problem is not None:
+        raise problem
+    _refuse_together([answer[:3] for answer in answers], wanted.from_rank0, state_dict, call)
+    assert ownership is not None
+    all_facts = [of_rank for *_, of_rank in answers]
+    sends = not all(answer[0] for answer in answers)
+    require_alike(ownership, shared, all_facts, call, unmanaged=sends)
+    sharded_params = held_by_any(ownership, shared, all_facts) | set(ownership.members)
+    if sends:
+        _refuse_other_ranks(ownership, rank0, call)
+        told = rank0.tell(None if plan is None else plan.outline())
+        plan = plan if rank0.is_here else told
+    assert plan is not None
+    return _Loading(ownership, plan, rank0 if sends else None, sharded_params, wanted).result()
+
+
+def _num_ranks(group: Group) -> int:
+    return group.shard.ranks * group.replica.ranks
+
+
+def _refuse_together(
+    answers: Sequence[tuple[bool, str, type[FsdpCompatError]]],
+    from_rank0: bool,
+    given: object,
+    call: str,
+) -> None:
+    """Raise on every rank if any rank has no dict or a wrong one. answers: (has a dict, error text,
+    error type), by rank."""
+    for rank, (_, text, kind) in enumerate(answers):
+        if text:
+            raise kind.of(
+                "Another rank refused the optimizer state dict.",
+                expected="a dict that fits on every rank",
+                got=f"on rank {rank} of {len(answers)}: {text}",
+                where=call,
+                fix="see the error on that rank",
+            )
+    missing = [rank for rank, (has, *_) in enumerate(answers) if not has]
+    if missing and (not from_rank0 or 0 in missing):
+        raise UsageError.of(
+            "The optimizer state dict is missing.",
+            expected="a dict with 'state' and 'param_groups' on "
+            + ("the first rank" if from_rank0 else "every rank"),
+            got=f"nothing on rank(s) {textwrap.shorten(str(missing), 100)} of {len(answers)}, "
+            f"here a {type(given).__name__}",
+            where=call,
+            fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
+            "order of the arguments. To load a dict that only rank 0 has, set "
+            "FullOptimStateDictConfig(rank0_only=True) for the model",
+        )
+
+
+def _refuse_other_ranks(ownership: ParamOwnership, rank0: Rank0Broadcast, call: str) -> None:
+    """Raise if a unit is sharded over only some of the ranks, because others then hold different
+    parameters under the same names."""
+    for held in ownership.held.values():
+        if held.group is not None and _num_ranks(held.group) != rank0.num_ranks:
+            raise UsageError.of(
+                "Units that are sharded over different ranks cannot be loaded from one rank.",
+                expected=f"all units sharded over the same {rank0.num_ranks} ranks, or a dict on "
+                "every rank",
+                got=f"a unit sharded over {_num_ranks(held.group)} ranks, with "
+                f"{held.names[0][1]!r}",
+                where=call,
+                fix="load the optimizer state dict on every rank, without rank0_only=True",
+            )
+
+
+# -- reading what was given
+
+
+class _Later:
+    """Stands for a value that rank 0 sends later, with its parameter."""
+
+
 @dataclasses.dataclass(frozen=True)
-class GivenState:
+class _Given:
     """A state dict that was checked and fits, keyed by the names before wrapping."""
 
     entries: Mapping[str, Mapping[Any, Any]]
     rank_states: Mapping[str, Sequence[RankState]]  # the rank-local ones among the states
-    per_element: frozenset[Any]  # the names of states with one element per element of a parameter
+    # (name, state) of what has one element per element of a parameter, and so is cut like it
+    cut: frozenset[tuple[str, Any]]
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
-    def is_cut(self, ownership: ParamOwnership, name: str, key: Any) -> bool:
-        """True for a value that has one element per element of a parameter, and so is cut in the
-        same way."""
-        value = self.entries[name][key]
-        if key not in self.per_element or not isinstance(value, (torch.Tensor, Outline)):
-            return False
-        param, index = ownership.by_name[name]
-        group = ownership.held[param].group
-        shape = value.shape if isinstance(value, Outline) else shape_of(value)
-        return group is not None and shape == store_of(group).shape(index)
-
-    def outline(self, ownership: ParamOwnership) -> GivenState:
+    def outline(self) -> _Given:
         """Return a copy without large values."""
-        entries: dict[str, dict[Any, Any]] = {}
-        for name, entry in self.entries.items():
-            entries[name] = {
-                key: outline(value, self.is_cut(ownership, name, key))
+        entries = {
+            name: {
+                key: outline_of(value) if (name, key) in self.cut else _without_large(value)
                 for key, value in entry.items()
             }
-        groups = self.groups
-        if groups is not None:
-            groups = [
-                {
-                    key: value.cpu() if isinstance(value, torch.Tensor) else value
-                    for key, value in g.items()
-                }
-                for g in groups
-            ]
-        return dataclasses.replace(
-            self,
-            entries=entries,
-            rank_states=dict.fromkeys(self.rank_states, ()),
-            groups=groups,
-            user_states={key: outline(value, cut=False) for key, value in self.user_states.items()},
-        )
+            for name, entry in self.entries.items()
+        }
+        groups = self.groups and [
+            {key: copied(value, to_cpu=True) for key, value in group.items()}
+            for group in self.groups
+        ]
+        user_states = {key: _without_large(value) for key, value in self.user_states.items()}
+        return _Given(entries, dict.fromkeys(self.rank_states, ()), self.cut, groups, user_states)
 
 
-def outline(value: Any, cut: bool) -> Any:
-    """Return a stand-in for a large value, and a small value as it is. cut: the value is a tensor
-    with one element per element of a parameter that a unit manages."""
-    if cut:
-        return Outline(shape_of(value), dtype_of(value))
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value.detach().cpu()
-    return value if value is None or isinstance(value, (numbers.Number, str)) else LATER
+def _without_large(value: Any) -> Any:
+    if value is None or isinstance(value, (numbers.Number, str)):
+        return value
+    is_small = isinstance(value, torch.Tensor) and value.dim() == 0
+    return copied(value, to_cpu=True) if is_small else _Later()
 
 
-def read_given(
-    ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, call: str
-) -> GivenState:
-    """Check a state dict. Sends nothing.
+def _is_large(value: Any) -> bool:
+    return isinstance(_without_large(value), _Later)
+
+
+def _read(
+    ownership: ParamOwnership,
+    state_dict: Any,
+    wanted: LoadOptions,
+    order: Sequence[str],
+    call: str,
+) -> _Given:
+    """Check a state dict. order: the names of all parameters before the model was wrapped.
 
     Raises UsageError for an object that is not an optimizer's state dict, CheckpointError for a
     state dict that does not fit.
     """
     if (found := other_form(state_dict)) is not None:
         is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
-        raise not_a_state_dict(
-            CheckpointError if is_damaged else UsageError,
-            *found,
-            call,
-            "pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, on every "
-            "rank; note the order of the arguments",
-        )
-    if _is_by_number(state_dict):
-        state_dict = _by_name(state_dict, ownership, wanted.order)
+        raise not_a_state_dict(CheckpointError if is_damaged else UsageError, *found, call)
+    groups = state_dict.get("param_groups")
+    listed = (key for group in groups or () for key in group["params"])
+    if any(isinstance(key, int) for key in (*state_dict["state"], *listed)):
+        state_dict = _by_name(state_dict, ownership, order)
     named, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
     for name, entry in state_dict["state"].items():
         if is_user_state(ownership, name) and (
             wanted.named is not None or not isinstance(entry, Mapping)
         ):
             user_states[name] = entry
-        else:
+        elif isinstance(entry, Mapping):
             named[ownership.name_before(name)] = entry
+        else:
+            raise not_a_state_dict(CheckpointError, f"'state' of {name!r}: a dict", entry, call)
     _refuse_unknown(ownership, named)
-    groups = None
-    if "param_groups" in state_dict:
+    if groups is not None:
         groups = [
             {**g, "params": [ownership.name_before(name) for name in g["params"]]}
             for g in state_dict["param_groups"]
         ]
-    entries = {
-        name: {k: v for k, v in entry.items() if not isinstance(v, RankState)}
-        for name, entry in named.items()
-    }
-    rank_states = {
-        name: [v for v in entry.values() if isinstance(v, RankState)]
-        for name, entry in named.items()
-    }
-    rank_states = {name: states for name, states in rank_states.items() if states}
+    entries, rank_states = dict[str, dict[Any, Any]](), dict[str, list[RankState]]()
+    for name, entry in named.items():
+        entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
+        if its := [value for value in entry.values() if isinstance(value, RankState)]:
+            rank_states[name] = its
     check_layout(ownership, rank_states)
     if wanted.as_saved:
         _refuse_missing(ownership, entries, call)
-    return GivenState(entries, rank_states, _per_element(entries, ownership), groups, user_states)
-
-
-def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
-    groups = state_dict.get("param_groups", ())
-    return any(
-        isinstance(key, int)
-        for key in (*state_dict["state"], *(key for group in groups for key in group["params"]))
-    )
+    return _Given(entries, rank_states, _cut_states(entries, ownership), groups, user_states)
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for names that are not parameters', and for entries that are not
-    dicts."""
+    """Raise CheckpointError for names that are not parameters'."""
     unknown = [name for name in named if name not in ownership.by_name]
     if unknown:
         raise CheckpointError.of(
@@ -195,15 +275,6 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
             "by parameter names; for state that belongs to no parameter, pass "
             "is_named_optimizer=True",
         )
-    for name, entry in named.items():
-        if not isinstance(entry, Mapping):
-            raise not_a_state_dict(
-                CheckpointError,
-                f"'state' of {name!r}: a dict",
-                entry,
-                "the 'state' of the optimizer state dict",
-                "load the optimizer state that optim_state_dict returned for this model",
-            )
 
 
 def _refuse_missing(
@@ -215,11 +286,9 @@ def _refuse_missing(
     Missing tensors could be zeros, but one count would be wrong for some of the parameters.
     """
     for param in ownership.parameters:
-        names = [name for _, name in ownership.held[param].names]
+        names = ownership.names_in(param)
         missing = [name for name in names if name not in entries]
-        values = [
-            value for name in names for value in entries.get(name, {}).values() if value is not None
-        ]
+        values = [v for name in names for v in entries.get(name, {}).values() if v is not None]
         if missing and not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
             raise ValueCheckpointError.of(
                 "A parameter of a FlatParameter has no optimizer state.",
@@ -236,17 +305,10 @@ def _by_name(
     state_dict: Mapping[str, Any], ownership: ParamOwnership, order: Sequence[str]
 ) -> dict[str, Any]:
     """Return the dict with names as keys, in the order of ``numbered_names``."""
-    wanted = numbered_names(ownership, order)
-    saved = state_dict.get("param_groups")
-    if saved is None:
-        names = dict(enumerate(name for of_group in wanted for name in of_group))
-        return {
-            "state": {
-                names.get(number, number): value for number, value in state_dict["state"].items()
-            }
-        }
-    names, groups = dict[int, str](), []
-    for number, expected in enumerate(wanted):
+    wanted, result = numbered_names(ownership, order), dict[str, Any]()
+    saved: Any = state_dict.get("param_groups")
+    numbered = list[int]()
+    for number, expected in enumerate(wanted if saved is not None else ()):
         given = list(saved[number]["params"]) if number < len(saved) else []
         if len(given) != len(expected) or len(saved) != len(wanted):
             raise CheckpointError.of(
@@ -258,18 +320,23 @@ def _by_name(
                 fix="create the optimizer with the same parameter groups as the saved one, or "
                 "load state that is keyed by names",
             )
-        names.update(zip(given, expected, strict=True))
-        groups.append({**saved[number], "params": expected})
+        numbered += given
+    all_names = [name for of_group in wanted for name in of_group]
+    names = dict(zip(numbered or range(len(all_names)), all_names, strict=True))
+    if saved is not None:
+        result["param_groups"] = [
+            {**group, "params": expected} for group, expected in zip(saved, wanted, strict=True)
+        ]
     # Numbers of no parameter stay, and are refused later like unknown names.
     state = {names.get(number, number): value for number, value in state_dict["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, **result}
 
 
-def _per_element(
+def _cut_states(
     entries: Mapping[str, Mapping[Any, Any]], ownership: ParamOwnership
-) -> frozenset[Any]:
-    """Return the names of the states that have one element per element of a parameter, for
-    parameters that units manage.
+) -> frozenset[tuple[str, Any]]:
+    """Return (name, state) of the values that have one element per element of a parameter which a
+    unit manages.
 
     For a 0-d parameter such a state looks like a count; then other parameters decide, or the name
     of the state. Raises CheckpointError if such a state does not have the shape of its parameter
@@ -289,7 +356,7 @@ def _per_element(
         for key, value in entry.items():
             if value is not None:
                 by_key.setdefault(key, {})[name] = value
-    found = set()
+    cut = set[tuple[str, Any]]()
     for key, values in by_key.items():
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         all_0d = len(tensors) == len(values) and all(shapes[name] == () for name in values)
@@ -300,58 +367,29 @@ def _per_element(
         # A few values of a factored state may have the right shape by chance.
         unchanged = whole if 2 * sum(fitting) <= len(fitting) else set()
         shaped = any(is_sharded(t) or t.dim() > 0 for t in tensors.values())
-        if (shaped and not unchanged.issuperset(values)) or (all_0d and key != "step"):
-            found.add(key)
-            for name in values.keys() - unchanged:
-                _check_value(values[name], shapes[name], f"state {key!r} of {name!r}")
+        is_cut = (shaped and not unchanged.issuperset(values)) or (all_0d and not is_count(key, ()))
         for name, value in values.items():
-            if key not in found and name not in whole and not isinstance(value, torch.Tensor):
-                _check_scalar(value, ownership.by_name[name][0], f"state {key!r} of {name!r}")
-    return frozenset(found)
+            wrong, is_tensor = None, isinstance(value, torch.Tensor)
+            if is_cut and name not in unchanged:
+                wrong = unfit(value, shapes[name], None) if is_tensor else type(value).__name__
+            elif not is_cut and name not in whole and not is_tensor:
+                is_local = classify(value, ownership.by_name[name][0]) is StateKind.RANK_LOCAL
+                wrong = type(value).__name__ if is_local else None
+            if wrong is not None:
+                raise CheckpointError.of(
+                    "An optimizer state does not fit its parameter, and cannot be cut like it.",
+                    expected=f"a tensor of shape {shapes[name]}, or a number",
+                    got=wrong,
+                    where=f"state {key!r} of {name!r}",
+                    fix="load the optimizer state that was saved with this model, in the layout "
+                    "that it was saved with, or remove such states from the dict",
+                )
+            if is_cut and is_tensor and shape_of(value) == shapes[name]:
+                cut.add((name, key))
+    return frozenset(cut)
 
 
-def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
-    """Raise CheckpointError for a value that cannot be a state of a parameter of this
-    shape."""
-    if not isinstance(value, torch.Tensor):
-        got = f"a {type(value).__name__}"
-    elif shape_of(value) != shape:
-        got = f"shape {shape_of(value)}"
-    elif (wrong := misfit(value)) is not None:
-        got = wrong
-    elif not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
-        got = (
-            "a tensor on the meta device, without values"
-            if value.is_meta
-            else f"a tensor of {value.layout}"
-        )
-    else:
-        return
-    raise CheckpointError.of(
-        "An optimizer state does not fit its parameter.",
-        expected=f"a tensor of shape {shape}",
-        got=got,
-        where=where,
-        fix="load the optimizer state that was saved with this model; a state whose shape is "
-        "not its parameter's can only be loaded with the layout that it was saved with",
-    )
-
-
-def _check_scalar(value: object, param: nn.Parameter, where: str) -> None:
-    """Raise CheckpointError for an object that belongs to a whole parameter if this parameter is
-    sharded."""
-    if classify(value, param) is StateKind.RANK_LOCAL:
-        raise CheckpointError.of(
-            "An optimizer state belongs to a whole parameter and cannot be sharded.",
-            expected="tensors of the parameter's shape, and numbers",
-            got=f"a {type(value).__name__}",
-            where=where,
-            fix="load it into a model with the layout that it was saved with, or remove such "
-            "states from the dict",
-        )
-
-
-def refuse_sharded(plan: GivenState, call: str) -> None:
+def _refuse_sharded(plan: _Given, call: str) -> None:
     for name, entry in plan.entries.items():
         for key, value in entry.items():
             if is_sharded(value):
@@ -365,119 +403,7 @@ def refuse_sharded(plan: GivenState, call: str) -> None:
                 )
 
 
-def optim_state_to_load(
-    ownership: ParamOwnership | None,
-    problem: Exception | None,
-    groups: Sequence[Group],
-    state_dict: Any,
-    wanted: LoadOptions,
-    first: Rank0Broadcast,
-    call: str,
-) -> dict[str, Any]:
-    """Return the dict that ``optimizer.load_state_dict`` takes.
-
-    state_dict: keyed by names, full or sharded, or keyed by numbers, as the optimizer of an
-    unwrapped model returns it. problem: why this rank cannot load, and has no ``ownership``.
-    groups: all of the model.
-
-    Collective over the mesh of ``first``: one small exchange, in which ranks agree that each has a
-    dict that fits, and an optimizer of the same parameters. With full values, or boxes of this
-    rank, nothing else is sent; values that are sharded differently are gathered. With
-    ``from_rank0``, if any rank has None or {}, all take rank 0's dict, which sends one (group,
-    state) at a time, in the model's order.
-
-    Raises UsageError if a rank has no dict, or optimizers differ, and CheckpointError for a dict
-    that does not belong to this model's optimizer; on every rank, before anything else is sent.
-    """
-    plan, facts = None, None
-    groups = [
-        group for group in groups if group.shard.ranks * group.replica.ranks == first.num_ranks
-    ]
-    missing = state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)
-    if ownership is not None:
-        facts = describe(ownership, groups)
-        if not missing:
-            try:
-                plan = read_given(ownership, state_dict, wanted, call)
-                if wanted.from_rank0 and first.is_here:
-                    refuse_sharded(plan, call)
-            except FsdpCompatError as caught:
-                problem = caught
-    kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
-    answers = first.gather((plan is not None, "" if problem is None else str(problem), kind, facts))
-    if problem is not None:
-        raise problem
-    _refuse_together([answer[:3] for answer in answers], wanted.from_rank0, state_dict, call)
-    assert ownership is not None
-    all_facts = [of_rank for *_, of_rank in answers]
-    sends = not all(answer[0] for answer in answers)
-    require_alike(ownership, groups, all_facts, call, unmanaged=sends)
-    sharded_params = held_by_any(ownership, groups, all_facts) | set(ownership.members)
-    if sends:
-        _refuse_other_ranks(ownership, first, call)
-        sent_plan = first.tell(None if plan is None else plan.outline(ownership))
-        plan = plan if first.is_here else sent_plan
-    assert plan is not None
-    return _Loading(ownership, plan, first if sends else None, sharded_params, wanted).result()
-
-
-def _refuse_together(
-    statuses: Sequence[tuple[bool, str, type[FsdpCompatError]]],
-    from_rank0: bool,
-    given: object,
-    call: str,
-) -> None:
-    """Raise on every rank if any rank has no dict or a wrong one. statuses: (has a dict, error
-    text, error type), by rank."""
-    wrong = next(
-        ((rank, text, kind) for rank, (_, text, kind) in enumerate(statuses) if text), None
-    )
-    if wrong is not None:
-        raise wrong[2](
-            explain(
-                "Another rank refused the optimizer state dict.",
-                expected="a dict that fits on every rank",
-                got=f"on rank {wrong[0]} of {len(statuses)}: {wrong[1]}",
-                where=call,
-                fix="see the error on that rank",
-            )
-        )
-    missing = [rank for rank, (has, *_) in enumerate(statuses) if not has]
-    if missing and (not from_rank0 or 0 in missing):
-        raise UsageError.of(
-            "The optimizer state dict is missing on other ranks."
-            if given
-            else "This is not an optimizer state dict.",
-            expected="a dict with 'state' and 'param_groups' on the first rank"
-            if from_rank0
-            else "a dict with 'state' and 'param_groups' on every rank",
-            got=f"nothing on rank(s) {textwrap.shorten(str(missing), 100)} of {len(statuses)}, "
-            f"here a {type(given).__name__}",
-            where=call,
-            fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
-            "order of the arguments. To load a dict that only rank 0 has, set "
-            "FullOptimStateDictConfig(rank0_only=True) for the model",
-        )
-
-
-def _refuse_other_ranks(ownership: ParamOwnership, first: Rank0Broadcast, call: str) -> None:
-    """Raise if a unit is sharded over only some of the ranks, because others then hold different
-    parameters under the same names."""
-    for held in ownership.held.values():
-        num_ranks = (
-            first.num_ranks
-            if held.group is None
-            else held.group.shard.ranks * held.group.replica.ranks
-        )
-        if num_ranks != first.num_ranks:
-            raise UsageError.of(
-                "Units that are sharded over different ranks cannot be loaded from one rank.",
-                expected=f"all units sharded over the same {first.num_ranks} ranks, or a dict "
-                "on every rank",
-                got=f"a unit sharded over {num_ranks} ranks, with {held.names[0][1]!r}",
-                where=call,
-                fix="load the optimizer state dict on every rank, without rank0_only=True",
-            )
+# -- cutting it
 
 
 class _Loading:
@@ -487,7 +413,7 @@ class _Loading:
     def __init__(
         self,
         ownership: ParamOwnership,
-        plan: GivenState,
+        plan: _Given,
         sender: Rank0Broadcast | None,
         sharded_params: Collection[nn.Parameter],
         wanted: LoadOptions,
@@ -498,79 +424,58 @@ class _Loading:
         self._sharded_params, self._wanted = sharded_params, wanted
 
     def result(self) -> dict[str, Any]:
-        ownership, plan = self._ownership, self._plan
+        ownership, plan, named = self._ownership, self._plan, self._wanted.named
         state: dict[nn.Parameter, dict[Any, Any]] = {}
-        groups = {
-            id(contents.group): contents.group
-            for p, contents in ownership.held.items()
-            if p in self._sharded_params and contents.group is not None
-        }
-        for group in groups.values():
-            state.update(
-                self._of_group(
-                    group, [p for p in ownership.in_group(group) if p in self._sharded_params]
-                )
-            )
+        for group in ownership.groups_of(self._sharded_params):
+            state.update(self._of_group(group))
         for parameter, name in ownership.unmanaged:
             if name in plan.entries:
                 state[parameter] = self._uncut(plan.entries[name], name)
-        keys: dict[nn.Parameter, Any] = {p: number for number, p in enumerate(ownership.parameters)}
-        if self._wanted.named is not None:
+        vacant = [p for p in ownership.parameters if ownership.is_vacant(p)]
+        if named is None:
+            keys: dict[nn.Parameter, Any] = {p: n for n, p in enumerate(ownership.parameters)}
+            state = {p: entry for p, entry in state.items() if not ownership.is_vacant(p)}
+        else:  # it expects state of all its parameters
             keys = {parameter: name for name, parameter in ownership.by_current_name.items()}
-            # A named optimizer expects state of all its parameters.
-            for parameter in ownership.parameters:
-                if ownership.is_vacant(parameter) and self._wanted.named.state.get(parameter):
-                    state[parameter] = {
-                        key: snapshot(value)
-                        for key, value in self._wanted.named.state[parameter].items()
-                    }
-        else:
-            state = {
-                parameter: entry
-                for parameter, entry in state.items()
-                if not ownership.is_vacant(parameter)
-            }
+            state.update({p: snapshot(dict(named.state[p])) for p in vacant if named.state.get(p)})
         result: dict[str, Any] = {"state": {key: state[p] for p, key in keys.items() if p in state}}
-        result["state"].update(
-            self._uncut(plan.user_states, "the optimizer itself") if plan.user_states else {}
-        )
+        if plan.user_states:
+            result["state"].update(self._uncut(plan.user_states, "the optimizer itself"))
         if plan.groups is not None:
             result["param_groups"] = self._groups(plan.groups, keys)
         return result
 
-    def _of_group(
-        self, group: Group, sharded_params: list[nn.Parameter]
-    ) -> dict[nn.Parameter, dict[Any, Any]]:
+    def _of_group(self, group: Group) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the states of a group's sharded parameters, cut to their shapes."""
         plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
-        keys: dict[Any, None] = {}
-        for param in sharded_params:
-            names = [name for _, name in self._ownership.held[param].names if name in plan.entries]
-            if not names:
+        cut_keys: dict[Any, None] = {}
+        for param in self._ownership.in_group(group):
+            names = [name for name in self._ownership.names_in(param) if name in plan.entries]
+            if param not in self._sharded_params or not names:
                 continue
-            states[param] = {key: None for name in names for key in plan.entries[name]}
+            found = [
+                (name, key, value) for name in names for key, value in plan.entries[name].items()
+            ]
+            states[param] = {key: None for _, key, _ in found}
             uncut: dict[Any, Any] = {}
-            for name in names:
-                for key, value in plan.entries[name].items():
-                    if plan.is_cut(self._ownership, name, key):
-                        keys[key] = None
-                    elif value is not None:
-                        uncut.setdefault(key, value)
+            for name, key, value in found:
+                if (name, key) in plan.cut:
+                    cut_keys[key] = None
+                elif value is not None:
+                    uncut.setdefault(key, value)
             states[param].update(self._uncut(uncut, names[0]))
-        for key in keys:
+        for key in cut_keys:
             self._add_cut(states, group, key)
-        self._add_restored(states, group, list(states))
+        for param in states:
+            self._add_restored(states[param], group, self._ownership.names_in(param))
         return states
 
     def _uncut(self, values: Mapping[Any, Any], name: str) -> dict[Any, Any]:
         """Return copies of values that are not cut."""
-        later = [key for key, value in values.items() if outline(value, cut=False) is LATER]
-        sent: dict[Any, Any] = {}
+        later = {key: value for key, value in values.items() if _is_large(value)}
         if later and self._sender is not None:
-            sent = self._sender.send_object(
-                {key: values[key] for key in later}, f"the state of {name}"
-            )
-        return {key: snapshot(sent.get(key, value)) for key, value in values.items()}
+            values = {**values, **self._sender.send_object(later, f"the state of {name}")}
+        return snapshot(dict(values))
 
     def _add_cut(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, key: Any) -> None:
         """Add one per-element state. Parameters that the dict has no such state for get
@@ -580,8 +485,7 @@ class _Loading:
             (param, index, self._plan.entries[name][key])
             for param in states
             for index, name in self._ownership.held[param].names
-            if key in self._plan.entries.get(name, {})
-            and self._plan.is_cut(self._ownership, name, key)
+            if (name, key) in self._plan.cut
         ]
         values = [value for _, _, value in found]
         if self._sender is not None:
@@ -596,23 +500,12 @@ class _Loading:
             run = read_part(value, *store.cut(index), store.rank, members, store.parallel[index])
             own.view(-1)[store.part_in_sharded_param(index).slice].copy_(run)
 
-    def _add_restored(
-        self,
-        states: dict[nn.Parameter, dict[Any, Any]],
-        group: Group,
-        sharded_params: list[nn.Parameter],
-    ) -> None:
+    def _add_restored(self, state: dict[Any, Any], group: Group, names: Sequence[str]) -> None:
         """Add the rank-local states of this rank."""
-        for param in sharded_params:
-            names = [
-                name
-                for _, name in self._ownership.held[param].names
-                if name in self._plan.rank_states
-            ]
-            found: Any = [state for name in names for state in self._plan.rank_states[name]]
-            if names and self._sender is not None:
-                found = self._sender.send_object(found, f"the state of {names[0]}")
-            states[param].update(restored(group, found))
+        found = [each for name in names for each in self._plan.rank_states.get(name, ())]
+        if self._sender is not None and not self._plan.rank_states.keys().isdisjoint(names):
+            found = self._sender.send_object(found, f"the state of {names[0]}")
+        state.update(restored(group, found))
 
     def _groups(
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
@@ -622,17 +515,15 @@ class _Loading:
         by_name = {name: group for group in saved for name in group["params"]}
         groups = []
         for position, group in enumerate(self._ownership.groups):
-            names = {
-                p: [name for _, name in self._ownership.held[p].names if name in by_name]
+            matches = {
+                p: [by_name[name] for name in self._ownership.names_in(p) if name in by_name]
                 for p in group["params"]
             }
-            match = next(
-                (by_name[listed[0]] for listed in names.values() if listed),
-                saved[position] if position < len(saved) else {},
-            )
-            settings = {key: copied(value) for key, value in match.items() if key != "params"}
-            present = {k: v for k, v in group.items() if k != "params" and k not in settings}
-            listed = [p for p in group["params"] if names[p] or not self._wanted.as_saved]
+            in_place = saved[position] if position < len(saved) else {}
+            match = next((found[0] for found in matches.values() if found), in_place)
+            listed = [p for p in group["params"] if matches[p] or not self._wanted.as_saved]
+            settings = {key: copied(value) for key, value in match.items()}
+            present = {key: value for key, value in group.items() if key not in settings}
             groups.append({**present, **settings, "params": [keys[p] for p in listed]})
         return groups
 

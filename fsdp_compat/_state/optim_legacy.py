@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import enum
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,18 @@ from ..errors import (
     CheckpointError,
     TypeUsageError,
     UsageError,
-    explain,
     require_bools,
     require_group,
     require_model_and_optimizer,
     require_module,
     wrong_type,
 )
-from .optim_calls import export_optim_state, import_optim_state
-from .optim_contents import numbered_names, other_form, ownership_of
-from .optim_export import Values
+from .optim_contents import not_a_state_dict, numbered_names, other_form, ownership_of
+from .optim_export import ExportForm, Values, export_optim_state
+from .optim_import import LoadOptions, import_optim_state
 from .units import clean_name, names_before, units_of
+
+_Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimStateKeyType(enum.Enum):
@@ -43,7 +44,7 @@ class OptimStateKeyType(enum.Enum):
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
-    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim_input: _Input = None,
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -52,23 +53,11 @@ def full_optim_state_dict(
 
     Collective: one gather per flat parameter and state, like ``optim_state_dict`` in the full form.
     """
-    where = "full_optim_state_dict(model, optim)"
-    _deprecated("full_optim_state_dict", "optim_state_dict")
-    require_model_and_optimizer(model, optim, where)
-    require_group(group, where)
+    where = _called("full_optim_state_dict", "optim_state_dict", model, optim, group)
     require_bools(where, rank0_only=rank0_only)
-    groups = groups_of_input(optim_input, optim, model, where)
-    return export_optim_state(
-        model,
-        optim,
-        groups,
-        None,
-        values=Values.WHOLE,
-        to_cpu=True,
-        rank0_only=rank0_only,
-        group=group,
-        where=where,
-    )
+    groups = _groups_of(optim_input, optim, model, where)
+    form = ExportForm(Values.WHOLE, to_cpu=True, rank0_only=rank0_only)
+    return export_optim_state(model, optim, groups, None, form, group=group, where=where)
 
 
 def sharded_optim_state_dict(
@@ -79,35 +68,21 @@ def sharded_optim_state_dict(
 
     Collective: one small exchange; tensors are not sent.
     """
-    where = "sharded_optim_state_dict(model, optim)"
-    _deprecated("sharded_optim_state_dict", "optim_state_dict")
-    require_model_and_optimizer(model, optim, where)
-    require_group(group, where)
-    return export_optim_state(
-        model,
-        optim,
-        optim.param_groups,
-        None,
-        values=Values.BOXES,
-        to_cpu=True,
-        rank0_only=False,
-        group=group,
-        where=where,
-        first_step=True,
-    )
+    where = _called("sharded_optim_state_dict", "optim_state_dict", model, optim, group)
+    form, groups = ExportForm(Values.BOXES, to_cpu=True), optim.param_groups
+    return export_optim_state(model, optim, groups, None, form, where=where, first_step=True)
 
 
 def shard_full_optim_state_dict(
     full_optim_state_dict: dict[str, Any],
     model: nn.Module,
-    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return the dict that the optimizer loads on this rank, from a full dict that every rank has.
     Collective: one small exchange."""
-    where = "shard_full_optim_state_dict(full_optim_state_dict, model)"
-    _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
-    return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=False, where=where)
+    where = _called("shard_full_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 
 
 def flatten_sharded_optim_state_dict(
@@ -117,16 +92,15 @@ def flatten_sharded_optim_state_dict(
 
     Collective: one small exchange; values that are sharded differently than the model are gathered.
     """
-    where = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
-    _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+    where = _called("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", model, optim)
     require_model_and_optimizer(model, optim, where)
-    return _given(sharded_optim_state_dict, model, None, optim, rank0_only=False, where=where)
+    return _to_load(sharded_optim_state_dict, model, None, optim, where)
 
 
 def scatter_full_optim_state_dict(
     full_optim_state_dict: dict[str, Any] | None,
     model: nn.Module,
-    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim_input: _Input = None,
     optim: Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
@@ -135,17 +109,17 @@ def scatter_full_optim_state_dict(
 
     Collective: rank 0 sends one state of one unit at a time.
     """
-    where = "scatter_full_optim_state_dict(full_optim_state_dict, model)"
-    _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-    require_group(group, where)
-    return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=True, where=where)
+    where = _called(
+        "scatter_full_optim_state_dict", "optim_state_dict_to_load", model, optim, group
+    )
+    return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
 
 
 def rekey_optim_state_dict(
     optim_state_dict: dict[str, Any],
     optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
-    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return an optimizer's state dict keyed by parameter names, or by numbers, however it was
@@ -156,71 +130,74 @@ def rekey_optim_state_dict(
     several kinds, and CheckpointError for a parameter that the model or the optimizer does not
     have. ``optim_state_dict_to_load`` accepts both kinds of keys.
     """
-    where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
-    _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
+    where = _called("rekey_optim_state_dict", "optim_state_dict_to_load", model, optim)
     kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
     if kind is None:
-        raise wrong_type(
-            "optim_state_key_type", "an OptimStateKeyType", optim_state_key_type, where
-        )
-    _require_model(model, optim, where)
+        raise wrong_type("optim_state_key_type", "an OptimStateKeyType", kind, where)
     if (found := other_form(optim_state_dict)) is not None:
-        raise CheckpointError.of(
-            "This is not an optimizer state dict.",
-            expected=found[0],
-            got=f"a {type(found[1]).__name__}",
+        raise not_a_state_dict(CheckpointError, *found, where)
+    groups = [dict(group) for group in optim_state_dict.get("param_groups", ())]
+    used = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
+    kinds = {type(key) for key in used}
+    if len(kinds) > 1 or not kinds <= {int, str}:
+        raise UsageError.of(
+            "The keys of the optimizer state dict are of several kinds.",
+            expected="parameter names everywhere, or numbers everywhere",
+            got=", ".join(sorted(kind.__name__ for kind in kinds)),
             where=where,
-            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned",
+            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
+            "unchanged",
         )
-    groups = groups_of_input(optim_input, optim, model, where)
-    units, names = units_of(model), None
-    if units:
-        names = numbered_names(ownership_of(groups, where, units, model), names_before(model))
-    numbering = Numbering(model, groups, names)
-    return (numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers)(
-        optim_state_dict
-    )
+    if kinds == {str if kind is OptimStateKeyType.PARAM_NAME else int}:
+        return dict(optim_state_dict)
+    numbers = _numbers(model, _groups_of(optim_input, optim, model, where), where)
+    keys: dict[Any, Any] = {key: numbers.get(clean_name(str(key))) for key in used}
+    if kind is OptimStateKeyType.PARAM_NAME:
+        names = {number: name for name, number in reversed(numbers.items())}
+        keys = {key: names.get(key) for key in used}
+    unknown = [key for key in used if keys[key] is None]
+    if unknown:
+        raise CheckpointError.of(
+            "The optimizer state dict does not belong to the model and the optimizer.",
+            expected="state of parameters that the optimizer holds and the model has under "
+            "one name",
+            got=f"the key {unknown[0]!r}",
+            where=where,
+            fix="pass the model and the optimizer that the dict comes from, or the ones "
+            "that will load it",
+        )
+    result: dict[str, Any] = {
+        "state": {keys[key]: value for key, value in optim_state_dict["state"].items()}
+    }
+    if "param_groups" in optim_state_dict:
+        result["param_groups"] = [
+            {
+                **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+                "params": sorted(keys[key] for key in group["params"]),
+            }
+            for group in groups
+        ]
+    return result
 
 
-def _given(
-    state_dict: Mapping[str, Any] | None,
-    model: nn.Module,
-    optim_input: Iterable[Any] | None,
-    optim: Optimizer | None,
-    *,
-    rank0_only: bool,
-    where: str,
-) -> dict[str, Any]:
-    _require_model(model, optim, where)
-    groups = groups_of_input(optim_input, optim, model, where)
-    label = type(optim).__name__ if optim is not None else "the optimizer"
-    return import_optim_state(
-        model, groups, state_dict, rank0_only=rank0_only, label=label, where=where, as_saved=True
-    )
-
-
-def _require_model(model: Any, optim: Any, where: str) -> None:
-    """Raise UsageError unless ``model`` is a module and ``optim`` is None or an optimizer."""
-    if optim is None:
-        require_module(model, where)
+def _numbers(model: nn.Module, groups: list[dict[str, Any]], where: str) -> dict[str, int]:
+    """Return how an optimizer numbers a model's parameters, by their names before wrapping. A
+    shared parameter has several; the one that it goes by comes first."""
+    first = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    if units := units_of(model):
+        by_group = numbered_names(ownership_of(groups, where, units, model), names_before(model))
     else:
-        require_model_and_optimizer(model, optim, where)
+        by_group = [[first.get(parameter, "") for parameter in g["params"]] for g in groups]
+    listed = [name for of_group in by_group for name in of_group]
+    numbers = {name: number for number, name in enumerate(listed) if name}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first[parameter] in numbers:
+            numbers.setdefault(clean_name(name), numbers[first[parameter]])
+    return numbers
 
 
-def _deprecated(old: str, new: str) -> None:
-    warnings.warn(
-        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} "
-        "instead.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-
-
-def groups_of_input(
-    optim_input: Iterable[Any] | None,
-    optim: torch.optim.Optimizer | None,
-    model: nn.Module,
-    call: str,
+def _groups_of(
+    optim_input: Iterable[Any] | None, optim: Optimizer | None, model: nn.Module, where: str
 ) -> list[dict[str, Any]]:
     """Return parameter groups in the order in which an optimizer numbers its parameters.
 
@@ -231,129 +208,51 @@ def groups_of_input(
     """
     if optim_input is None:
         return optim.param_groups if optim is not None else [{"params": list(model.parameters())}]
-    try:
-        given: list[Any] = (
-            [optim_input] if isinstance(optim_input, torch.Tensor) else list(optim_input)
-        )
-    except TypeError:
-        given = []
-    if not given:
-        raise (UsageError if isinstance(optim_input, Iterable) else TypeUsageError)(
-            _wrong_input(optim_input, call)
-        )
-    if all(isinstance(item, torch.Tensor) for item in given):
+    is_tensor, is_iterable = (isinstance(optim_input, kind) for kind in (torch.Tensor, Iterable))
+    given: list[Any] = [optim_input] if is_tensor else list(optim_input if is_iterable else ())
+    if given and all(isinstance(item, torch.Tensor) for item in given):
         return [{"params": given}]
-    if not all(isinstance(item, dict) for item in given):
-        raise TypeUsageError(_wrong_input(optim_input, call))
-    if not all("params" in group for group in given):
-        raise AssertedUsageError(_wrong_input(optim_input, call))
-    return [
-        {
-            **g,
-            "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"]),
-        }
-        for g in given
-    ]
+    are_dicts = all(isinstance(item, dict) for item in given)
+    if not given or not are_dicts or not all("params" in group for group in given):
+        kind = AssertedUsageError if given else UsageError
+        raise (kind if are_dicts and is_iterable else TypeUsageError).of(
+            "optim_input is not what an optimizer is created from.",
+            expected="parameters, or dicts with 'params'",
+            got=f"a {type(optim_input).__name__} with {len(given)} item(s)",
+            where=f"argument 'optim_input' of {where}",
+            fix="leave it out and pass optim=, the optimizer",
+        )
+    listed = ([p] if isinstance(p, torch.Tensor) else list(p) for p in (g["params"] for g in given))
+    return [{**group, "params": params} for group, params in zip(given, listed, strict=True)]
 
 
-def _wrong_input(optim_input: object, call: str) -> str:
-    return explain(
-        "optim_input is not what an optimizer is created from.",
-        expected="parameters, or dicts with 'params'",
-        got=f"a {type(optim_input).__name__}"
-        + (f" of {len(optim_input)}" if isinstance(optim_input, (list, tuple, dict)) else ""),
-        where=f"argument 'optim_input' of {call}",
-        fix="leave it out and pass optim=, the optimizer",
+def _to_load(
+    state_dict: Mapping[str, Any] | None,
+    model: nn.Module,
+    optim_input: Iterable[Any] | None,
+    optim: Optimizer | None,
+    where: str,
+    from_rank0: bool = False,
+) -> dict[str, Any]:
+    groups = _groups_of(optim_input, optim, model, where)
+    label = type(optim).__name__ if optim is not None else "the optimizer"
+    wanted = LoadOptions(from_rank0, as_saved=True)
+    return import_optim_state(model, groups, state_dict, wanted, label, where)
+
+
+def _called(old: str, new: str, model: Any, optim: Any, group: Any = None) -> str:
+    """Warn of a call, check its arguments (``optim`` may be None where the call allows it), and
+    return what errors say of it."""
+    warnings.warn(
+        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} "
+        "instead.",
+        DeprecationWarning,
+        stacklevel=3,
     )
-
-
-class Numbering:
-    """How an optimizer numbers a model's parameters. Names are those before wrapping."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Iterable[Mapping[str, Any]],
-        names: Sequence[Sequence[str]] | None,
-    ) -> None:
-        """names: by parameter group, for a model with units; None for any other model."""
-        first = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-        if names is None:
-            self.names = [first.get(parameter) for group in groups for parameter in group["params"]]
-        else:
-            self.names = [name for of_group in names for name in of_group]
-        self.numbers = {name: number for number, name in enumerate(self.names) if name is not None}
-        # A shared parameter has several names.
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if first[parameter] in self.numbers:
-                self.numbers.setdefault(clean_name(name), self.numbers[first[parameter]])
-
-    def by_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict that is keyed by numbers with names as keys instead; values are the same
-        objects. A dict that is keyed by names is returned unchanged.
-
-        Raises UsageError for a dict whose keys are of several kinds, CheckpointError for a number
-        that no parameter has.
-        """
-        return (
-            dict(state_dict)
-            if _kinds(state_dict) == {str}
-            else _rekeyed(state_dict, dict(enumerate(self.names)))
-        )
-
-    def by_numbers(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The opposite of ``by_names``."""
-        if _kinds(state_dict) == {int}:
-            return dict(state_dict)
-        return _rekeyed(
-            state_dict,
-            {name: self.numbers.get(clean_name(str(name))) for name in _keys(state_dict)},
-        )
-
-
-def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
-    return [
-        *state_dict["state"],
-        *(key for group in state_dict.get("param_groups", ()) for key in group["params"]),
-    ]
-
-
-def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
-    """Return the types of the keys: int or str, or none for an empty dict."""
-    kinds = {type(key) for key in _keys(state_dict)}
-    if len(kinds) > 1 or not kinds <= {int, str}:
-        raise UsageError.of(
-            "The keys of the optimizer state dict are of several kinds.",
-            expected="parameter names everywhere, or numbers everywhere",
-            got=", ".join(sorted(kind.__name__ for kind in kinds)),
-            where="rekey_optim_state_dict",
-            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
-            "unchanged",
-        )
-    return kinds
-
-
-def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    for key in _keys(state_dict):
-        if keys.get(key) is None:
-            raise CheckpointError.of(
-                "The optimizer state dict does not belong to the model and the optimizer.",
-                expected="state of parameters that the optimizer holds and the model has under "
-                "one name",
-                got=f"the key {key!r}",
-                where="rekey_optim_state_dict",
-                fix="pass the model and the optimizer that the dict comes from, or the ones "
-                "that will load it",
-            )
-    result: dict[str, Any] = {
-        "state": {keys[key]: value for key, value in state_dict["state"].items()}
-    }
-    if "param_groups" in state_dict:
-        result["param_groups"] = [
-            {
-                **{k: copy.deepcopy(v) for k, v in g.items() if k != "params"},
-                "params": sorted(keys[key] for key in g["params"]),
-            }
-            for g in state_dict["param_groups"]
-        ]
-    return result
+    where = f"{old}(...)"
+    if optim is None and new == "optim_state_dict_to_load":
+        require_module(model, where)
+    else:
+        require_model_and_optimizer(model, optim, where)
+    require_group(group, where)
+    return where

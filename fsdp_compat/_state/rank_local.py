@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .optim_contents import ParamOwnership, StateKind, classify_all, snapshot
+from .optim_contents import Kinds, ParamOwnership, StateKind, snapshot
 from .rank0 import packed_bytes, unpacked
 
 
@@ -69,18 +70,34 @@ def part_of(group: Group, param: nn.Parameter, names: Iterable[tuple[int, str]],
     return Part(rank, store.ranks, store.sharded_shape(names[0][0], rank), runs)
 
 
-def unshardable(
-    ownership: ParamOwnership, states: Mapping[nn.Parameter, Mapping[Any, Any]]
-) -> list[str]:
-    """Return ``"name.state"`` for each of ``states`` that can only be loaded at an equal layout.
-    Sends nothing."""
-    found = []
-    for param, kinds in classify_all(states).items():
-        held = ownership.held[param]
-        for key, kind in kinds.items():
-            if kind is StateKind.RANK_LOCAL and held.group is not None:
-                found += [f"{name}.{key}" for _, name in held.names]
-    return found
+# Optimizers whose rank-local states this process has warned of.
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stacklevel: int) -> None:
+    """Warn, once per optimizer, of rank-local states. stacklevel: as the caller would pass it to
+    ``warnings.warn``."""
+    if names and optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{len(names)} state(s) of {type(optimizer).__name__} are saved, but can only be "
+            "loaded with the layout that they are saved with (the same number of ranks, sharding "
+            f"strategy, wrapping and use_orig_params): {', '.join(names)}.",
+            stacklevel=stacklevel,
+        )
+
+
+def unshardable(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
+    """Return ``"name.state"`` for each state that can only be loaded at an equal layout. Sends
+    nothing."""
+    return [
+        f"{name}.{key}"
+        for param, of_param in kinds.items()
+        if ownership.held[param].group is not None
+        for key, kind in of_param.items()
+        if kind is StateKind.RANK_LOCAL
+        for name in ownership.names_in(param)
+    ]
 
 
 def rank_local_states(
@@ -92,15 +109,15 @@ def rank_local_states(
 ) -> list[tuple[str, RankState]]:
     """Return (name, copy of this rank's state) for the given keys of a group's sharded
     parameters."""
-    rank, members = group.shard.rank, group.shard.members
+    rank, holder = group.shard.rank, group.shard.members[group.shard.rank]
     found = []
     for param, param_keys in keys.items():
-        names, held = ownership.held[param].names, states.get(param, {})
+        names, held = ownership.held[param].names, states[param]
         if present := [key for key in param_keys if key in held]:
             part = part_of(group, param, names, rank)
             found += [
-                (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
-                for k in present
+                (names[0][1], RankState(key, snapshot(held[key], to_cpu), part, holder))
+                for key in present
             ]
     return found
 
@@ -125,9 +142,8 @@ def gather_states(
     gathered = group.gather_full(padded.to(group.device)).cpu()
     found = []
     for rank, size in enumerate(sizes if keep else ()):
-        found += unpacked(gathered[rank * padded.numel() :][:size], device) + (
-            kept if rank == group.shard.rank else []
-        )
+        found += unpacked(gathered[rank * padded.numel() :][:size], device)
+        found += kept if rank == group.shard.rank else []
     return found
 
 
@@ -153,29 +169,20 @@ def _split_picklable(
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
     """Raise CheckpointError unless every rank that ``states`` (by name) come from has the same part
     now as when they were saved."""
-    for name, rank_states in states.items():
-        held = ownership.held[ownership.by_name[name][0]]
-        for state in rank_states:
-            saved = dataclasses.replace(
-                state.part,
-                runs=tuple(
-                    (ownership.name_before(run), start, stop)
-                    for run, start, stop in state.part.runs
-                ),
+    for name, state in ((name, state) for name, its in states.items() for state in its):
+        runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
+        saved = dataclasses.replace(state.part, runs=tuple(runs))
+        if (now := _part_now(ownership, name, saved.rank)) != saved:
+            raise CheckpointError.of(
+                f"The state {state.key!r} of {name!r} belongs to one rank's part and cannot be "
+                "resharded.",
+                expected=f"the layout that it was saved with: {saved}",
+                got=str(now or _part_now(ownership, name, 0) or "a parameter that no unit manages"),
+                where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
+                fix="load with the number of ranks, strategy, wrapping and use_orig_params that "
+                "it was saved with, or remove such states from the dict if the optimizer can do "
+                "without them",
             )
-            if (now := _part_now(ownership, name, saved.rank)) != saved:
-                raise CheckpointError.of(
-                    f"The state {state.key!r} of {name!r} belongs to one rank's part and "
-                    "cannot be resharded.",
-                    expected=f"the layout that it was saved with: {saved}",
-                    got="a parameter that no unit manages"
-                    if held.group is None
-                    else str(now or _part_now(ownership, name, 0)),
-                    where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
-                    fix="load with the number of ranks, strategy, wrapping and use_orig_params "
-                    "that it was saved with, or remove such states from the dict if the "
-                    "optimizer can do without them",
-                )
 
 
 def _part_now(ownership: ParamOwnership, name: str, rank: int) -> Part | None:

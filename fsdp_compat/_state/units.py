@@ -278,6 +278,13 @@ def runtimes_of(units: Iterable[ModelUnit]) -> list[Runtime]:
     return list(dict.fromkeys(unit.runtime for unit in units))
 
 
+def require_idle(model: nn.Module, what: str) -> None:
+    """Raise StateError for a call in the middle of a step. what: the call."""
+    for runtime in runtimes_of(model_units_in(model)):
+        runtime.require_idle(what)
+        runtime.require_parts(what)
+
+
 def units_of(model: nn.Module) -> list[NamedUnit]:
     """Return the units in a model with the prefix of their parameter names, outer ones first."""
     found = []

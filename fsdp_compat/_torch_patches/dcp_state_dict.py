@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from .. import _torch_private
 from .._state.forms import state_dict_type
 from .._state.older_optimizers import convert
-from .._state.optim_calls import export_optim_state, form_set, optim_state_dict_to_load
+from .._state.optim_calls import optim_state_dict_to_load
 from .._state.optim_contents import ParamContents, contents_of
+from .._state.optim_export import export_optim_state, form_set
 from .._state.rank0 import Rank0Broadcast
 from .._state.sharded_values import BoxedTensor, copied
 from .._state.units import model_unit_of, model_units_in, units_of
@@ -221,7 +222,7 @@ def _get_optimizers(
             where = "get_optimizer_state_dict(model, optimizers)"
             form, groups = form_set(model), optimizer.param_groups
             found = export_optim_state(
-                model, optimizer, groups, get(), **form, group=None, where=where, first_step=True
+                model, optimizer, groups, get(), form, where=where, first_step=True
             )
         result["state"].update(
             (names.public(name), {key: _finished(value, options) for key, value in entry.items()})

@@ -20,8 +20,8 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.older_optimizers import convert
-from .._state.optim_calls import warn_of_layout
 from .._state.optim_contents import StateKind, classify_all
+from .._state.rank_local import warn_of_layout
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
 from ._head import TEXT
