@@ -34,7 +34,11 @@ def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
             elif parameter.requires_grad:
                 kind = number, tuple(parameter.shape), parameter.dtype, parameter.device
                 if kind not in tried:
-                    tried[kind] = _shapes_of(_tried_alone(ownership, optimizer, parameter))
+                    found = _tried_alone(ownership, optimizer, parameter)
+                    tried[kind] = {
+                        key: value.to("meta") if type(value) is torch.Tensor else value
+                        for key, value in found.items()
+                    }
                 states[parameter] = tried[kind]
     return states
 
@@ -46,38 +50,22 @@ def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     Gradients and weight decay of that step are zero. If it fails, a warning says so, and the answer
     is empty.
     """
-    trainable = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and not ownership.is_vacant(p)
-    ]
+    trainable = [p for p in ownership.parameters if p.requires_grad and not ownership.is_vacant(p)]
     try:
         states = _after_one_step(ownership, optimizer, trainable)
-    except (
-        Exception
-    ) as error:  # a user's step may raise anything: it may need a closure, or a model
+    except Exception as error:  # a step may raise anything: it may need a closure, or a model
         warnings.warn(
             f"{type(optimizer).__name__} has no state yet, and what its first step would make "
             "could not be tried out "
             f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}): its state dict has no "
-            "entries that a checkpoint could "
-            "be read into. Take it after the first step.",
+            "entries that a checkpoint could be read into. Take it after the first step.",
             stacklevel=4,
         )
         return {}
     for entry in states.values():
-        counts = [
-            key
-            for key, value in entry.items()
-            if not isinstance(value, torch.Tensor) or value.dim() == 0
-        ]
-        if counts == ["step"]:  # where others go with it, it has to stay
-            entry["step"] = (
-                torch.zeros_like(entry["step"])
-                if isinstance(entry["step"], torch.Tensor)
-                else type(entry["step"])(0)
-            )
+        scalars = [k for k, v in entry.items() if not isinstance(v, torch.Tensor) or v.dim() == 0]
+        if scalars == ["step"]:  # where others go with it, it has to stay
+            entry["step"] = entry["step"] * 0
     return {parameter: entry for parameter, entry in states.items() if entry}
 
 
@@ -107,24 +95,24 @@ def _after_one_step(
     optimizer = _innermost(optimizer)
     stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
     left_out = nn.Parameter(torch.empty(0))
-    copies: dict[int, Any] = {
-        id(p): stand_ins.get(p, left_out) for p in ownership.held
-    }  # by the ids of what deepcopy meets
+    # What deepcopy takes for the copy of an object, by its id.
+    copies: dict[int, Any] = {id(p): stand_ins.get(p, left_out) for p in ownership.held}
     copies[id(optimizer.state)] = collections.defaultdict(dict)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            copies[id(value)] = collections.OrderedDict()
     trial = object.__new__(type(optimizer))
-    trial.__dict__ = copy.deepcopy(
-        {k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_OUT}, copies
+    # A scheduler puts a step of its own on the object, which is bound to the original.
+    vars(trial).update(
+        copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, copies)
     )
-    for name in optimizer.__dict__.keys() & _HOOKS:
-        trial.__dict__[name] = collections.OrderedDict()
     for group in trial.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter is not left_out]
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
     devices = {parameter.device for parameter in stand_ins if parameter.device.type != "cpu"}
-    with torch.random.fork_rng(
-        devices, device_type=next(iter(devices)).type if devices else "cuda"
-    ):
+    kind = next(iter(devices)).type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind):
         type(optimizer).step(trial)
     return {
         parameter: dict(trial.state.get(stand_in) or {})
@@ -135,11 +123,8 @@ def _after_one_step(
 def _innermost(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that keeps the state; others may be wrapped around it."""
     for value in vars(optimizer).values():
-        if (
-            isinstance(value, Optimizer)
-            and value is not optimizer
-            and value.state is optimizer.state
-        ):
+        is_other = isinstance(value, Optimizer) and value is not optimizer
+        if is_other and value.state is optimizer.state:
             return _innermost(value)
     return optimizer
 
@@ -150,27 +135,3 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
         stand_in.grad_dtype = parameter.grad_dtype
     stand_in.grad = torch.zeros_like(stand_in, dtype=parameter.grad_dtype or parameter.dtype)
     return stand_in
-
-
-def _shapes_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Replace plain tensors by meta tensors."""
-    return {
-        key: value.to("meta") if type(value) is torch.Tensor else value
-        for key, value in state.items()
-    }
-
-
-_HOOKS = frozenset(
-    {
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    }
-)
-
-_LEFT_OUT = _HOOKS | {
-    "step"
-}  # a scheduler puts a step of its own on the object, which is bound to the original

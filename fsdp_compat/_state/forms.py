@@ -28,11 +28,10 @@ from . import model_loading
 from .units import (
     ModelUnit,
     default_form,
+    in_form,
     is_lazy,
-    keeping_forms,
     model_unit_of,
     model_units_in,
-    wrapped_units_in,
 )
 
 
@@ -58,48 +57,48 @@ def set_state_dict_type(
         )
     units = model_units_in(module)
     default = default_form(kind)
-    model_config = (
+    configs: list[Any] = [
         as_ours(state_dict_config, StateDictConfig, "state_dict_config")
-        or default.state_dict_config
-    )
-    optim_config = (
+        or default.state_dict_config,
         as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config")
-        or default.optim_state_dict_config
-    )
-    for name, given, wanted in (
-        ("state_dict_config", model_config, default.state_dict_config),
-        ("optim_state_dict_config", optim_config, default.optim_state_dict_config),
-    ):
-        for field in dataclasses.fields(given):
-            truth(f"{name}.{field.name}", getattr(given, field.name), "set_state_dict_type")
-        if getattr(given, "_use_dtensor", False) and any(
-            each.device_mesh is None for each in units
-        ):
-            raise UsageError.of(
-                "DTensors in sharded state dicts need a device mesh.",
-                expected=f"{type(given).__name__}() without _use_dtensor, or a model wrapped "
-                "with device_mesh=",
-                got=f"{given}, and a model without a mesh",
-                where=f"set_state_dict_type(..., {name})",
-                fix="leave out _use_dtensor: it is automatic for a model with a mesh; without "
-                "a mesh the values are ShardedTensors, which torch.distributed.checkpoint "
-                "accepts",
-            )
-        if not isinstance(given, type(wanted)):
-            raise RuntimeUsageError.of(
-                f"{name} does not match the state dict type.",
-                expected=f"a {type(wanted).__name__}, or None",
-                got=f"a {type(given).__name__}",
-                where=f"set_state_dict_type(..., {kind.name})",
-                fix=f"pass {type(wanted).__name__}(...)",
-            )
-    before = _one_form(wrapped_units_in(module) or units, module)
-    settings = StateDictSettings(kind, model_config, optim_config)
+        or default.optim_state_dict_config,
+    ]
+    _require_config("state_dict_config", configs[0], default.state_dict_config, units)
+    _require_config("optim_state_dict_config", configs[1], default.optim_state_dict_config, units)
+    wrapped = [model_unit_of(child) for child in module.modules() if not is_lazy(child)]
+    before = _one_form([unit for unit in wrapped if unit is not None] or units, module)
+    settings = StateDictSettings(kind, *configs)
     with_mesh = _with_dtensors(settings)
     for unit in units:
         unit.form = settings if unit.device_mesh is None else with_mesh
     model_loading.follow(module, model_loading.is_on(settings) and model_unit_of(module) is None)
     return before
+
+
+def _require_config(name: str, given: Any, default: Any, units: Sequence[ModelUnit]) -> None:
+    """Raise UsageError for a configuration that is not of the type of ``default``, or asks for
+    DTensors without a mesh."""
+    where = f"set_state_dict_type(..., {name})"
+    for field in dataclasses.fields(given):
+        truth(f"{name}.{field.name}", getattr(given, field.name), "set_state_dict_type")
+    if getattr(given, "_use_dtensor", False) and any(each.device_mesh is None for each in units):
+        raise UsageError.of(
+            "DTensors in sharded state dicts need a device mesh.",
+            expected=f"{type(given).__name__}() without _use_dtensor, or a model wrapped with "
+            "device_mesh=",
+            got=f"{given}, and a model without a mesh",
+            where=where,
+            fix="leave out _use_dtensor: it is automatic for a model with a mesh; without a mesh "
+            "the values are ShardedTensors, which torch.distributed.checkpoint accepts",
+        )
+    if not isinstance(given, type(default)):
+        raise RuntimeUsageError.of(
+            f"{name} does not match the state dict type.",
+            expected=f"a {type(default).__name__}, or None",
+            got=f"a {type(given).__name__}",
+            where=where,
+            fix=f"pass {type(default).__name__}(...)",
+        )
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -135,7 +134,7 @@ def state_dict_type(
     require_module(module, "state_dict_type")
     units, followed = model_units_in(module), model_loading.is_followed(module)
     try:
-        with keeping_forms(units):
+        with in_form(units):
             set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
             yield
     finally:

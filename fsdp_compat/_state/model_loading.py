@@ -37,7 +37,6 @@ from .units import (
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     clean_name,
-    flat_names,
     is_flat_name,
     model_unit_of,
     model_units_in,
@@ -122,16 +121,7 @@ def follow_loading(wrapper: nn.Module) -> None:
     wrapper.register_load_state_dict_post_hook(_after_load)
 
 
-def _before_load(
-    wrapper: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
+def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Load this unit's parameters out of ``state_dict``, and rename the rest for the wrapped
     module."""
     own = registered_unit(wrapper)
@@ -141,7 +131,8 @@ def _before_load(
         if clean != key:
             state_dict[clean] = state_dict.pop(key)
     if not own.unit.summoned:
-        load_unit(own.unit, state_dict, prefix, missing_keys, error_msgs, own.takes_parts)
+        _metadata, _strict, missing, _unexpected, errors = rest
+        load_unit(own.unit, state_dict, prefix, missing, errors, own.takes_parts)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
@@ -187,54 +178,42 @@ def refuse_values(
     model: a unit, or a module around units. label: its name in the error.
     """
     missing: list[str] = []
-    by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
+    by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
+    others, order = others_in(model), names_in_order(model, "")
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    known = {*order, *(clean_name(name) for name, _ in named_parameters)}
     if not errors:
-        units = units_of(model)
-        for named, registered in zip(units, model_units_in(model), strict=True):
+        for named, each in zip(units_of(model), model_units_in(model), strict=True):
             if not named.unit.summoned:
-                check_unit(
-                    named.unit, by_name, named.prefix, missing, errors, registered.takes_parts
-                )
-        for name, tensor in others_in(model).items():
+                check_unit(named.unit, by_name, named.prefix, missing, errors, each.takes_parts)
+        for name, tensor in others.items():
             if tensor is not None and name in by_name:  # None: a class that loads in its own way
                 wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
                 errors += [wrong] if wrong else []
-        known = {named.prefix + name for named in units for name in flat_names(named.unit)} | {
-            clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
-        }
         errors += [
             other_local(key, "no such flat parameter")
             for key in by_name
             if is_flat_name(key) and key not in known
         ]
     if strict and (missing or errors or _loads_plainly(model)):
-        others, order = others_in(model), names_in_order(model, "")
-        if not errors:  # modules of torch forgive that these are missing
-            by_name.update((name, None) for name in others if name.endswith("num_batches_tracked"))
-        missing = [
-            name for name in order if name in missing or (name in others and name not in by_name)
-        ]
-        known = {
-            *order,
-            *(clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)),
+        forgiven = "" if errors else "num_batches_tracked"  # modules of torch do without it
+        absent = {
+            name
+            for name in others.keys() - by_name.keys()
+            if not (forgiven and name.endswith(forgiven))
         }
+        missing = [name for name in order if name in missing or name in absent]
         unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
         for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
             if keys:
-                errors.insert(
-                    0,
-                    f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ",
-                )
+                listed = ", ".join(f'"{key}"' for key in keys)
+                errors.insert(0, f"{kind} key(s) in state_dict: {listed}. ")
     if errors:
-        lines = "\n\t".join(errors)
         own = model_unit_of(model)
-        inner = model if own is None else own.unit.module
-        raise not_loaded(
-            f"Error(s) in loading state_dict for {type(inner).__name__}:\n\t{lines}",
-            label,
-            state_dict,
-        )
+        inner = type(model if own is None else own.unit.module).__name__
+        lines = "\n\t".join([f"Error(s) in loading state_dict for {inner}:", *errors])
+        raise not_loaded(lines, label, state_dict)
 
 
 def _loads_plainly(model: nn.Module) -> bool:
@@ -413,17 +392,12 @@ def _before_load_around(
     prefix: str,
     local_metadata: Any,
     strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    *rest: Any,
 ) -> None:
     """Add the values of rank 0 to the state dict that is loaded. Collective."""
     if not any(is_on(unit.form) for unit in model_units_in(module)):
         return
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-    state_dict.update(
-        (prefix + key, value)
-        for key, value in fill(
-            module, own, strict, bool(local_metadata.get("assign_to_params_buffers"))
-        ).items()
-    )
+    assign = bool(local_metadata.get("assign_to_params_buffers"))
+    filled = fill(module, own, strict, assign)
+    state_dict.update((prefix + key, value) for key, value in filled.items())

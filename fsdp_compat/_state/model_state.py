@@ -7,14 +7,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from .._engine import rendezvous
@@ -43,7 +42,7 @@ from .units import (
     Wanted,
     clean_name,
     everything,
-    in_module_order,
+    in_form,
     model_units_in,
     named_sections,
     names_in_order,
@@ -57,26 +56,20 @@ from .unmanaged import owners_in
 
 def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:
     """Return the state dict of a wrapper, see ``FullyShardedDataParallel.state_dict``."""
-    destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
+    try:
+        inspect.signature(_arguments).bind(*args, **kwargs)
+    except TypeError as error:
+        expected = "destination=, prefix= and keep_vars=, each once"
+        raise wrong_type("arguments", expected, (args, kwargs), "state_dict") from error
+    destination, prefix, keep_vars = _arguments(*args, **kwargs)
     own = registered_unit(wrapper)
     with contextlib.ExitStack() as stack:
         if filter is not None:
-            stack.enter_context(_filtered(wrapper, wanted_by(filter, "state_dict")))
+            wanted = wanted_by(filter, "state_dict")
+            stack.enter_context(in_form(model_units_in(wrapper), wanted=wanted))
         if not own.unit.summoned:
             stack.enter_context(own.runtime.rested("state_dict"))
         return _taken(wrapper, own, destination, prefix, keep_vars)
-
-
-@contextlib.contextmanager
-def _filtered(wrapper: nn.Module, wanted: Wanted) -> Iterator[None]:
-    units = model_units_in(wrapper)
-    for each in units:
-        each.wanted = wanted
-    try:
-        yield
-    finally:
-        for each in units:
-            each.wanted = everything
 
 
 def _taken(
@@ -122,8 +115,8 @@ def _taken(
         values = {key: _compact(value) if key in met else value for key, value in values.items()}
     if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
         values.update(_entries(own, base, keep))
-    for key in in_module_order(list(values), names_in_order(wrapper, base)):
-        destination[key] = values[key]
+    order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
+    destination.update(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))
     for key in [
         key for key in itertools.islice(described, first_described, None) if key.startswith(prefix)
     ]:
@@ -153,15 +146,12 @@ def inner_prefix(wrapper: nn.Module, own: ModelUnit, prefix: str) -> str:
 
 def _entries(own: ModelUnit, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the entries of the unit's own parameters, in the form that is set."""
-    config: Any = own.form.state_dict_config
-    to_cpu = config.offload_to_cpu
     if own.form.state_dict_type is StateDictType.FULL_STATE_DICT:
+        to_cpu = own.form.state_dict_config.offload_to_cpu
         return full_entries(own.unit, base, own.wanted, to_cpu, keep)
     if own.form.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        return local_entries(own.unit, base, own.wanted, own.group, to_cpu)
-    return sharded_entries(
-        own.unit, base, own.wanted, own.group, own.device_mesh, to_cpu, config.as_views
-    )
+        return _local_entries(own, base)
+    return _sharded_entries(own, base)
 
 
 def _only_wanted(
@@ -208,11 +198,9 @@ def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
 def _on_cpu(value: Any, as_copy: bool) -> Any:
     """Return a tensor on the CPU. as_copy: a copy also where it is there already, which training
     does not change."""
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.is_meta
-        or (value.device.type == "cpu" and not as_copy)
-    ):
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return value
+    if value.device.type == "cpu" and not as_copy:
         return value
     return copied(value, to_cpu=True)
 
@@ -229,33 +217,18 @@ def _compact(value: Any) -> Any:
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
-def _state_dict_arguments(*args: Any, **kwargs: Any) -> tuple[Any, str, bool]:
-    """Return (destination, prefix, keep_vars) from nn.Module.state_dict's arguments; positional
-    ones are its older form."""
-    names = ("destination", "prefix", "keep_vars")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if (
-        len(args) > len(names)
-        or len(given) < len(args) + len(kwargs)
-        or not given.keys() <= set(names)
-    ):
-        raise wrong_type(
-            "arguments",
-            "destination=, prefix= and keep_vars=, each once",
-            (args, kwargs),
-            "state_dict",
-        )
-    destination = given.get("destination")
-    if not isinstance(given.get("prefix") or "", str):
-        raise wrong_type("prefix", "a string", given["prefix"], "state_dict")
+def _arguments(
+    destination: Any = None, prefix: str | None = "", keep_vars: bool = False
+) -> tuple[Any, str, bool]:
+    """Return the arguments of nn.Module.state_dict, which may be positional in its older form."""
+    if not isinstance(prefix or "", str):
+        raise wrong_type("prefix", "a string", prefix, "state_dict")
     if destination is not None and not isinstance(destination, MutableMapping):
         raise wrong_type("destination", "a dict, or None", destination, "state_dict")
     if destination is None:
         destination = collections.OrderedDict()
-        setattr(
-            destination, "_metadata", collections.OrderedDict()
-        )  # as nn.Module.state_dict has it
-    return destination, given.get("prefix") or "", bool(given.get("keep_vars", False))
+        setattr(destination, "_metadata", collections.OrderedDict())  # as torch has it
+    return destination, prefix or "", bool(keep_vars)
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
@@ -376,65 +349,41 @@ def gathered_unit(
     return found
 
 
-def sharded_entries(
-    unit: Unit,
-    prefix: str,
-    wanted: Wanted,
-    process_group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    to_cpu: bool,
-    as_views: bool,
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of a unit's parameters, where a value holds this rank's part of the
     parameter.
 
-    Without a mesh it is boxes over ``process_group``, and nothing is sent. They are copies, no
-    larger than themselves; ``as_views``: they view the shard, unless ``to_cpu`` is set or some
-    parameters are left out. With a mesh it is a DTensor, a copy, and this is collective: all ranks,
-    to the end; one group is gathered at a time.
+    Without a mesh it is boxes over the unit's process group, and nothing is sent. With a mesh it is
+    a DTensor, a copy, and this is collective: all ranks, to the end; one group is gathered at a
+    time.
     """
-    for group in unit.groups:
-        if mesh is None or group.shard.ranks == 1:
-            yield from _shard_entries(group, prefix, wanted, process_group, to_cpu, as_views)
-        else:
-            yield from _mesh_entries(group, prefix, wanted, mesh, to_cpu)
-
-
-def _mesh_entries(
-    group: Group, prefix: str, wanted: Wanted, mesh: DeviceMesh, to_cpu: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    names = _chosen(store_of(group), [prefix], wanted)
-    if not names:
-        return
-    gathered = _Gathered(group, list(names))
-    for index, its_names in names.items():
-        value: torch.Tensor = mesh_sharded_value(gathered.whole(index), mesh)
-        value = value.cpu() if to_cpu else value
-        for name in its_names:
-            yield name, value
+    config: Any = own.form.state_dict_config
+    for group in own.unit.groups:
+        if own.device_mesh is None or group.shard.ranks == 1:
+            yield from _shard_entries(own, group, prefix, config.as_views)
+            continue
+        if names := _chosen(store_of(group), [prefix], own.wanted):
+            gathered = _Gathered(group, list(names))
+            for index, its_names in names.items():
+                value: torch.Tensor = mesh_sharded_value(gathered.whole(index), own.device_mesh)
+                value = value.cpu() if config.offload_to_cpu else value
+                for name in its_names:
+                    yield name, value
+            del gathered  # or the next group is gathered beside this one
 
 
 def _shard_entries(
-    group: Group,
-    prefix: str,
-    wanted: Wanted,
-    process_group: dist.ProcessGroup | None,
-    to_cpu: bool,
-    as_views: bool,
+    own: ModelUnit, group: Group, prefix: str, as_views: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    store = store_of(group)
-    for index, names in _chosen(store, [prefix], wanted).items():
-        run = store.local_part(index)
-        is_view = as_views and not to_cpu and wanted is everything
-        if not is_view:
-            run = copied(run, to_cpu)
+    """Yield the boxes of one group's parameters. They are copies, no larger than themselves;
+    ``as_views``: they view the shard, unless they go to the CPU or some parameters are left out."""
+    store, to_cpu = store_of(group), own.form.state_dict_config.offload_to_cpu
+    is_view = as_views and not to_cpu and own.wanted is everything
+    for index, names in _chosen(store, [prefix], own.wanted).items():
+        run, parallel = store.local_part(index), store.parallel[index]
+        run = run if is_view else copied(run, to_cpu)
         value = sharded_value(
-            *store.cut(index),
-            store.rank,
-            run,
-            group.shard.members,
-            process_group,
-            store.parallel[index],
+            *store.cut(index), store.rank, run, group.shard.members, own.group, parallel
         )
         if isinstance(value, BoxedTensor):
             value.is_view = is_view
@@ -442,53 +391,41 @@ def _shard_entries(
             yield name, value
 
 
-def local_entries(
-    unit: Unit, prefix: str, wanted: Wanted, process_group: dist.ProcessGroup | None, to_cpu: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold
     anything wanted; with use_orig_params=True first (name of a parameter, this rank's elements of
     it), which share the memory. Nothing is sent.
 
-    The values view the shard; with ``to_cpu``, and where some parameters are left out, a copy.
-    Where one rank holds all there are no shards: then the parameters come under their own names, as
-    torch has it.
+    The values view the shard; on the CPU, and where some parameters are left out, a copy. Where one
+    rank holds all there are no shards: then the parameters come under their own names, as torch has
+    it.
     """
-    for flat_name, group, section in named_sections(unit):
+    to_cpu = own.form.state_dict_config.offload_to_cpu
+    for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)
         if group.shard.ranks == 1:
             if section is store.sections[0]:
-                yield from _shard_entries(group, prefix, wanted, process_group, to_cpu, True)
+                yield from _shard_entries(own, group, prefix, as_views=True)
             continue
-        chosen = {
-            index: names
-            for index, names in _chosen(store, [prefix], wanted).items()
-            if section is store.section_of(index)
-        }
-        if chosen:
-            if store.parallel[0] is not None:
-                raise _no_parallel_boxes(unit.label, store.orig_params[0].name, "LOCAL_STATE_DICT")
-            shard = store.shard.detach()[section.place.slice]
-            if to_cpu or wanted is not everything:
-                shard = copied(shard, to_cpu)
-            for index, names in chosen.items() if shows_originals(unit) else ():
-                part = section.layout.part_in_shard(index - section.first_param, store.rank)
-                for name in names:
-                    yield name, shard[part.slice].as_subclass(LocalPart)
-            yield (
-                prefix + flat_name,
-                local_value(section.layout, store.rank, shard, group.shard.members, process_group),
+        chosen = _chosen(store, [prefix], own.wanted)
+        chosen = {i: names for i, names in chosen.items() if section is store.section_of(i)}
+        if not chosen:
+            continue
+        if store.parallel[0] is not None:
+            raise UsageError.of(
+                "There are no local state dicts of tensor-parallel parameters.",
+                expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
+                got=f"LOCAL_STATE_DICT, and a DTensor {clean_name(store.orig_params[0].name)!r}",
+                where=own.unit.label,
+                fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, "
+                "rank0_only=True) for large models",
             )
-
-
-def _no_parallel_boxes(where: str, name: str, form: str = "SHARDED_STATE_DICT") -> UsageError:
-    """The error for values of a unit (``where``) in a form that a DTensor parameter ``name`` does
-    not go into."""
-    return UsageError.of(
-        f"A {form.lower().split('_')[0]} state dict of tensor-parallel parameters is not "
-        "available in this version.",
-        expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
-        got=f"StateDictType.{form}, and a DTensor parameter {clean_name(name)!r}",
-        where=where,
-        fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, "
-        "rank0_only=True) for large models",
-    )
+        shard = store.shard.detach()[section.place.slice]
+        if to_cpu or own.wanted is not everything:
+            shard = copied(shard, to_cpu)
+        for index, names in chosen.items() if shows_originals(own.unit) else ():
+            part = section.layout.part_in_shard(index - section.first_param, store.rank)
+            for name in names:
+                yield name, shard[part.slice].as_subclass(LocalPart)
+        flat = local_value(section.layout, store.rank, shard, group.shard.members, own.group)
+        yield prefix + flat_name, flat

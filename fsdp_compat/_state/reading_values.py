@@ -129,7 +129,7 @@ def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) 
     if (wrong := misfit(value)) is not None:
         return wrong
     if shape is not None and shape_of(value) != tuple(shape):
-        return f"shape {list(shape_of(value))}"
+        return f"shape {shape_of(value)}"
     is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
     if is_plain and (value.is_meta or value.layout is not torch.strided):
         return f"a tensor on the {value.device.type} device, {value.layout}, without values"

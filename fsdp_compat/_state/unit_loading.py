@@ -143,7 +143,7 @@ def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype
     if (wrong := unfit(value, shape, dtype)) is None:
         return None
     mismatch = "size mismatch for " if wrong.startswith("shape ") else ""
-    return f"{mismatch}{key}: expected shape {list(shape)} of {dtype}, got {wrong}"
+    return f"{mismatch}{key}: expected shape {tuple(shape)} of {dtype}, got {wrong}"
 
 
 def load_unit(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import typing
 from collections.abc import (
     Callable,
@@ -128,17 +129,7 @@ def shows_originals(unit: Unit) -> bool:
 
 def is_flat_name(name: str) -> bool:
     """True for the name of a flat parameter, of any unit of any model."""
-    last = name.rpartition(".")[2]
-    return last == FLAT_PARAM or (
-        last.startswith(f"{FLAT_PARAM}_") and last.removeprefix(f"{FLAT_PARAM}_").isdecimal()
-    )
-
-
-def in_module_order(keys: Sequence[str], order: Sequence[str]) -> list[str]:
-    """Return ``keys`` in the order of ``order``; those it does not know keep their place at the
-    end."""
-    known = {key: position for position, key in enumerate(order)}
-    return sorted(keys, key=lambda key: known.get(key, len(known)))
+    return re.fullmatch(rf"(.*\.)?{FLAT_PARAM}(_\d+)?", name) is not None
 
 
 def names_of(param: ParamSlots, prefix: str) -> list[str]:
@@ -247,30 +238,22 @@ def model_units_in(model: nn.Module) -> list[ModelUnit]:
     return [unit for child in model.modules() if (unit := model_unit_of(child)) is not None]
 
 
-def wrapped_units_in(model: nn.Module) -> list[ModelUnit]:
-    """Return the units in a model that were not made in place, outer ones first."""
-    found = (model_unit_of(child) for child in model.modules() if not is_lazy(child))
-    return [unit for unit in found if unit is not None]
-
-
 @contextlib.contextmanager
-def keeping_forms(units: Sequence[ModelUnit]) -> Generator[None, None, None]:
-    """Give the units back the form they have now at the end."""
-    before = [unit.form for unit in units]
+def in_form(
+    units: Sequence[ModelUnit],
+    form: StateDictSettings | None = None,
+    wanted: Wanted | None = None,
+) -> Generator[None, None, None]:
+    """Give all units one form, or one filter, inside of the context; at the end they have theirs
+    again."""
+    before = [(unit.form, unit.wanted) for unit in units]
     try:
+        for unit in units:
+            unit.form, unit.wanted = form or unit.form, wanted or unit.wanted
         yield
     finally:
-        for unit, form in zip(units, before, strict=True):
-            unit.form = form
-
-
-@contextlib.contextmanager
-def in_form(units: Sequence[ModelUnit], form: StateDictSettings) -> Generator[None, None, None]:
-    """Give all units one form inside of the context, whatever forms they have."""
-    with keeping_forms(units):
-        for unit in units:
-            unit.form = form
-        yield
+        for unit, its in zip(units, before, strict=True):
+            unit.form, unit.wanted = its
 
 
 def runtimes_of(units: Iterable[ModelUnit]) -> list[Runtime]:

@@ -14,7 +14,6 @@ from ..api import StateDictType
 from .units import (
     clean_name,
     default_form,
-    everything,
     flat_names,
     in_form,
     managed_in,
@@ -76,15 +75,10 @@ def unmanaged_state(model: nn.Module) -> dict[str, Any]:
         for named in units_of(model)
         for name in (*flat_names(named.unit), *param_names(named.unit))
     }
-    units = model_units_in(model)
-    with in_form(units, default_form(StateDictType.LOCAL_STATE_DICT)):
-        for each in units:  # not every parameter of a unit has a local form
-            each.wanted = lambda name, trainable: name not in managed
-        try:
-            state = model.state_dict()
-        finally:
-            for each in units:
-                each.wanted = everything
+    form = default_form(StateDictType.LOCAL_STATE_DICT)
+    # Not every parameter of a unit has a local form.
+    with in_form(model_units_in(model), form, lambda name, trainable: name not in managed):
+        state = model.state_dict()
     return {
         clean: value for name, value in state.items() if (clean := clean_name(name)) not in managed
     }
