@@ -6,8 +6,7 @@ they hold parameters that are no longer trained, so the first step raises an err
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import typing
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -25,34 +24,27 @@ from .optim_contents import is_count
 from .summon import shown_stores
 
 
-@dataclasses.dataclass(frozen=True)
-class _Replaced:
-    """Why a parameter is no longer trained."""
+class _Lost(typing.NamedTuple):
+    """Why a parameter is not trained, as facts of an error."""
 
-    by: str
-    what: str
-    expected: str
+    got: str
     fix: str
 
 
 # The parameters of all units. For a sharded parameter: (weak reference to its store, index of the
-# first of the model's parameters in it). For a parameter that another one has replaced: a
-# _Replaced.
+# first of the model's parameters in it). For a parameter that another one has replaced: a _Lost.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-# {a parameter whose value was copied into a unit: the attribute it was assigned to}
+# {a parameter whose value, but not the object, became part of a unit: a _Lost}
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
 # An attribute of sharded parameters. Unlike an entry in `_managed`, it is pickled with them.
 _MARK = "_fsdp_compat_part"
-
-_wrappings = itertools.count(1)
-
-_last_wrapping = 0
-
-# {optimizer: the value of `_last_wrapping` when it was last checked}
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-
+_PICKLED_APART = _Lost(
+    "a copy of a sharded parameter, which was pickled separately from its model",
+    "create the optimizer from model.parameters() after unpickling, and load the optimizer's "
+    "state_dict()",
+)
+# The optimizers that were checked after the last unit was made.
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 _handle: RemovableHandle | None = None
 
@@ -74,16 +66,10 @@ def undo() -> None:
 
 def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
     """Register ``originals``, which were flattened into ``stores``."""
-    global _last_wrapping
-    _last_wrapping = next(_wrappings)
+    _checked.clear()
+    fix = "create the optimizer after wrapping, or pass use_orig_params=True"
     for parameter in originals:
-        _managed[parameter] = _Replaced(
-            "wrapping",
-            f"a parameter of shape {tuple(parameter.shape)}, which is part of a FlatParameter now",
-            "an optimizer created from wrapped_model.parameters(), or a model wrapped with "
-            "use_orig_params=True",
-            "create the optimizer after wrapping, or pass use_orig_params=True",
-        )
+        _managed[parameter] = _Lost(f"{_shown(parameter)} part of a FlatParameter now", fix)
     for store in stores:
         for sharded_param, indices in store.sharded_params:
             sharded_param.__dict__[_MARK] = True
@@ -92,15 +78,26 @@ def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> Non
 
 def note_replaced(originals: Iterable[nn.Parameter]) -> None:
     """Register ``originals``, which were sharded into DTensors."""
-    global _last_wrapping
-    _last_wrapping = next(_wrappings)
+    _checked.clear()
+    fix = "create the optimizer after fully_shard"
     for parameter in originals:
-        _managed[parameter] = _Replaced(
-            "fully_shard",
-            f"a parameter of shape {tuple(parameter.shape)}, which is a DTensor now",
-            "an optimizer created from the parameters of the sharded model",
-            "create the optimizer after fully_shard",
-        )
+        _managed[parameter] = _Lost(f"{_shown(parameter)} a DTensor now", fix)
+
+
+def note_assigned(parameter: nn.Parameter, name: str) -> None:
+    """Record that the value of ``parameter``, but not the object, was assigned to the attribute
+    ``name`` of a unit."""
+    _checked.clear()
+    _assigned[parameter] = _Lost(
+        f"a parameter that was assigned to the attribute {name!r} of a sharded module, which "
+        "copied its value",
+        "create the optimizer from wrapped_model.parameters(); to train that parameter elsewhere, "
+        "assign a copy of it",
+    )
+
+
+def _shown(parameter: nn.Parameter) -> str:
+    return f"a parameter of shape {tuple(parameter.shape)}, which is"
 
 
 def is_managed(parameter: nn.Parameter) -> bool:
@@ -110,21 +107,13 @@ def is_managed(parameter: nn.Parameter) -> bool:
 
 def is_held(parameter: nn.Parameter) -> bool:
     """True for a sharded parameter, which an optimizer holds."""
-    return isinstance(_managed.get(parameter), tuple)
+    return type(_managed.get(parameter)) is tuple
 
 
 def store_of_param(parameter: nn.Parameter) -> StateStore | None:
     """Return the store of a sharded parameter of FullyShardedDataParallel; None for any other."""
     place = _managed.get(parameter)
-    return place[0]() if isinstance(place, tuple) else None
-
-
-def note_assigned(parameter: nn.Parameter, name: str) -> None:
-    """Record that the value of ``parameter``, but not the object, was assigned to the attribute
-    ``name`` of a unit."""
-    global _last_wrapping
-    _assigned[parameter] = name
-    _last_wrapping = next(_wrappings)  # so that optimizers are checked again
+    return place[0]() if type(place) is tuple else None
 
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
@@ -132,22 +121,25 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
     optimizer holds a parameter that is no longer trained."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            place = _managed.get(parameter)
-            if parameter in _assigned:
-                raise _not_trained(optimizer, number, _assigned[parameter])
-            if isinstance(place, _Replaced):
-                raise _orphaned(optimizer, number, place)
+            place = _assigned.get(parameter) or _managed.get(parameter)
             if place is None and _MARK in parameter.__dict__:
-                raise _pickled_apart(optimizer, number)
-            if place is not None and optimizer.state.get(parameter):
-                store = place[0]()
-                if store is not None and not store.is_flattened:
-                    _cut(optimizer.state[parameter], store, place[1], parameter)
-    _seen[optimizer] = _last_wrapping
+                place = _PICKLED_APART
+            if isinstance(place, _Lost):
+                raise UsageError.of(
+                    "The optimizer holds a parameter that the model does not train.",
+                    expected="an optimizer created from the parameters of the sharded model",
+                    got=place.got,
+                    where=f"parameter group {number} of {type(optimizer).__name__}",
+                    fix=place.fix,
+                )
+            store = store_of_param(parameter)
+            if store is not None and not store.is_flattened and optimizer.state.get(parameter):
+                _cut(optimizer.state[parameter], store, place[1], parameter)
+    _checked.add(optimizer)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _seen.get(optimizer) != _last_wrapping:
+    if optimizer not in _checked:
         convert(optimizer)
     if shown_stores():
         _refuse(optimizer, shown_stores(), "inside summon_full_params")
@@ -165,8 +157,7 @@ def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: 
     unsharded, a step would miss gradients, and its writes could be lost or corrupt backward."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            place = _managed.get(parameter)
-            if isinstance(place, tuple) and place[0]() in stores:
+            if store_of_param(parameter) in stores:
                 raise StateError.of(
                     f"optimizer.step() was called {when}.",
                     expected="a step between backward and the next forward",
@@ -178,46 +169,7 @@ def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: 
 
 def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Parameter) -> None:
     shape, part = store.local_shape(index), store.part(index, store.rank)
-    if parameter.shape == shape:
-        return
-    for key, value in state.items():
-        per_element = (
-            isinstance(value, torch.Tensor)
-            and tuple(value.shape) == shape
-            and not is_count(key, shape)
-        )
-        if per_element and tuple(value.shape) != tuple(parameter.shape):
+    for key, value in state.items() if tuple(parameter.shape) != shape else ():
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and tuple(value.shape) == shape and not is_count(key, shape):
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)
-
-
-def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
-    return UsageError.of(
-        "The optimizer holds copies of sharded parameters that no model trains.",
-        expected="an optimizer created from the parameters of the unpickled model",
-        got="parameters that were pickled separately from their model",
-        where=f"parameter group {number} of {type(optimizer).__name__}",
-        fix="create the optimizer from model.parameters() after unpickling, and load the "
-        "optimizer's state_dict()",
-    )
-
-
-def _not_trained(optimizer: torch.optim.Optimizer, number: int, name: str) -> UsageError:
-    return UsageError.of(
-        "The optimizer holds a parameter that the model does not train.",
-        expected="an optimizer created from wrapped_model.parameters()",
-        got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, "
-        "which copied its value",
-        where=f"parameter group {number} of {type(optimizer).__name__}",
-        fix="create the optimizer from wrapped_model.parameters(); to train that parameter "
-        "elsewhere, assign a copy of it",
-    )
-
-
-def _orphaned(optimizer: torch.optim.Optimizer, number: int, replaced: _Replaced) -> UsageError:
-    return UsageError.of(
-        f"The optimizer holds parameters that {replaced.by} has replaced.",
-        expected=replaced.expected,
-        got=replaced.what,
-        where=f"parameter group {number} of {type(optimizer).__name__}",
-        fix=replaced.fix,
-    )

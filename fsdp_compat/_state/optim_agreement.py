@@ -19,7 +19,7 @@ from torch import nn
 from .._comm.transport import Transport
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
-from ..errors import RuntimeUsageError
+from ..errors import RuntimeUsageError, explain
 from .optim_contents import ParamOwnership
 
 _Runs = tuple[tuple[int, int], ...]  # (start, stop), in order
@@ -65,7 +65,7 @@ def held_by_any(
     ownership: ParamOwnership, groups: Sequence[Group], by_rank: Sequence[OptimizerFacts]
 ) -> set[nn.Parameter]:
     """Return the parameters of ``groups`` that any rank's optimizer holds."""
-    held = {position for facts in by_rank for run in facts.held for position in range(*run)}
+    held = {position for facts in by_rank for position in _positions(facts.held)}
     return {
         p
         for position, p in enumerate(_sharded_params(ownership, groups))
@@ -86,52 +86,44 @@ def require_alike(
     unmanaged: whether to compare parameters that no unit manages, too.
     """
     for number, group in enumerate(groups):
-        sizes = {
-            facts.rank: facts.sizes[number] if number < len(facts.sizes) else 0 for facts in by_rank
-        }
+        sizes = {each.rank: (*each.sizes, *[0] * len(groups))[number] for each in by_rank}
         if len(set(sizes.values())) > 1:
-            raise _mismatch(
+            listed = ", ".join(f"{size} elements on rank {rank}" for rank, size in sizes.items())
+            raise RuntimeUsageError.of(
                 "A unit does not have the same size on all ranks.",
-                "the same model, with parameters of the same shapes, on every rank",
-                f"{group.name}: shards of "
-                f"{', '.join(f'{size} elements on rank {rank}' for rank, size in sizes.items())}",
-                call,
-                "build and wrap the model in the same way on every rank",
+                expected="the same model, with parameters of the same shapes, on every rank",
+                got=f"{group.name}: shards of {listed}",
+                where=call,
+                fix="build and wrap the model in the same way on every rank",
             )
-    held = {
-        position: facts.rank for facts in by_rank for run in facts.held for position in range(*run)
-    }
-    missing = [
-        (position, facts.rank)
-        for facts in by_rank
-        for run in facts.missing
-        for position in range(*run)
-        if position in held
-    ]
+    held = {position: facts.rank for facts in by_rank for position in _positions(facts.held)}
+    missing: dict[int, list[int]] = {}
+    for facts in by_rank:
+        for position in _positions(facts.missing) & held.keys():
+            missing.setdefault(position, []).append(facts.rank)
+    different = ""
     if missing:
-        sharded_params = _sharded_params(ownership, groups)
-        position = min(position for position, _ in missing)
-        without = sorted({rank for other, rank in missing if other == position})
-        more = len({other for other, _ in missing}) - 1
-        raise _mismatch(
-            "The optimizers of the ranks hold different parameters.",
-            "the same parameters in the optimizer of every rank, in any order",
-            f"{ownership.held[sharded_params[position]].names[0][1]!r}"
-            f"{f' and {more} more' if more else ''}: missing on rank(s) "
-            f"{textwrap.shorten(str(without), 200)}, present on rank {held[position]}",
-            call,
-            "make the optimizer from the same parameters on every rank; a rank may only leave out "
-            "parameters that it has no part of",
+        position, ranks = min(missing.items())
+        name = ownership.names_in(_sharded_params(ownership, groups)[position])[0]
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        different = (
+            f"{name!r}{more}: missing on rank(s) {textwrap.shorten(str(ranks), 200)}, present on "
+            f"rank {held[position]}"
         )
-    if unmanaged and len({facts.unmanaged for facts in by_rank}) > 1:
+    if unmanaged and not different and len({facts.unmanaged for facts in by_rank}) > 1:
         own = next((facts.unmanaged for facts in by_rank if facts.rank == _global_rank()), "")
         others = [facts.rank for facts in by_rank if facts.unmanaged != own]
-        raise _mismatch(
-            "The optimizers of the ranks hold different parameters outside of units.",
-            "the same parameters in the optimizer of every rank, in any order",
-            f"different parameters on rank(s) {textwrap.shorten(str(others), 200)}",
-            call,
-            "make the optimizer from the same parameters on every rank",
+        different = (
+            f"different parameters outside of units on rank(s) {textwrap.shorten(str(others), 200)}"
+        )
+    if different:
+        raise RuntimeUsageError.of(
+            "The optimizers of the ranks hold different parameters.",
+            expected="the same parameters in the optimizer of every rank, in any order",
+            got=different,
+            where=call,
+            fix="make the optimizer from the same parameters on every rank; a rank may only leave "
+            "out parameters that it has no part of",
         )
 
 
@@ -163,7 +155,15 @@ def agree_together(
         for communicator in (group.shard, *group.tensor_parallel):
             if communicator.ranks > 1:
                 communicators.setdefault(id(communicator), (communicator, []))[1].append(group)
-    text = "" if problem is None else str(_elsewhere(problem, call))
+    text = ""
+    if problem is not None:
+        text = explain(
+            "Another rank could not export the state of its optimizer.",
+            expected="an optimizer of this model's parameters on every rank",
+            got=f"on rank {_global_rank()}: {type(problem).__name__}: {problem}",
+            where=call,
+            fix="see the error on that rank",
+        )
     sharded_params, facts = set[nn.Parameter](), dict[int, Sequence[Any]]()
     for communicator, shared_groups in sorted(
         communicators.values(), key=lambda pair: (pair[0].ranks, pair[0].members)
@@ -196,20 +196,6 @@ def agree_together(
     return Agreed(sharded_params | ownership.members, facts)
 
 
-def _elsewhere(problem: Exception, call: str) -> RuntimeUsageError:
-    return _mismatch(
-        "Another rank could not export the state of its optimizer.",
-        "an optimizer of this model's parameters on every rank",
-        f"on rank {_global_rank()}: {type(problem).__name__}: {problem}",
-        call,
-        "see the error on that rank",
-    )
-
-
-def _mismatch(what: str, expected: str, got: str, where: str, fix: str) -> RuntimeUsageError:
-    return RuntimeUsageError.of(what, expected=expected, got=got, where=where, fix=fix)
-
-
 def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -226,3 +212,7 @@ def _runs(positions: Iterable[int]) -> _Runs:
         else:
             runs.append((position, position + 1))
     return tuple(runs)
+
+
+def _positions(runs: _Runs) -> set[int]:
+    return {position for run in runs for position in range(*run)}

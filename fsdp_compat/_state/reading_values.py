@@ -20,9 +20,6 @@ from .._layout.spec import FlatLayout
 from ..errors import CheckpointError
 from .sharded_values import BoxedTensor, flat_of_parameters, place_of
 
-if typing.TYPE_CHECKING:  # importing it takes a second
-    pass
-
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
     """True if ``value`` is the flat tensor of ``layout`` in a local state dict: of the same
@@ -45,22 +42,17 @@ def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
     )
 
 
-def read_local(
-    value: torch.Tensor, layout: FlatLayout, rank: int, members: tuple[int, ...]
-) -> torch.Tensor:
+def read_local(value: Any, layout: FlatLayout, rank: int, members: tuple[int, ...]) -> torch.Tensor:
     """Return ``rank``'s elements, 1-D, of a value that ``is_local``.
 
     Collective if its shards are padded otherwise than those of ``layout``, which all ranks see.
     """
     flat = flat_of_parameters(layout)
-    if isinstance(value, BoxedTensor) and value.is_local_of(layout, members):
-        return value.elements()
-    if not isinstance(value, ShardedTensor):
-        return value.detach().reshape(-1)
-    if isinstance(value, BoxedTensor) or _described(value) != _parts(flat):
-        return read_part(value, flat, 0, rank, members)
-    own = value.local_shards()
-    return own[0].tensor.detach() if own else torch.empty(0, dtype=dtype_of(value))
+    is_torchs = isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor)
+    if is_torchs and _described(value) == _parts(flat):
+        own = value.local_shards()
+        return own[0].tensor.detach() if own else torch.empty(0, dtype=dtype_of(value))
+    return read_part(value, flat, 0, rank, members)
 
 
 def _described(value: ShardedTensor) -> list[tuple[int, int]]:
@@ -95,24 +87,20 @@ def materialised(value: Any, name: str) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         return value
-    wanted = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    cause: Exception | None = None
     try:
         found: Any = torch.detach(value)
-        if isinstance(found, torch.Tensor) and not is_sharded(found) and not found.is_meta:
-            if (found.shape, found.dtype) == (tuple(value.shape), value.dtype):
+        got = f"a {type(found).__name__}"
+        if isinstance(found, torch.Tensor):
+            got += f" of shape {tuple(found.shape)} and {found.dtype} on {found.device}"
+            is_alike = (found.shape, found.dtype) == (tuple(value.shape), value.dtype)
+            if is_alike and not is_sharded(found) and not found.is_meta:
                 return found
-            got, cause = f"one of shape {tuple(found.shape)} and {found.dtype}", None
-        else:
-            got, cause = (
-                f"a {type(found).__name__}"
-                + (" on the meta device" if isinstance(found, torch.Tensor) else ""),
-                None,
-            )
     except Exception as error:  # reading a file may fail in any way
         got, cause = f"{type(error).__name__}: {error}", error
     raise CheckpointError.of(
         "A lazy value did not load.",
-        expected=f"{wanted}, as it says of itself",
+        expected=f"a tensor of shape {tuple(value.shape)} and {value.dtype}, as it says of itself",
         got=got,
         where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are "
         "loaded already",

@@ -34,11 +34,9 @@ from .._layout.transfer import same_parts
 from ..errors import CheckpointError
 from .units import clean_name
 
-if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.checkpoint calls
+if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-if typing.TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor import DTensor
 
 
@@ -46,22 +44,12 @@ _PROPERTIES = (
     *("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape"),
     *("grad", "grad_fn"),
 )
-
 _METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
-
 _FACTS = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
     getattr(torch.Tensor, name) for name in _METHODS
 }
-
-
-_COPIES = {
-    torch.clone,
-    torch.detach,
-    torch.Tensor.clone,
-    torch.Tensor.detach,
-    torch.Tensor.cpu,
-    torch.Tensor.cuda,
-    torch.Tensor.to,
+_COPIES = {torch.clone, torch.detach} | {
+    getattr(torch.Tensor, name) for name in ("clone", "detach", "cpu", "cuda", "to")
 }
 
 
@@ -103,14 +91,6 @@ class FlatOfParameters(FlatLayout):
     in it."""
 
     inside: FlatLayout
-
-    def fits(self, layout: FlatLayout) -> bool:
-        """True if ``layout`` has the same parameters at the same offsets and as many shards."""
-        return self.shard_numel == layout.shard_numel and self.fits_but_for_padding(layout)
-
-    def fits_but_for_padding(self, layout: FlatLayout) -> bool:
-        """The same, but shards may have other sizes."""
-        return _places(self.inside) == _places(layout)
 
 
 def _places(layout: FlatLayout) -> tuple[Any, ...]:
@@ -159,14 +139,11 @@ class BoxedTensor(ShardedTensor):
         )
         self._layout, self._index, self._members, self.place = layout, index, members, place
         self.part = layout.part(index, rank)
-        self._group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = (
-            _Shared(group),
-            False,
-            None,
-            {},
-        )
-        self._rank = rank
-        self._local_shards = self._make_shards(self._views(run))
+        self._group, self._rank = _Shared(group), rank
+        self._init_rrefs, self._sharded_tensor_id, self._remote_shards = False, None, {}
+        boxes = self._own_boxes()
+        runs = zip(boxes, run.split([box.numel for box in boxes]), strict=True)
+        self._local_shards = self._make_shards([each.view(box.sizes) for box, each in runs])
         return self
 
     def __init__(
@@ -196,49 +173,31 @@ class BoxedTensor(ShardedTensor):
         """The shape of what its process group holds: of a tensor-parallel parameter, a part."""
         return self._layout.params[self._index].shape
 
-    def _views(self, run: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of the local shards as views of ``run``, this rank's elements one
-        after the other."""
-        views, start = [], 0
-        for box in self._own_boxes():
-            views.append(run[start : start + box.numel].view(box.sizes))
-            start += box.numel
-        return views
-
     def _own_boxes(self) -> list[Box]:
         """Return the boxes of this rank; one empty box if it has no part."""
-        sizes = (
-            0,
-            *self.whole_shape[1:],
-        )  # of a 0-d tensor too: an empty one is 1-D, so that no value can be read from it
+        # Of a 0-d tensor the empty box is 1-D, so that no value can be read from it.
+        sizes = (0, *self.whole_shape[1:])
         return self.place.boxes(self.shape_here, self.part) or [Box((0,) * len(sizes), sizes)]
+
+    def _described(self, box: Box, rank: int, device: torch.device) -> ShardMetadata:
+        place = f"rank:{self._members[rank]}/{device}"
+        return ShardMetadata(list(box.offsets), list(box.sizes), place)
 
     def _make_shards(self, tensors: Iterable[torch.Tensor]) -> list[LocalShard]:
         return [
-            LocalShard(
-                t,
-                ShardMetadata(
-                    list(box.offsets),
-                    list(box.sizes),
-                    f"rank:{self._members[self._rank]}/{t.device}",
-                ),
-            )
-            for box, t in zip(self._own_boxes(), tensors, strict=True)
+            LocalShard(tensor, self._described(box, self._rank, tensor.device))
+            for box, tensor in zip(self._own_boxes(), tensors, strict=True)
         ]
 
     @functools.cached_property
     def _metadata(self) -> ShardedTensorMetadata:  # type: ignore[override]
-        described = []
-        for rank, global_rank in enumerate(self._members):
-            for box in self.place.boxes(self.shape_here, self._layout.part(self._index, rank)):
-                described.append(
-                    ShardMetadata(
-                        list(box.offsets), list(box.sizes), f"rank:{global_rank}/{self.device}"
-                    )
-                )
-        return ShardedTensorMetadata(
-            described, torch.Size(self.whole_shape), TensorProperties(dtype=self.dtype)
-        )
+        described = [
+            self._described(box, rank, self.device)
+            for rank in range(len(self._members))
+            for box in self.place.boxes(self.shape_here, self._layout.part(self._index, rank))
+        ]
+        properties = TensorProperties(dtype=self.dtype)
+        return ShardedTensorMetadata(described, torch.Size(self.whole_shape), properties)
 
     @functools.cached_property
     def _sharding_spec(self) -> EnumerableShardingSpec:
@@ -263,19 +222,10 @@ class BoxedTensor(ShardedTensor):
             and same_parts(self._layout, self._index, layout, index)
         )
 
-    def is_local_of(self, layout: FlatLayout, members: tuple[int, ...]) -> bool:
-        """True if this is the flat tensor of ``layout`` itself, spread over the global ranks
-        ``members``."""
-        return (
-            isinstance(self._layout, FlatOfParameters)
-            and self._layout.fits(layout)
-            and self._members == members
-        )
-
     def is_flat_of(self, layout: FlatLayout) -> bool:
         """True if this is the flat tensor of ``layout``, whose shards may be padded otherwise."""
         flat = self._layout
-        return isinstance(flat, FlatOfParameters) and flat.fits_but_for_padding(layout)
+        return isinstance(flat, FlatOfParameters) and _places(flat.inside) == _places(layout)
 
     @property
     def _is_flat(self) -> bool:
@@ -320,15 +270,12 @@ class BoxedTensor(ShardedTensor):
         for box, shard in zip(boxes, self._local_shards, strict=True):
             tensor: Any = shard.tensor
             if not isinstance(tensor, torch.Tensor) or not _torch_private.is_plain(tensor):
+                return f"a {type(tensor).__name__} in the place of a tensor of shape {box.sizes}"
+            found = (tuple(tensor.shape), tensor.is_meta, tensor.layout)
+            if found != (box.sizes, self.is_meta, torch.strided):
                 return (
-                    f"a {type(tensor).__name__} in the place of a local tensor of shape {box.sizes}"
-                )
-            if tuple(tensor.shape) != box.sizes:
-                return f"a local tensor of shape {tuple(tensor.shape)} instead of {box.sizes}"
-            if tensor.is_meta != self.is_meta or tensor.layout is not torch.strided:
-                return (
-                    "a local tensor without values, "
-                    f"{'on the meta device' if tensor.is_meta else tensor.layout}"
+                    f"a local tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                    f"{tensor.layout}, instead of one of shape {box.sizes} on {self.device}"
                 )
             if tensor.dtype.is_complex and not self.dtype.is_complex:
                 return f"a local tensor of {tensor.dtype} instead of {self.dtype}"
@@ -356,27 +303,20 @@ class BoxedTensor(ShardedTensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         self._require_fitting_shards()  # before anything is written
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties(dtype=shard.tensor.dtype), torch.Size(self.whole_shape)
-                ),
-            )
-            for shard, chunk in zip(
-                self._filled_shards(), self.__create_chunk_list__(), strict=True
-            )
-        ]
+        items, size = [], torch.Size(self.whole_shape)
+        for shard, chunk in zip(self._filled_shards(), self.__create_chunk_list__(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties(dtype=shard.tensor.dtype), size)
+            index = MetadataIndex(fqn, chunk.offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        found = (shard.metadata for shard in self._filled_shards())
         return [
-            ChunkStorageMetadata(
-                torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes)
-            )
-            for shard in self._filled_shards()
+            ChunkStorageMetadata(torch.Size(each.shard_offsets), torch.Size(each.shard_sizes))
+            for each in found
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -391,12 +331,9 @@ class BoxedTensor(ShardedTensor):
     def _with(self, tensors: Sequence[torch.Tensor], group: Any = None) -> BoxedTensor:
         """Return the same value with other local tensors."""
         new = self._empty(tensors[0].dtype, tensors[0].device)
-        attributes = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("_metadata", "_sharding_spec")
-        }
-        new.__dict__.update(attributes, _local_shards=self._make_shards(tensors))
+        new.__dict__.update(self.__dict__, _local_shards=self._make_shards(tensors))
+        for cached in ("_metadata", "_sharding_spec"):
+            new.__dict__.pop(cached, None)
         if group is not None:
             new._process_group = group
         return new
@@ -432,20 +369,11 @@ class BoxedTensor(ShardedTensor):
     ) -> BoxedTensor:
         return self.to("cpu", memory_format=memory_format, process_group=process_group)
 
-    def cuda(
-        self,
-        device: Any = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-        process_group: Any = None,
+    def cuda(  # type: ignore[override]
+        self, device: Any = None, non_blocking: bool = False, **kwargs: Any
     ) -> BoxedTensor:
         target = torch.device("cuda") if device is None else device
-        return self.to(
-            target,
-            non_blocking=non_blocking,
-            memory_format=memory_format,
-            process_group=process_group,
-        )
+        return self.to(target, non_blocking=non_blocking, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
         """Return a value with memory of its own: this rank's elements, and no more."""
@@ -575,16 +503,14 @@ def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     own = whole.detach()
     if whole.dim():
         last = mesh.ndim - 1
-        rows = -(
-            -whole.shape[0] // mesh.size(last)
-        )  # as torch.chunk cuts: the last ones have fewer, or none
+        # As torch.chunk cuts: the last ones have fewer rows, or none.
+        rows = -(-whole.shape[0] // mesh.size(last))
         own = own[rows * mesh.get_local_rank(last) :][:rows]
         placements[-1] = Shard(0)
     own = own.clone(memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(
-        own, mesh, placements, run_check=False, shape=whole.shape, stride=stride
-    )
+    options: Any = {"run_check": False, "shape": whole.shape, "stride": stride}
+    return DTensor.from_local(own, mesh, placements, **options)
 
 
 def flat_of_parameters(layout: FlatLayout) -> FlatOfParameters:

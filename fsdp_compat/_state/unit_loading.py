@@ -72,8 +72,8 @@ def _params_of(store: StateStore, section: Section, prefix: str) -> Iterator[tup
 def _wrong(store: StateStore, index: int, key: str, value: Any, takes_parts: bool) -> list[str]:
     """Say why ``value`` cannot be loaded into a parameter; [] if it can."""
     is_part = _is_part(value, store.part(index, store.rank))
-    shape = store.shape(index)
-    wrong = wrong_value(key, value, value.shape if is_part and takes_parts else shape, store.dtype)
+    shape = tuple(value.shape) if is_part and takes_parts else store.shape(index)
+    wrong = wrong_value(key, value, shape, store.dtype)
     if wrong is not None and is_part:
         wrong += (
             ", which would be this rank's part: to load that, set StateDictType.LOCAL_STATE_DICT"
@@ -138,12 +138,14 @@ def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype
     lazy value stays lazy."""
     if isinstance(value, Rank0Value):  # the first rank has looked at it
         return None
-    if shape == () and is_tensor(value) and shape_of(value) == (1,):
-        shape = (1,)
-    if (wrong := unfit(value, shape, dtype)) is None:
-        return None
-    mismatch = "size mismatch for " if wrong.startswith("shape ") else ""
-    return f"{mismatch}{key}: expected shape {tuple(shape)} of {dtype}, got {wrong}"
+    got = shape_of(value) if is_tensor(value) else shape
+    if got != shape and (shape, got) != ((), (1,)):
+        return (
+            f"size mismatch for {key}: expected shape {list(shape)} as in the current model, "
+            f"got {list(got)}"
+        )
+    wrong = unfit(value, None, dtype)
+    return wrong and f"{key}: expected a tensor of shape {shape} and {dtype}, got {wrong}"
 
 
 def load_unit(

@@ -362,7 +362,7 @@ def _cannot_go_on() -> None:
             model(batch(1)).pow(2).mean().backward()
             with pytest.raises(
                 FsdpCompatError,
-                match=r"holds parameters that wrapping has replaced[\s\S]*use_orig_params=True",
+                match=r"FlatParameter now[\s\S]*use_orig_params=True",
             ):
                 optim.step()
             with pytest.raises(FsdpCompatError, match="use_orig_params=True"):

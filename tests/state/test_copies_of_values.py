@@ -399,7 +399,7 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
     before = cloned(model.state_dict())
     wrong: dict[str, Callable[[Tensor], Any]] = {
         "a local tensor of shape": lambda tensor: tensor.reshape(-1, 1, 1, 1),
-        "without values": lambda tensor: tensor.to("meta"),
+        "on meta": lambda tensor: tensor.to("meta"),
         "torch.complex64": lambda tensor: tensor + 1j,
         "a list in the place of": lambda tensor: [tensor],
     }
