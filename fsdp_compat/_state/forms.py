@@ -9,13 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..api import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    as_ours,
-)
+from ..api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, as_ours
 from ..errors import (
     AssertedUsageError,
     RuntimeUsageError,
@@ -25,14 +19,7 @@ from ..errors import (
     wrong_type,
 )
 from . import model_loading
-from .units import (
-    ModelUnit,
-    default_form,
-    in_form,
-    is_lazy,
-    model_unit_of,
-    model_units_in,
-)
+from .units import ModelUnit, default_form, in_form, is_lazy, model_unit_of, model_units_in
 
 
 def set_state_dict_type(
@@ -56,15 +43,14 @@ def set_state_dict_type(
             fix="use SHARDED_STATE_DICT: DTensors, of which each rank holds its part",
         )
     units = model_units_in(module)
-    default = default_form(kind)
+    default: Any = default_form(kind)
     configs: list[Any] = [
-        as_ours(state_dict_config, StateDictConfig, "state_dict_config")
-        or default.state_dict_config,
-        as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config")
-        or default.optim_state_dict_config,
+        as_ours(state_dict_config, StateDictConfig, "state_dict_config"),
+        as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config"),
     ]
-    _require_config("state_dict_config", configs[0], default.state_dict_config, units)
-    _require_config("optim_state_dict_config", configs[1], default.optim_state_dict_config, units)
+    for number, name in enumerate(("state_dict_config", "optim_state_dict_config")):
+        configs[number] = configs[number] or getattr(default, name)
+        _require_config(name, configs[number], type(getattr(default, name)), units)
     wrapped = [model_unit_of(child) for child in module.modules() if not is_lazy(child)]
     before = _one_form([unit for unit in wrapped if unit is not None] or units, module)
     settings = StateDictSettings(kind, *configs)
@@ -75,9 +61,9 @@ def set_state_dict_type(
     return before
 
 
-def _require_config(name: str, given: Any, default: Any, units: Sequence[ModelUnit]) -> None:
-    """Raise UsageError for a configuration that is not of the type of ``default``, or asks for
-    DTensors without a mesh."""
+def _require_config(name: str, given: Any, kind: type, units: Sequence[ModelUnit]) -> None:
+    """Raise UsageError for a configuration that is not a ``kind``, or that wants DTensors without a
+    mesh."""
     where = f"set_state_dict_type(..., {name})"
     for field in dataclasses.fields(given):
         truth(f"{name}.{field.name}", getattr(given, field.name), "set_state_dict_type")
@@ -91,13 +77,13 @@ def _require_config(name: str, given: Any, default: Any, units: Sequence[ModelUn
             fix="leave out _use_dtensor: it is automatic for a model with a mesh; without a mesh "
             "the values are ShardedTensors, which torch.distributed.checkpoint accepts",
         )
-    if not isinstance(given, type(default)):
+    if not isinstance(given, kind):
         raise RuntimeUsageError.of(
             f"{name} does not match the state dict type.",
-            expected=f"a {type(default).__name__}, or None",
+            expected=f"a {kind.__name__}, or None",
             got=f"a {type(given).__name__}",
             where=where,
-            fix=f"pass {type(default).__name__}(...)",
+            fix=f"pass {kind.__name__}(...)",
         )
 
 
@@ -147,7 +133,5 @@ def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
     if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
         return settings
     configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config
-    model_config, optim_config = (
-        dataclasses.replace(config, _use_dtensor=True) for config in configs
-    )
-    return StateDictSettings(settings.state_dict_type, model_config, optim_config)
+    with_dtensors = [dataclasses.replace(config, _use_dtensor=True) for config in configs]
+    return StateDictSettings(settings.state_dict_type, *with_dtensors)

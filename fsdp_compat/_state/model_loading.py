@@ -17,17 +17,8 @@ from .._engine import rendezvous
 from .._engine.dtypes import ComputeDtype
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..api import (
-    StateDictSettings,
-    StateDictType,
-)
-from ..errors import (
-    CheckpointError,
-    FsdpCompatError,
-    TypeUsageError,
-    UsageError,
-    require_bools,
-)
+from ..api import StateDictSettings, StateDictType
+from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
 from .model_state import inner_prefix, sharded_names
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of
 from .reading_values import is_sharded, is_tensor, materialised
@@ -139,10 +130,7 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
     own.unit.view.in_state_dict = True  # until _after_load
     if own.unit.buffers is not None:
         own.unit.buffers.follow(ComputeDtype.EVAL)
-    own.loading = (
-        prefix,
-        set() if own.unit.summoned else {inner + name for name in sharded_names(wrapper, own.unit)},
-    )
+    own.loading = prefix, {inner + name for name in sharded_names(wrapper, own.unit)}
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:

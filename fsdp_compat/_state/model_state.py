@@ -21,13 +21,8 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval
-from ..api import (
-    StateDictType,
-)
-from ..errors import (
-    UsageError,
-    wrong_type,
-)
+from ..api import StateDictType
+from ..errors import UsageError, wrong_type
 from .sharded_values import (
     BoxedTensor,
     LocalPart,
@@ -46,6 +41,7 @@ from .units import (
     model_units_in,
     named_sections,
     names_in_order,
+    names_of,
     registered_unit,
     shows_originals,
     wanted_by,
@@ -82,23 +78,17 @@ def _taken(
     own.unit.view.in_state_dict = True
     try:
         with rendezvous.nested("state_dict", _groups_of_state_dict(wrapper)):
-            nn.Module.state_dict(
-                wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
+            options: Any = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+            nn.Module.state_dict(wrapper, **options)
     finally:
         own.unit.view.in_state_dict = False
-    settings = own.form
-    config: Any = settings.state_dict_config
+    config: Any = own.form.state_dict_config
     keep = not getattr(config, "rank0_only", False) or own.mesh.is_first
     keys = list(itertools.islice(destination, first, None))
     base = clean_name(prefix)
     # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
     # the inner wrapper has cleaned their names.
-    parts = (
-        set()
-        if own.unit.summoned
-        else {base + clean_name(name) for name in sharded_names(wrapper, own.unit)}
-    )
+    parts = {base + clean_name(name) for name in sharded_names(wrapper, own.unit)}
     values = {name: destination[key] for key in keys if (name := clean_name(key)) not in parts}
     for key in keys:
         del destination[key]
@@ -117,10 +107,9 @@ def _taken(
         values.update(_entries(own, base, keep))
     order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
     destination.update(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))
-    for key in [
-        key for key in itertools.islice(described, first_described, None) if key.startswith(prefix)
-    ]:
-        described.setdefault(clean_name(key), described[key])
+    for key in list(itertools.islice(described, first_described, None)):
+        if key.startswith(prefix):
+            described.setdefault(clean_name(key), described[key])
     return destination
 
 
@@ -131,11 +120,8 @@ def _own_names(wrapper: nn.Module, own: ModelUnit, keys: Sequence[str], prefix: 
         inner = inner_prefix(wrapper, own, prefix)
         return {clean_name(key) for key in keys if key.startswith(inner)}
     owners = owners_in(wrapper)
-    return {
-        clean_name(key)
-        for key in keys
-        if owners.get(key[len(prefix) :].rpartition(".")[0], wrapper) is wrapper
-    }
+    holders = {key: key[len(prefix) :].rpartition(".")[0] for key in keys}
+    return {clean_name(key) for key in keys if owners.get(holders[key], wrapper) is wrapper}
 
 
 def inner_prefix(wrapper: nn.Module, own: ModelUnit, prefix: str) -> str:
@@ -166,12 +152,14 @@ def _only_wanted(
 
 
 def sharded_names(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The names under which the wrapped module's state dict holds, or misses, managed
-    parameters in their sharded form.
+    """The names under which the wrapped module's state dict holds, or misses, managed parameters
+    in their sharded form: none while the unit is summoned.
 
     Activation checkpointing's wrapper takes itself out of the names at one time and not at
     another: both are here. It may have come between the wrapper and the unit's module.
     """
+    if unit.summoned:
+        return set()
     held = unit.module if unit.module is wrapper else wrapper.get_submodule(FSDP_WRAPPED_MODULE)
     managed = {id(param) for group in unit.groups for param, _ in group.store.sharded_params}
     raw = {
@@ -242,7 +230,7 @@ def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[
     }
     found: dict[int, list[str]] = {}
     for index, member in enumerate(store.orig_params):
-        names = [prefix + clean_name(name) for prefix in prefixes for name in member.names]
+        names = [name for prefix in prefixes for name in names_of(member, prefix)]
         if its := [name for name in names if wanted(name, trainable[index])]:
             found[index] = its
     return found
@@ -256,54 +244,41 @@ class _Gathered:
         """Collective: all ranks ask for the same. So is taking one, where parameters are
         DTensors."""
         self._store = store = store_of(group)
-        self._parts: list[
-            dict[int, tuple[Interval, Interval]]
-        ] = []  # by rank, unless all parameters lie in the buffer as they are
-        self._wholes: Sequence[torch.Tensor] = []  # in that case
+        self._wholes: Sequence[torch.Tensor] = []
+        # Where only some travel: by index, the part of every rank and its elements.
+        self._runs: dict[int, list[tuple[Interval, torch.Tensor]]] = {}
         if len(indices) == len(store.orig_params) or group.shard.ranks == 1:
             self._buffer = group.gather_full()
             self._wholes = store.whole(self._buffer)
             return
-        self._parts = [_packed(store, indices, rank) for rank in range(store.ranks)]
-        longest = max(1, *(place.stop for its in self._parts for _, place in its.values()))
+        by_rank = [[store.part(index, rank) for index in indices] for rank in range(store.ranks)]
+        longest = max(1, *(sum(part.numel for part in parts) for parts in by_rank))
         own = torch.zeros(longest, dtype=store.dtype, device=store.shard.device)
-        for index, (_, place) in self._parts[store.rank].items():
-            own[place.slice] = store.local_part(index)
+        numel = sum(part.numel for part in by_rank[store.rank])
+        torch.cat([store.local_part(index) for index in indices], out=own[:numel])
         self._buffer = group.gather_full(own)
+        for parts, piece in zip(by_rank, self._buffer.chunk(store.ranks), strict=True):
+            numels = [part.numel for part in parts]
+            runs_of_rank = piece[: sum(numels)].split(numels)
+            for index, part, run in zip(indices, parts, runs_of_rank, strict=True):
+                self._runs.setdefault(index, []).append((part, run))
 
     def whole(self, index: int) -> torch.Tensor:
         """Return a parameter, a view of what was gathered where it can be."""
         parallel = self._store.parallel[index]
-        value = self._put_together(index) if self._parts else self._wholes[index]
+        if self._runs:
+            value = self._buffer.new_empty(self._store.local_shape(index))
+            for part, run in self._runs[index]:
+                value.view(-1)[part.slice] = run
+        else:
+            value = self._wholes[index]
         return (value if parallel is None else parallel.whole(value)).detach()
 
     def copy(self, index: int, device: torch.device | None = None) -> torch.Tensor:
         """Return a parameter in memory of its own, on ``device`` or where it was gathered."""
         value = self.whole(index)
-        return value.to(
-            device or value.device, copy=_torch_private.same_storage(value, self._buffer)
-        )
-
-    def _put_together(self, index: int) -> torch.Tensor:
-        value = self._buffer.new_empty(self._store.local_shape(index))
-        for its, piece in zip(self._parts, self._buffer.chunk(len(self._parts)), strict=True):
-            part, place = its[index]
-            if part:
-                value.view(-1)[part.slice] = piece[place.slice]
-        return value
-
-
-def _packed(
-    store: StateStore, indices: Sequence[int], rank: int
-) -> dict[int, tuple[Interval, Interval]]:
-    """Return (part of the parameter, its place) by index, where ``rank`` sends its parts one after
-    the other."""
-    found, end = {}, 0
-    for index in indices:
-        part = store.part(index, rank)
-        found[index] = part, Interval(end, end + part.numel)
-        end += part.numel
-    return found
+        is_view = _torch_private.same_storage(value, self._buffer)
+        return value.to(device or value.device, copy=is_view)
 
 
 def full_entries(

@@ -146,9 +146,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for runtime in live_runtimes():
         if runtime.runs and not runtime.backward.steps:
             _refuse(
-                optimizer,
-                {group.store for group in runtime.groups},
-                "inside forward or backward",
+                optimizer, {group.store for group in runtime.groups}, "inside forward or backward"
             )
 
 

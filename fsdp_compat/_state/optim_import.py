@@ -216,11 +216,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _read(
-    ownership: ParamOwnership,
-    state_dict: Any,
-    wanted: LoadOptions,
-    order: Sequence[str],
-    call: str,
+    ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, order: Sequence[str], call: str
 ) -> _Given:
     """Check a state dict. order: the names of all parameters before the model was wrapped.
 

@@ -58,22 +58,22 @@ def _load(
 
 def _owner_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Describe whose parts the optimizer's state is; None if its parameters are whole."""
+    owner: tuple[int, int] | None = None
     cuts = list[Any]()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            store = store_of_param(parameter)
-            if store is not None and store.sections[0].layout.ranks > 1:
-                cuts.append((store.rank, store.sections[0].layout.ranks, tuple(parameter.shape)))
-                cuts += [
-                    (store.local_shape(index), store.part(index, store.rank))
-                    for sharded_param, indices in store.sharded_params
-                    if sharded_param is parameter
-                    for index in indices
-                ]
-    if not cuts:
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        store = store_of_param(parameter)
+        if store is not None and store.ranks > 1:
+            owner = owner or (store.rank, store.ranks)
+            cuts.append((store.rank, store.ranks, tuple(parameter.shape)))
+            cuts += [
+                (store.local_shape(index), store.part(index, store.rank))
+                for sharded_param, indices in store.sharded_params
+                if sharded_param is parameter
+                for index in indices
+            ]
+    if owner is None:
         return None
-    rank, ranks, _ = cuts[0]
-    return {"rank": rank, "ranks": ranks, "layout": zlib.crc32(repr(cuts).encode())}
+    return {"rank": owner[0], "ranks": owner[1], "layout": zlib.crc32(repr(cuts).encode())}
 
 
 def _require_own(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

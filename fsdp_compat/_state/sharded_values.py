@@ -204,11 +204,7 @@ class BoxedTensor(ShardedTensor):
         return EnumerableShardingSpec(self._metadata.shards_metadata)
 
     def is_cut_as(
-        self,
-        layout: FlatLayout,
-        index: int,
-        members: tuple[int, ...],
-        place: Place | None = None,
+        self, layout: FlatLayout, index: int, members: tuple[int, ...], place: Place | None = None
     ) -> bool:
         """True if every rank holds the same elements as of parameter ``index`` of ``layout``, which
         is spread over the global ranks ``members`` and lies at ``place``. The same answer on all

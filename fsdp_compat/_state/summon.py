@@ -66,22 +66,20 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
         grads = _gather_grads(group) if options.with_grads else None
         if options.serve_only:
             continue
-        if full.data_ptr() == store_of(group).shard.data_ptr() and not options.keeps_changes_of(
-            group
-        ):
+        is_shard = full.data_ptr() == store_of(group).shard.data_ptr()
+        if is_shard and not options.keeps_changes_of(group):
             full = full.clone()
         fulls.append((group, full.cpu() if options.offload_to_cpu else full, grads))
-    if options.serve_only:
-        yield
-        return
     with contextlib.ExitStack() as stack:
-        unit.view.begin_summon()
-        stack.callback(unit.view.end_summon)
-        _shown_stores.update(group.store for group, _, _ in fulls)
-        stack.callback(_shown_stores.difference_update, {group.store for group, _, _ in fulls})
-        for group, full, grads in fulls:
-            stack.enter_context(_shown(group, full, grads, options.keeps_changes_of(group)))
-        unit.view.keep_order()
+        if not options.serve_only:
+            unit.view.begin_summon()
+            stack.callback(unit.view.end_summon)
+            stores = {group.store for group, _, _ in fulls}
+            _shown_stores.update(stores)
+            stack.callback(_shown_stores.difference_update, stores)
+            for group, full, grads in fulls:
+                stack.enter_context(_shown(group, full, grads, options.keeps_changes_of(group)))
+            unit.view.keep_order()
         yield
 
 
@@ -96,21 +94,17 @@ def _shown(
     whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)
     shown: list[nn.Parameter] = []
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
-    target_grads: list[torch.Tensor | None] = []
+    target_grads = [param.grad for param, _ in store.sharded_params]
     for param, indices in store.sharded_params:
-        target_grads.append(param.grad)
         for index in indices:
-            if (
-                not store.is_flattened
-                and store.parallel[index] is None
-                and _torch_private.is_plain(param)
-            ):  # the user's own object becomes whole
+            is_users = not store.is_flattened and store.parallel[index] is None
+            if is_users and _torch_private.is_plain(param):  # the user's own object becomes whole
                 kept.append((param, param.data, param.grad))
                 param.grad = None
                 param.data = wholes[index]
                 shown.append(param)
-                continue
-            shown.append(store.parameter(index, wholes[index], param.requires_grad))
+            else:
+                shown.append(store.parameter(index, wholes[index], param.requires_grad))
     for slot in store.shown(shown):
         parameters = _torch_private.parameters_of(slot.module)
         if slot.parameter is None:
@@ -129,13 +123,10 @@ def _shown(
     finally:
         with torch.no_grad():
             if writeback:
-                store.take_from_whole(
-                    [_torch_private.local_part(parameter.data) for parameter in shown]
-                )
+                values = [_torch_private.local_part(parameter.data) for parameter in shown]
+                store.take_from_whole(values)
                 if grads is not None:
-                    _write_back_grads(
-                        store, [_grad_of(parameter) for parameter in shown], target_grads
-                    )
+                    _write_back_grads(store, list(map(_grad_of, shown)), target_grads)
             for parameter, data, grad in kept:
                 parameter.grad = None
                 parameter.data = data

@@ -12,14 +12,7 @@ import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +38,7 @@ from ..api import (
     StateDictSettings,
     StateDictType,
 )
-from ..errors import (
-    UsageError,
-    takes,
-    wrong_type,
-)
+from ..errors import UsageError, takes, wrong_type
 
 Wanted = Callable[
     [str, bool], bool
@@ -240,9 +229,7 @@ def model_units_in(model: nn.Module) -> list[ModelUnit]:
 
 @contextlib.contextmanager
 def in_form(
-    units: Sequence[ModelUnit],
-    form: StateDictSettings | None = None,
-    wanted: Wanted | None = None,
+    units: Sequence[ModelUnit], form: StateDictSettings | None = None, wanted: Wanted | None = None
 ) -> Generator[None, None, None]:
     """Give all units one form, or one filter, inside of the context; at the end they have theirs
     again."""
