@@ -15,7 +15,7 @@ from .older_optimizers import convert
 from .optim_contents import classify_all, ownership_of
 from .optim_export import Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
-from .rank_local import unshardable
+from .rank_local import rank_local_names
 from .units import require_idle, units_of
 
 
@@ -117,4 +117,4 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     ownership = ownership_of(
         optim.param_groups, f"the state of {type(optim).__name__}", units_of(model), model
     )
-    return unshardable(ownership, classify_all(states_to_be(ownership, optim)))
+    return rank_local_names(ownership, classify_all(states_to_be(ownership, optim)))

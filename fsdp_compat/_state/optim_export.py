@@ -44,7 +44,7 @@ from .optim_contents import (
     require_units,
     snapshot,
 )
-from .rank_local import gather_states, rank_local_states, unshardable, warn_of_layout
+from .rank_local import gather_states, rank_local_names, rank_local_states, warn_of_layout
 from .sharded_values import copied, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions, require_idle, units_of
 
@@ -125,7 +125,7 @@ def export_optim_state(
     agreed = agree_together(ownership, all_groups, problem, facts, where)
     assert ownership is not None
     assert source is not None
-    warn_of_layout(unshardable(ownership, kinds), optim, stacklevel=4)
+    warn_of_layout(rank_local_names(ownership, kinds), optim, stacklevel=4)
     first = model_units_in(model)[0]
     is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     form = dataclasses.replace(

@@ -402,27 +402,22 @@ def _refuse_sharded(plan: _Given, call: str) -> None:
 # -- cutting it
 
 
+@dataclasses.dataclass(frozen=True)
 class _Loading:
-    """Carries out a plan, in the same order on all ranks. sender: None if every rank has the values
-    itself."""
+    """Carries out a plan, in the same order on all ranks."""
 
-    def __init__(
-        self,
-        ownership: ParamOwnership,
-        plan: _Given,
-        sender: Rank0Broadcast | None,
-        sharded_params: Collection[nn.Parameter],
-        wanted: LoadOptions,
-    ) -> None:
-        """sharded_params: the managed parameters that any rank's optimizer holds. A rank whose
-        optimizer lacks one has no part of it."""
-        self._ownership, self._plan, self._sender = ownership, plan, sender
-        self._sharded_params, self._wanted = sharded_params, wanted
+    ownership: ParamOwnership
+    plan: _Given
+    sender: Rank0Broadcast | None  # None if every rank has the values itself
+    # The managed parameters that any rank's optimizer holds. A rank whose optimizer lacks one has
+    # no part of it.
+    sharded_params: Collection[nn.Parameter]
+    wanted: LoadOptions
 
     def result(self) -> dict[str, Any]:
-        ownership, plan, named = self._ownership, self._plan, self._wanted.named
+        ownership, plan, named = self.ownership, self.plan, self.wanted.named
         state: dict[nn.Parameter, dict[Any, Any]] = {}
-        for group in ownership.groups_of(self._sharded_params):
+        for group in ownership.groups_of(self.sharded_params):
             state.update(self._of_group(group))
         for parameter, name in ownership.unmanaged:
             if name in plan.entries:
@@ -443,11 +438,11 @@ class _Loading:
 
     def _of_group(self, group: Group) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the states of a group's sharded parameters, cut to their shapes."""
-        plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
+        plan, states = self.plan, dict[nn.Parameter, dict[Any, Any]]()
         cut_keys: dict[Any, None] = {}
-        for param in self._ownership.in_group(group):
-            names = [name for name in self._ownership.names_in(param) if name in plan.entries]
-            if param not in self._sharded_params or not names:
+        for param in self.ownership.in_group(group):
+            names = [name for name in self.ownership.names_in(param) if name in plan.entries]
+            if param not in self.sharded_params or not names:
                 continue
             found = [
                 (name, key, value) for name in names for key, value in plan.entries[name].items()
@@ -463,14 +458,14 @@ class _Loading:
         for key in cut_keys:
             self._add_cut(states, group, key)
         for param in states:
-            self._add_restored(states[param], group, self._ownership.names_in(param))
+            self._add_restored(states[param], group, self.ownership.names_in(param))
         return states
 
     def _uncut(self, values: Mapping[Any, Any], name: str) -> dict[Any, Any]:
         """Return copies of values that are not cut."""
         later = {key: value for key, value in values.items() if _is_large(value)}
-        if later and self._sender is not None:
-            values = {**values, **self._sender.send_object(later, f"the state of {name}")}
+        if later and self.sender is not None:
+            values = {**values, **self.sender.send_object(later, f"the state of {name}")}
         return snapshot(dict(values))
 
     def _add_cut(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, key: Any) -> None:
@@ -478,14 +473,14 @@ class _Loading:
         zeros."""
         store, members = store_of(group), group.shard.members
         found = [
-            (param, index, self._plan.entries[name][key])
+            (param, index, self.plan.entries[name][key])
             for param in states
-            for index, name in self._ownership.held[param].names
-            if (name, key) in self._plan.cut
+            for index, name in self.ownership.held[param].names
+            if (name, key) in self.plan.cut
         ]
         values = [value for _, _, value in found]
-        if self._sender is not None:
-            values = self._sender.send(values, f"the state {key!r} of {group.name}")
+        if self.sender is not None:
+            values = self.sender.send(values, f"the state {key!r} of {group.name}")
         for (param, index, _), value in zip(found, values, strict=True):
             if states[param][key] is None:
                 states[param][key] = torch.zeros_like(param.detach(), dtype=dtype_of(value))
@@ -498,9 +493,9 @@ class _Loading:
 
     def _add_restored(self, state: dict[Any, Any], group: Group, names: Sequence[str]) -> None:
         """Add the rank-local states of this rank."""
-        found = [each for name in names for each in self._plan.rank_states.get(name, ())]
-        if self._sender is not None and not self._plan.rank_states.keys().isdisjoint(names):
-            found = self._sender.send_object(found, f"the state of {names[0]}")
+        found = [each for name in names for each in self.plan.rank_states.get(name, ())]
+        if self.sender is not None and not self.plan.rank_states.keys().isdisjoint(names):
+            found = self.sender.send_object(found, f"the state of {names[0]}")
         state.update(restored(group, found))
 
     def _groups(
@@ -510,14 +505,14 @@ class _Loading:
         parameters."""
         by_name = {name: group for group in saved for name in group["params"]}
         groups = []
-        for position, group in enumerate(self._ownership.groups):
+        for position, group in enumerate(self.ownership.groups):
             matches = {
-                p: [by_name[name] for name in self._ownership.names_in(p) if name in by_name]
+                p: [by_name[name] for name in self.ownership.names_in(p) if name in by_name]
                 for p in group["params"]
             }
             in_place = saved[position] if position < len(saved) else {}
             match = next((found[0] for found in matches.values() if found), in_place)
-            listed = [p for p in group["params"] if matches[p] or not self._wanted.as_saved]
+            listed = [p for p in group["params"] if matches[p] or not self.wanted.as_saved]
             settings = {key: copied(value) for key, value in match.items()}
             present = {key: value for key, value in group.items() if key not in settings}
             groups.append({**present, **settings, "params": [keys[p] for p in listed]})

@@ -87,7 +87,7 @@ def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stack
         )
 
 
-def unshardable(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
+def rank_local_names(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
     """Return ``"name.state"`` for each state that can only be loaded at an equal layout. Sends
     nothing."""
     return [

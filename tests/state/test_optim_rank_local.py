@@ -107,7 +107,7 @@ class Keeping(Blocks):
         )
 
 
-OPAQUE = ("scales", "history", "nested")
+RANK_LOCAL = ("scales", "history", "nested")
 CONFIGS: tuple[Config, ...] = (
     ("FULL_SHARD", False, "blocks"),
     ("FULL_SHARD", True, "always"),
@@ -193,7 +193,7 @@ def test_states_are_classified_by_type_and_shape() -> None:
     assert {
         classify(value, target) for value in (torch.zeros(6), torch.zeros(6, dtype=torch.uint8))
     } == {StateKind.PER_ELEMENT}
-    opaque = [
+    rank_local = [
         torch.zeros(2),
         torch.zeros(1),
         torch.zeros(6, 1),
@@ -203,7 +203,7 @@ def test_states_are_classified_by_type_and_shape() -> None:
         (1, 2),
         History(torch.ones(())),
     ]
-    assert {classify(value, target) for value in opaque} == {StateKind.RANK_LOCAL}
+    assert {classify(value, target) for value in rank_local} == {StateKind.RANK_LOCAL}
     assert classify(torch.zeros(()), nn.Parameter(torch.zeros(()))) is StateKind.SCALAR
 
 
@@ -246,14 +246,16 @@ def _round_trips(directory: str) -> None:
         if not whole:
             assert not set.union(*own) ^ everyones[rank()], set.union(*own) ^ everyones[rank()]
         for state in (full, sharded):
-            opaque = [
+            rank_local = [
                 t
                 for entry in state["state"].values()
                 for key, v in entry.items()
                 if "@rank" in key
                 for t in tensors_in(v)
             ]
-            assert all(t.untyped_storage().nbytes() == t.nbytes for t in opaque), "compact copies"
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in rank_local), (
+                "compact copies"
+            )
         file = io.BytesIO()
         safe = {
             n: {k: v for k, v in e.items() if not k.startswith("history")}
@@ -317,7 +319,7 @@ def _hybrid() -> None:
     ):  # the replicas' parts are equal, so their states are: those of the first copy stand for all
         entry["nested"]["rank"] %= 2
     if rank() == 0:
-        assert len(rank_keys(full)) == len(OPAQUE) * 2
+        assert len(rank_keys(full)) == len(RANK_LOCAL) * 2
     optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer))
     for found, wanted in zip(states_of(optimizer), expected, strict=True):
         assert_same(found, wanted)
@@ -425,7 +427,7 @@ def _refused_elsewhere(path: str, config: Config) -> None:
         with pytest.raises(CheckpointError) as caught:
             call()
         assert_four_facts(caught.value)
-        assert any(f"{key}" in str(caught.value) for key in OPAQUE)
+        assert any(f"{key}" in str(caught.value) for key in RANK_LOCAL)
         assert any(name in str(caught.value) for name, _ in make_model().named_parameters())
     for found, wanted in zip(states_of(optimizer), before, strict=True):
         assert_same(found, wanted)
@@ -496,7 +498,7 @@ def _warned_once() -> None:
             [str(warning.message) for warning in found if "layout" in str(warning.message)]
         )
     assert [len(messages) for messages in caught] == [1, 0]
-    assert all(f"{name}.{key}" in caught[0][0] for name in names for key in OPAQUE)
+    assert all(f"{name}.{key}" in caught[0][0] for name in names for key in RANK_LOCAL)
     adam = trained(CONFIGS[1], make=OPTIMIZERS["Adam"])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -531,7 +533,7 @@ def _asked_before_training() -> None:
         seed = torch.get_rng_state()
         found = check_optimizer(model, optimizer)
         assert set(found) == {
-            f"{name}.{key}" for name, _ in make_model().named_parameters() for key in OPAQUE
+            f"{name}.{key}" for name, _ in make_model().named_parameters() for key in RANK_LOCAL
         }
         assert not optimizer.state
         assert torch.equal(torch.get_rng_state(), seed)
