@@ -388,7 +388,7 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
             continue
         if store.parallel[0] is not None:
             raise UsageError.of(
-                "There are no local state dicts of tensor-parallel parameters.",
+                "There is no local state dict of tensor-parallel parameters.",
                 expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
                 got=f"LOCAL_STATE_DICT, and a DTensor {clean_name(store.orig_params[0].name)!r}",
                 where=own.unit.label,
