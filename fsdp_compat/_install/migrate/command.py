@@ -23,8 +23,7 @@ from .wrapping import wrap_models
 
 DESCRIPTION = """Rewrite Python source: imports of torch.distributed.fsdp become imports of
 fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with what the same
-function does with the model: saving, loading, clipping, generating. The rest is listed, with the
-reason and what to do. Without --write, nothing is written."""
+function does with the model. The rest is listed, with the reason and what to do."""
 
 EPILOG = """Exit status: 0; 1 if a place was left alone that will raise, or with --check if anything
 is left to rewrite; 2 if the arguments are wrong."""
@@ -50,7 +49,7 @@ class Migrated:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory")
-    parser.add_argument("--write", action="store_true", help="write the files")
+    parser.add_argument("--write", action="store_true", help="write the files, not only a diff")
     text = "also exit with 1 if anything is left to rewrite"
     parser.add_argument("--check", action="store_true", help=text)
 

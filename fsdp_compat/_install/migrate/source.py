@@ -118,12 +118,11 @@ class Source:
 
     def value_of(self, name: ast.Name) -> ast.expr | None:
         """Return what a variable holds if one plain assignment sets it in its function."""
-        function = self.function(name)
         found = [
             each
             for each in self.all(ast.Name)
             if each.id == name.id and isinstance(each.ctx, ast.Store)
-            if self.function(each) is function
+            if self.function(each) is self.function(name)
         ]
         statement = self._parents[found[0]] if len(found) == 1 else None
         return statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None

@@ -68,6 +68,8 @@ class Uses:
             if name and model.name
         ]
         self._variables += self._optimizers(models)
+        made = [each for each in source.all(ast.Assign) if _is_optimizer(source, each.value)]
+        self._optimizer_names = {last_name(each.targets[0]) for each in made}
         self._hoisted: dict[tuple[ast.AST, str], str] = {}  # what a variable above an "if" holds
 
     def rewrite(self) -> None:
@@ -288,8 +290,8 @@ class Uses:
             return
         root = call.func.value if isinstance(call.func, ast.Attribute) else None
         value = self._source.value_of(root) if isinstance(root, ast.Name) else None
-        what, name = f"{owner}.{method}(...)", owner.rpartition(".")[2].lower()
-        if "optim" in name or name == "opt" or _is_optimizer(self._source, value):
+        what, name = f"{owner}.{method}(...)", owner.rpartition(".")[2]
+        if "optim" in name.lower() or name in {"opt", *self._optimizer_names}:
             fix = f"call FSDP.optim_state_dict(model, {owner}) {_ON_ALL}"
             if method == "load_state_dict":
                 fix = f"pass FSDP.optim_state_dict_to_load(model, {owner}, state)"
