@@ -1,18 +1,21 @@
-"""The head of a rank's file: its header, and the text in it that `_snapshot` makes. Types are
-checked before anything is used."""
+"""The head of a rank's file: its header, and the text in it. Types are checked before anything is
+used."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from ._header import TensorInfo, dtype_of
-from ._texts import listed, parse_json, size, sizes, text_in, texts
+from ._header import TensorInfo, dtype_name, dtype_of
+from ._texts import listed, parse_json, require_readable, size, sizes, text_in, texts
 
 TEXT = "fsdp_compat"  # the key of the text in the metadata of the file
+
+Indices = frozenset[int] | None  # of parameters of a group; None: all of them
 
 _T = TypeVar("_T")
 
@@ -24,7 +27,15 @@ class StateTensor:
     key: Any
     tensor: str  # its name in the file
     dtype: torch.dtype
-    of: frozenset[int] | None  # of which parameters of the group; None: of all
+    of: Indices
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "entry": self.tensor,
+            "dtype": dtype_name(self.dtype),
+            "of": _listed_indices(self.of),
+        }
 
     @staticmethod
     def of_json(content: Any) -> StateTensor:
@@ -36,24 +47,24 @@ class StateTensor:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Head:
     """The description of one file in its own text. Values are encoded, as `_values.encode` returns
     them."""
 
-    tensors: dict[str, TensorInfo]
-    identity: str  # of the save
-    number: int  # of the rank that wrote the file
-    left_out: list[str]
-    states: dict[str, list[StateTensor]]  # by the name of the group
-    # by the name of the group: (key, of which parameters, value); None: of all
-    scalars: dict[str, list[tuple[Any, frozenset[int] | None, Any]]]
-    rank_local: dict[str, list[tuple[int, Any, Any]]]  # (of which parameter, key, value)
-    extra: Any
+    identity: str = ""  # of the save
+    number: int = 0  # of the rank that wrote the file
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    # By the name of the group: tensors; (key, of which parameters, value); (of which, key, value).
+    states: dict[str, list[StateTensor]] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, list[tuple[Any, Indices, Any]]] = dataclasses.field(default_factory=dict)
+    rank_local: dict[str, list[tuple[int, Any, Any]]] = dataclasses.field(default_factory=dict)
+    extra: Any = None
     # By name, in the common file alone: unmanaged tensors, buffers, extra state; states of such
     # parameters.
-    others: dict[str, Any]
-    other_states: dict[str, list[tuple[Any, Any]]]
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    other_states: dict[str, list[tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, TensorInfo] = dataclasses.field(default_factory=dict)  # of a file read
 
     def has_states(self, group: str, index: int) -> bool:
         """True if the file has states of parameter ``index`` of a group, or values that belong to
@@ -62,33 +73,63 @@ class Head:
         indices += [of for _, of, _ in self.scalars.get(group, [])]
         return any(of is None or index in of for of in indices)
 
+    def as_metadata(self) -> dict[str, str]:
+        """Return the text as metadata of a safetensors file. Raises UsageError if it is too large
+        to be read again."""
+        content = {
+            "identity": self.identity,
+            "number": self.number,
+            "left_out": self.left_out,
+            "states": {
+                group: [state.as_json() for state in found] for group, found in self.states.items()
+            },
+            "scalars": {group: _by_key(found) for group, found in self.scalars.items()},
+            "own": self.rank_local,
+            "extra": self.extra,
+            "others": self.others,
+            "other_states": self.other_states,
+        }
+        text = json.dumps(content, separators=(",", ":"))
+        require_readable(text.encode("ascii"))
+        return {TEXT: text}
 
-def parse_head(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> Head:
-    """Return the head of a file. Raises KeyError, TypeError, ValueError or RecursionError if the
-    text is not one that a save writes."""
-    content = parse_json(metadata[TEXT].encode("utf-8"))
-    return Head(
-        tensors,
-        text_in(content["identity"]),
-        size(content["number"]),
-        texts(content["left_out"]),
-        _by_name(content["states"], StateTensor.of_json),
-        {
-            group: [scalar for scalars in found for scalar in scalars]
-            for group, found in _by_name(content["scalars"], _scalars_of_key).items()
-        },
-        _by_name(content["own"], _rank_local),
-        content["extra"],
-        dict(content.get("others", {})),
-        _by_name(content.get("other_states", {}), _key_and_value),
-    )
+    @staticmethod
+    def of_metadata(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> Head:
+        """Return the head of a file. Raises KeyError, TypeError, ValueError or RecursionError if
+        the text is not one that a save writes."""
+        content = parse_json(metadata[TEXT].encode("utf-8"))
+        scalars = _by_name(content["scalars"], _scalars_of_key)
+        return Head(
+            text_in(content["identity"]),
+            size(content["number"]),
+            texts(content["left_out"]),
+            _by_name(content["states"], StateTensor.of_json),
+            {group: [each for some in found for each in some] for group, found in scalars.items()},
+            _by_name(content["own"], _rank_local),
+            content["extra"],
+            dict(content.get("others", {})),
+            _by_name(content.get("other_states", {}), _key_and_value),
+            tensors,
+        )
+
+
+def brief_indices(indices: Sequence[int], num_params: int) -> Indices:
+    """Return the indices; None means all parameters of the group."""
+    return None if len(indices) == num_params else frozenset(indices)
+
+
+def _by_key(scalars: Sequence[tuple[Any, Indices, Any]]) -> list[list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for key, of, value in scalars:
+        found.setdefault((type(key), key), [key, []])[1].append([_listed_indices(of), value])
+    return list(found.values())
 
 
 def _by_name(content: Any, parse: Callable[[Any], _T]) -> dict[str, list[_T]]:
     return {name: [parse(item) for item in listed(items)] for name, items in dict(content).items()}
 
 
-def _scalars_of_key(content: Any) -> list[tuple[Any, frozenset[int] | None, Any]]:
+def _scalars_of_key(content: Any) -> list[tuple[Any, Indices, Any]]:
     key, values = listed(content)
     return [(_key(key), _indices(of), value) for of, value in map(listed, listed(values))]
 
@@ -109,5 +150,9 @@ def _key(content: Any) -> Any:
     return content
 
 
-def _indices(content: Any) -> frozenset[int] | None:
+def _listed_indices(of: Indices) -> list[int] | None:
+    return None if of is None else sorted(of)
+
+
+def _indices(content: Any) -> Indices:
     return None if content is None else frozenset(sizes(content))

@@ -1,20 +1,20 @@
 """The settings (learning rate, weight decay, ...) that the parameter groups of an optimizer get
-from a native checkpoint."""
+from a checkpoint."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import json
+import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, explain
-from ._rank_files import RankFiles
 from ._report import LoadReport
 from ._texts import joined
-from ._values import decode, tensor_from_text
 
 # Settings of torch.optim that choose an implementation, and change no number.
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
@@ -24,25 +24,17 @@ _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"}
 class _SavedGroup:
     number: int
     names: list[str]  # of its parameters
-    encoded: dict[str, str]  # settings, as text to compare
-    content: Any
+    settings: dict[str, Any]
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings in objects of their own. Raises CheckpointError."""
-        settings = decode(self.content, "parameter group", tensor_from_text)
-        if not isinstance(settings, dict):
-            raise CheckpointError.of(
-                "The settings of a parameter group are invalid.",
-                expected="settings by name",
-                got=f"a {type(settings).__name__}",
-                where="param_groups of the optimizer",
-                fix="load an older checkpoint; nothing was loaded",
-            )
-        return settings
+    @functools.cached_property
+    def texts(self) -> dict[str, str]:
+        """The settings as texts to compare."""
+        return {key: repr(value) for key, value in self.settings.items()}
 
 
 def settings_for(
-    files: RankFiles,
+    path: Path,
+    saved_groups: Sequence[Mapping[str, Any]],
     param_groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, Sequence[str]],
     report: LoadReport,
@@ -52,18 +44,14 @@ def settings_for(
     of them was saved with settings, those of the group at the same position if no other group has
     them.
 
-    names: of each parameter of the optimizer. Raises CheckpointError for a group of parameters that
+    saved_groups: with the names of parameters as "params". names: of each parameter of the
+    optimizer. Raises CheckpointError for a group of parameters that
     were saved with different settings, and for groups with different settings whose parameters were
     saved in one group; not strict: they keep their own, and the report says so.
     """
     saved = [
-        _SavedGroup(
-            number,
-            group["params"],
-            {key: json.dumps(value) for key, value in group["settings"].items()},
-            group["settings"],
-        )
-        for number, group in enumerate(files.manifest.param_groups)
+        _SavedGroup(number, group["params"], {key: group[key] for key in group if key != "params"})
+        for number, group in enumerate(saved_groups)
     ]
     by_name = {name: group for group in saved for name in group.names}
     claimed: list[list[_SavedGroup]] = []
@@ -76,7 +64,7 @@ def settings_for(
         number: problem
         for each in saved
         for heirs in [[number for number, groups in enumerate(claimed) if each in groups]]
-        if (problem := _split_group(files, param_groups, each, heirs)) is not None
+        if (problem := _split_group(path, param_groups, each, heirs)) is not None
         for number in heirs
     }
     if split and strict:
@@ -84,20 +72,22 @@ def settings_for(
     result: list[dict[str, Any]] = []
     for number, (group, found_groups) in enumerate(zip(param_groups, claimed, strict=True)):
         settings: dict[str, Any] = {}
-        if any(each.encoded != found_groups[0].encoded for each in found_groups):
-            problem = _several_settings(files, number, found_groups)
+        if any(each.texts != found_groups[0].texts for each in found_groups):
+            problem = _several_settings(path, number, found_groups)
             if strict:
                 raise CheckpointError(problem)
             report.settings_kept[number] = "its parameters were saved with different ones"
         elif number in split:
             report.settings_kept[number] = "other groups with other settings were saved with it"
         elif found_groups:
-            settings = found_groups[0].settings()
+            settings = found_groups[0].settings
         elif number < len(saved) == len(param_groups) and number not in all_claimed:
-            settings = saved[number].settings()
+            settings = saved[number].settings
         elif group["params"]:
             report.settings_kept[number] = "none of its parameters was saved with settings"
-        result.append({key: _like(value, group.get(key)) for key, value in settings.items()})
+        result.append(
+            {key: _like(copy.deepcopy(value), group.get(key)) for key, value in settings.items()}
+        )
     return result
 
 
@@ -111,7 +101,7 @@ def _like(value: Any, own: Any) -> Any:
 
 
 def _split_group(
-    files: RankFiles,
+    path: Path,
     param_groups: Sequence[Mapping[str, Any]],
     saved: _SavedGroup,
     heirs: Sequence[int],
@@ -123,7 +113,7 @@ def _split_group(
         first, other = param_groups[heirs[0]], param_groups[number]
         keys = [
             key
-            for key in saved.encoded
+            for key in saved.texts
             if key in first and key in other and key not in _IMPLEMENTATION
             if not _is_same(first[key], other[key])
         ]
@@ -134,13 +124,13 @@ def _split_group(
                 got=joined(
                     [
                         f"{key}={first[key]} in group {heirs[0]}, {other[key]} in group {number}, "
-                        f"saved as {saved.encoded[key]}"
+                        f"saved as {saved.texts[key]}"
                         for key in keys
                     ],
                     4,
                     "; ",
                 ),
-                where=f"parameter groups of the optimizer, {files.path}",
+                where=f"parameter groups of the optimizer, {path}",
                 fix="give these groups the same settings and change them after the load; or pass "
                 "strict=False to keep this optimizer's settings",
             )
@@ -156,13 +146,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _several_settings(files: RankFiles, number: int, groups: Sequence[_SavedGroup]) -> str:
+def _several_settings(path: Path, number: int, groups: Sequence[_SavedGroup]) -> str:
     first = groups[0]
-    other = next(group for group in groups if group.encoded != first.encoded)
+    other = next(group for group in groups if group.texts != first.texts)
     keys = [
         key
-        for key in dict.fromkeys([*first.encoded, *other.encoded])
-        if first.encoded.get(key) != other.encoded.get(key)
+        for key in dict.fromkeys([*first.texts, *other.texts])
+        if first.texts.get(key) != other.texts.get(key)
     ]
     return explain(
         "Parameters in one group of the optimizer were saved with different settings.",
@@ -170,14 +160,14 @@ def _several_settings(files: RankFiles, number: int, groups: Sequence[_SavedGrou
         "one group, with one setting for all parameters in it",
         got=joined(
             [
-                f"{key}={first.encoded.get(key)} for {first.names[0]!r}, "
-                f"{other.encoded.get(key)} for {other.names[0]!r}"
+                f"{key}={first.texts.get(key)} for {first.names[0]!r}, "
+                f"{other.texts.get(key)} for {other.names[0]!r}"
                 for key in keys
             ],
             4,
             "; ",
         ),
-        where=f"parameter group {number} of the optimizer, {files.path}",
+        where=f"parameter group {number} of the optimizer, {path}",
         fix="make the groups as they were saved, with use_orig_params=True or fully_shard if a "
         "FlatParameter stands in the way; or pass strict=False to keep this optimizer's settings",
     )

@@ -274,7 +274,6 @@ def _no_checkpoint(path: Path) -> CheckpointError:
     got, fix = "no such directory", "pass latest(folder) or the path that save returned"
     if path.is_file():
         got = "a file"
-        fix = "read it with torch.load, or make it a checkpoint with fsdp-compat convert"
     elif path.is_dir():
         got = "a directory without one"
         steps = sorted(file.parent.name for file in path.glob(f"step-*/{MANIFEST}"))
@@ -283,7 +282,8 @@ def _no_checkpoint(path: Path) -> CheckpointError:
             fix = f"pass latest({str(path)!r}), or one of these: {str(path / steps[-1])!r}"
     return CheckpointError.of(
         "There is no checkpoint at this path.",
-        expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...)",
+        expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...), or a "
+        "checkpoint of another format",
         got=got,
         where=str(path),
         fix=fix,

@@ -4,40 +4,27 @@ in several with an index. Each rank writes its own bytes; nothing is gathered.""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import math
+import hashlib
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from .. import errors
-from .._comm.host_memory import memory_of
-from .._layout.pieces import Rows
-from .._layout.spec import Interval
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
 from ._blocks import BLOCK_NBYTES, Tick, make_directories, sync_directory
-from ._header import METADATA, TensorInfo, encode_header, is_known
+from ._header import TensorInfo
+from ._held_parts import HeldPart, managed_parts, unmanaged_tensors
 from ._named_groups import named_groups
 from ._progress import progress_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
-from ._safetensors_parts import (
-    INDEX,
-    ONE_FILE,
-    HeldPart,
-    Rename,
-    check_arguments,
-    digest,
-    managed_parts,
-    renamed,
-    require_same_plan,
-    unmanaged_tensors,
-)
+from ._rename import Rename, check_weights_arguments, renamed
+from ._tools.archive import moved, slices
+from ._tools.reading import boxes_of
+from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_box, write_index
 
 
 def save_safetensors(
@@ -78,7 +65,7 @@ def save_safetensors(
         problem: BaseException | None = None
         files: _WeightFiles | None = None
         try:
-            check_arguments(call, path, rename, dtype, progress)
+            check_weights_arguments(call, path, rename, dtype, progress)
             if (
                 isinstance(max_file_nbytes, bool)
                 or not isinstance(max_file_nbytes, int)
@@ -97,9 +84,16 @@ def save_safetensors(
                 error, "The weights could not be saved.", path, "no file was published"
             )
         told = all_ranks_or_raise(
-            ranks, problem, (digest(files and files.described()), uuid.uuid4().hex), call
+            ranks, problem, (_digest(files and files.described()), uuid.uuid4().hex), call
         )
-        require_same_plan([digest for digest, _ in told], ranks, call)
+        if len({digest for digest, _ in told}) > 1:
+            raise UsageError.of(
+                "The ranks' arguments differ.",
+                expected="the same names and dtypes on all ranks",
+                got=f"{len({digest for digest, _ in told})} plans on {ranks.count} ranks",
+                where=call,
+                fix="pass the same arguments on all ranks, and a path on a shared file system",
+            )
         assert files is not None
         token = told[0][1]
         # The first rank creates the files before the others open them.
@@ -136,6 +130,10 @@ def save_safetensors(
         return [Path(path) / name for name in files.names]
 
 
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
 def _incomplete(path: object, total: int, expected: int) -> CheckpointError:
     return CheckpointError.of(
         "The weights could not be saved.",
@@ -162,12 +160,6 @@ def _refuse_existing(path: Path, call: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _WeightFile:
-    header: bytes
-    tensors: dict[str, TensorInfo]  # by name in the model
-
-
 class _WeightFiles:
     """The files to write: where each tensor lies. The same on all ranks."""
 
@@ -183,100 +175,55 @@ class _WeightFiles:
     ) -> None:
         self._path = path
         order = {name: position for position, name in enumerate(names_before(model))}
-        groups = named_groups(units_of(model))
-        parts = [*managed_parts(groups), *unmanaged_tensors(model, groups, is_first)]
+        parts = [
+            *managed_parts(named_groups(units_of(model))),
+            *unmanaged_tensors(model, is_first),
+        ]
         parts.sort(key=lambda held: order.get(held.names[0], len(order)))
-        self._parts: list[HeldPart] = []
-        files: list[dict[str, tuple[str, torch.dtype, tuple[int, ...]]]] = [{}]
-        names: set[str] = set()
-        nbytes = self.total_nbytes = 0  # the latter: of the tensors in all files
-        for held in parts:
-            name = renamed(held.names[0], rename, call)
-            if name is None:
-                continue
-            if name == METADATA:
-                raise errors.wrong_type(
-                    "the result of rename", f"a name for {held.names[0]!r}", name, call
-                )
-            if name in names:
-                raise UsageError.of(
-                    "Two tensors of the model get the same name in the files.",
-                    expected="a different name for each",
-                    got=f"{name!r} for {held.names[0]!r} and for another tensor",
-                    where=call,
-                    fix="make rename return different names, or None for one of them",
-                )
-            names.add(name)
-            stored = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
-            if not is_known(stored):
-                raise UsageError.of(
-                    "safetensors files do not support this dtype.",
-                    expected="a dtype that the format supports",
-                    got=f"{stored} for {held.names[0]!r}",
-                    where=call,
-                    fix=(
-                        "pass dtype=torch.float32"
-                        if stored.is_floating_point
-                        else "leave it out with rename"
-                    )
-                    + ", or use checkpoint.save, which keeps every dtype",
-                )
-            size = math.prod(held.shape) * stored.itemsize
-            if nbytes and nbytes + size > max_file_nbytes:
-                files.append({})
-                nbytes = 0
-            files[-1][held.names[0]] = name, stored, held.shape
-            nbytes += size
-            self.total_nbytes += size
-            self._parts.append(held)
-        self._files: dict[str, _WeightFile] = {}
-        for number, tensors in enumerate(files):
-            header, infos = encode_header(list(tensors.values()), {"format": "pt"})
-            by_name = {info.name: info for info in infos}
-            file_name = (
-                ONE_FILE
-                if len(files) == 1
-                else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            )
-            self._files[file_name] = _WeightFile(
-                header, {model_name: by_name[name] for model_name, (name, _, _) in tensors.items()}
-            )
+        names = renamed([held.names[0] for held in parts], rename, call)
+        self._parts = {names[held.names[0]]: held for held in parts if held.names[0] in names}
+        described = {
+            held.names[0]: (name, _stored_dtype(held, dtype), held.shape)
+            for name, held in self._parts.items()
+        }
+        self._images = images_of(described, max_file_nbytes)
 
     @property
     def names(self) -> list[str]:
         """The names of the files, including the index."""
-        return [*self._files, *([INDEX] if len(self._files) > 1 else [])]
+        return [*(image.name for image in self._images), *([INDEX] if self._images[1:] else [])]
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of the tensors in all files."""
+        return sum(info.nbytes for image in self._images for info in image.tensors.values())
 
     def _partial(self, name: str, token: str) -> Path:
         return self._path / f".{name}.{token}"
 
     def described(self) -> list[object]:
         """Return what must be the same on all ranks."""
-        return [(name, file.header, list(file.tensors)) for name, file in self._files.items()]
+        return [(image.name, image.header, list(image.tensors)) for image in self._images]
 
     def create(self, token: str, shown: bool) -> int:
         """Create the files under hidden names, with their headers and in their final length; return
         0, the number of bytes of tensors that are written."""
         make_directories(self._path)
-        for name, file in self._files.items():
-            with open(self._partial(name, token), "xb") as created:
-                created.write(file.header)
-                created.truncate(
-                    max([len(file.header), *(info.stop for info in file.tensors.values())])
-                )
+        for image in self._images:
+            image.write_header(self._partial(image.name, token))
         return 0
 
     def write(self, token: str, shown: bool) -> int:
         """Write this rank's bytes, durably; return their number."""
         nbytes = 0
-        own = [held for held in self._parts if held.is_written_here]
+        own = [held for held in self._parts.values() if held.is_written_here]
         total = sum(held.values.nbytes for held in own)
         with progress_bar(shown, "save weights", total) as tick:
-            for name, file in self._files.items():
-                descriptor = os.open(self._partial(name, token), os.O_WRONLY)
+            for image in self._images:
+                descriptor = os.open(self._partial(image.name, token), os.O_WRONLY)
                 try:
                     for held in own:
-                        if (info := file.tensors.get(held.names[0])) is not None:
+                        if (info := image.tensors.get(held.names[0])) is not None:
                             nbytes += _write_part(descriptor, held, info, tick)
                     os.fsync(descriptor)
                 finally:
@@ -285,59 +232,30 @@ class _WeightFiles:
 
     def publish(self, token: str) -> None:
         """Give the files their names, the index last."""
-        for name in self._files:
+        if self._images[1:]:
+            write_index(self._images, self._partial(INDEX, token))
+        for name in self.names:
             self._partial(name, token).rename(self._path / name)
-        if len(self._files) > 1:
-            file_of = {
-                info.name: name
-                for name, file in self._files.items()
-                for info in file.tensors.values()
-            }
-            index = {"metadata": {"total_size": self.total_nbytes}, "weight_map": file_of}
-            partial = self._partial(INDEX, token)
-            with open(partial, "x", encoding="utf-8") as text:
-                json.dump(index, text, indent=2)
-                text.flush()
-                os.fsync(text.fileno())
-            partial.rename(self._path / INDEX)
         sync_directory(self._path)
 
     def remove(self, token: str) -> None:
         """Remove the hidden files that were not published."""
-        for name in (*self._files, INDEX):
+        for name in self.names:
             with contextlib.suppress(OSError):
                 self._partial(name, token).unlink()
 
 
+def _stored_dtype(held: HeldPart, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
+
+
 def _write_part(descriptor: int, held: HeldPart, info: TensorInfo, tick: Tick) -> int:
     """Write a part of a tensor; return the number of bytes."""
-    size, nbytes = info.dtype.itemsize, 0
-    chunk = BLOCK_NBYTES // max(size, held.dtype.itemsize)  # elements
-    for rows in _in_chunks(held.rows(), chunk):
-        values = held.values[rows.to : rows.to + rows.to_span]
-        data = memory_of(values.to("cpu", info.dtype).contiguous())
-        for number in range(rows.count):
-            row = data[number * rows.to_stride * size :][: rows.numel * size]
-            _write_at(descriptor, row, info.start + (rows.start + number * rows.stride) * size)
-            nbytes += len(row)
-        tick(rows.count * rows.numel * held.dtype.itemsize)
+    nbytes = 0
+    chunk = BLOCK_NBYTES // max(info.dtype.itemsize, held.dtype.itemsize)  # elements
+    for box, values in held.boxes():
+        for inner in boxes_of(box.sizes, chunk):
+            some = values[slices(inner)]
+            nbytes += write_box(descriptor, info, moved(inner, box.offsets), some)
+            tick(some.nbytes)
     return nbytes
-
-
-def _in_chunks(found: Iterator[Rows], chunk: int) -> Iterator[Rows]:
-    """Yield the same elements, as rows that lie in at most ``chunk`` elements of the target."""
-    for rows in found:
-        step = max(chunk // rows.to_stride, 1)
-        for first in range(0, rows.count, step):
-            few = rows.part(first, min(step, rows.count - first))
-            if few.to_span <= chunk:
-                yield few
-                continue
-            for start in range(few.start, few.start + few.numel, chunk):  # a single long row
-                yield from few.within(Interval(start, start + chunk))
-
-
-def _write_at(descriptor: int, data: memoryview, start: int) -> None:
-    while data:
-        num_written = os.pwrite(descriptor, data, start)
-        data, start = data[num_written:], start + num_written

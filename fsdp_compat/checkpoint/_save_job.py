@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import uuid
 import warnings
@@ -30,10 +31,10 @@ from ._mailbox import RankLost
 from ._manifest import FlatGroup, Manifest, file_name, versions
 from ._named_groups import NamedGroup, named_groups
 from ._optimizers import SharedOptimizer, joined_param_groups
-from ._progress import require_bar
-from ._rank_files import write_rank_file
+from ._progress import progress_bar, require_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
+from ._tools.writing import write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SaveJob:
     ) -> None:
         """Collective."""
         self.call = f"checkpoint.{call}"
-        self._snapshot = Snapshot([], {})
+        self._snapshot = Snapshot()
         self._groups: list[NamedGroup] = []
         self._fresh: directory.Fresh | None = None  # only on a rank that leads
         self._is_sole_leader = True  # as far as this rank knows
@@ -197,7 +198,7 @@ class SaveJob:
 
     def release(self) -> None:
         """Drop the snapshot, and with it the memory of the copy."""
-        self._snapshot, self._groups = Snapshot([], {}), []
+        self._snapshot, self._groups = Snapshot(), []
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks not to wait for this one any longer."""
@@ -344,8 +345,11 @@ class SaveJob:
         )
 
     def _write_file(self, path: Path) -> FileFacts:
-        self._snapshot.text.update(identity=self.identity, number=self._ranks.number)
-        return write_rank_file(path, self._snapshot, f"save step {self._step}", self._shows)
+        head, tensors = self._snapshot.head, self._snapshot.tensors
+        head.identity, head.number = self.identity, self._ranks.number
+        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
+        with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
+            return write_file(path, tensors, head.as_metadata(), tick)
 
 
 def _check_arguments(

@@ -1,10 +1,10 @@
 """A snapshot of what one rank saves: its shards and their optimizer states as they lie in memory,
-and a text with the rest.
+and a head with the rest.
 
 A rank's file has one tensor per parameter group and per state, the whole shard. If the optimizer
 holds parameters one by one, that tensor is put together from its parts. Values that exist once per
-parameter, and rank-local states, go to the text in the file's metadata. Buffers and unmanaged
-parameters are in the file of the rank that leads."""
+parameter, and rank-local states, go to the head. Buffers and unmanaged parameters are in the file
+of the rank that leads."""
 
 from __future__ import annotations
 
@@ -24,58 +24,42 @@ from .._state.optim_contents import StateKind, classify_all
 from .._state.rank_local import warn_of_layout
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
-from ._head import TEXT
+from ._head import Head, StateTensor, brief_indices
 from ._header import dtype_name
 from ._named_groups import NamedGroup, held_by
 from ._optimizers import classes_of
-from ._texts import require_readable
+from ._tools.writing import FilePart, FileTensor
 from ._values import Put, encode, tensor_as_text
 
 SCALAR, PER_ELEMENT = StateKind.SCALAR, StateKind.PER_ELEMENT
 _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorPart:
-    """Consecutive elements of a tensor in a file."""
-
-    start: int  # the first element
-    values: torch.Tensor  # 1-D
-
-
-@dataclasses.dataclass
-class FileTensor:
-    """One tensor of a file: ``parts`` in order, zeros between them."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: list[TensorPart]
-
-
 @dataclasses.dataclass
 class Snapshot:
     """The content of this rank's file, and the common part, which is the same on all ranks."""
 
-    tensors: list[FileTensor]
-    text: dict[str, Any]
+    tensors: list[FileTensor] = dataclasses.field(default_factory=list)
+    head: Head = dataclasses.field(default_factory=Head)
     param_groups: Any = None  # of the optimizer, encoded; None without one
     optimizer_classes: tuple[str, ...] = ()
     common_tensors: list[FileTensor] = dataclasses.field(default_factory=list)
-    common_text: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def take_common(self, is_written_here: bool) -> None:
         """Move the common part to this rank's file, or drop it."""
         if is_written_here:
             self.tensors += self.common_tensors
-            self.text.update(self.common_text)
-        self.common_tensors, self.common_text = [], {}
+        else:
+            self.head.others, self.head.other_states = {}, {}
+        self.common_tensors = []
 
     def detach(self) -> None:
         """Replace all values by copies on the CPU, which training does not change."""
         for tensor in self.tensors:
             tensor.parts = [
-                TensorPart(part.start, part.values.to("cpu", copy=True)) for part in tensor.parts
+                FilePart(part.start, part.values.to("cpu", copy=True))
+                for part in tensor.parts
+                if isinstance(part.values, torch.Tensor)
             ]
 
 
@@ -90,12 +74,13 @@ def take_snapshot(
 
     Raises UsageError for values that cannot be saved.
     """
-    snapshot = Snapshot([], {"states": {}, "scalars": {}, "own": {}, "left_out": []})
+    snapshot = Snapshot()
+    head = snapshot.head
     add, common = _Adder(snapshot.tensors), _Adder(snapshot.common_tensors)
     for named in groups:
         if named.is_written_here:
             store = store_of(named.group)
-            parts = [TensorPart(0, store.shard.detach()[named.section.place.slice])]
+            parts = [FilePart(0, store.shard.detach()[named.section.place.slice])]
             snapshot.tensors.append(FileTensor(named.name, store.dtype, (named.numel,), parts))
     if optimizer is not None:
         convert(optimizer)
@@ -103,7 +88,7 @@ def take_snapshot(
         snapshot.param_groups = [
             {
                 "params": [name for parameter in group["params"] for name in held[parameter]],
-                "settings": _settings(group, number, snapshot.text["left_out"]),
+                "settings": _settings(group, number, head.left_out),
             }
             for number, group in enumerate(optimizer.param_groups)
         ]
@@ -116,21 +101,19 @@ def take_snapshot(
             for name in _add_states(snapshot, named, optimizer, kinds, add)
         ]
         warn_of_layout(rank_local, optimizer, stacklevel=5)
-    snapshot.common_text["others"] = {
+    head.others = {
         name: encode(value, name, common.under("other", name))
         for name, value in unmanaged_state(model).items()
     }
     if optimizer is not None:
         sharded_params = {param for named in groups for param, _ in named.sharded_params}
-        snapshot.common_text["other_states"] = {
-            held[parameter][0]: _other_states(
-                held[parameter][0], state, common, snapshot.text["left_out"]
-            )
+        head.other_states = {
+            held[parameter][0]: _other_states(held[parameter][0], state, common, head.left_out)
             for parameter, state in optimizer.state.items()
             if parameter not in sharded_params
         }
-    warn_of_left_out(snapshot.text["left_out"], "are not in the checkpoint", stacklevel=5)
-    snapshot.text["extra"] = encode(extra, "extra", add.under("extra"))
+    warn_of_left_out(head.left_out, "are not in the checkpoint", stacklevel=5)
+    head.extra = encode(extra, "extra", add.under("extra"))
     return snapshot
 
 
@@ -154,10 +137,10 @@ def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any
 
 def _other_states(
     name: str, state: Mapping[Any, Any], common: _Adder, left_out: list[str]
-) -> list[list[Any]]:
+) -> list[tuple[Any, Any]]:
     """Return the states of an unmanaged parameter, encoded. Values that cannot be saved are left
     out and named in ``left_out``."""
-    found: list[list[Any]] = []
+    found: list[tuple[Any, Any]] = []
     for key, value in state.items():
         try:
             encoded = encode(value, f"optimizer state {key!r}", common.under("other state", name))
@@ -165,7 +148,7 @@ def _other_states(
             left_out.append(f"{name}.{key}")
             continue
         if isinstance(key, _STATE_KEYS):
-            found.append([key, encoded])
+            found.append((key, encoded))
         else:
             left_out.append(f"{name}.{key}")
     return found
@@ -199,7 +182,7 @@ class _Adder:
                 number += 1
                 name = f"{base}/{number}"
             self._names.add(name)
-            parts = [TensorPart(0, tensor.contiguous().reshape(-1))]
+            parts = [FilePart(0, tensor.contiguous().reshape(-1))]
             self._tensors.append(FileTensor(name, tensor.dtype, tuple(tensor.shape), parts))
             return name
 
@@ -242,7 +225,7 @@ def _add_states(
     store = store_of(named.group)
     per_element = _StatesPerElement(named)
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
-    rank_local: list[Any] = []
+    rank_local: list[tuple[int, Any, Any]] = []
     rank_local_names: list[str] = []
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
@@ -255,7 +238,7 @@ def _add_states(
                 value = _torch_private.local_part(value)
             state_name = f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
-                snapshot.text["left_out"].append(state_name)
+                snapshot.head.left_out.append(state_name)
             elif kind is PER_ELEMENT:
                 per_element.add(key, value, numbers)
             else:
@@ -266,19 +249,20 @@ def _add_states(
                         scalars.setdefault(key, {}).setdefault(text, []).extend(numbers)
                     else:
                         encoded = encode(value, where, add.under("own", named.name, str(key)))
-                        rank_local.append([numbers[0], key, encoded])
+                        rank_local.append((numbers[0], key, encoded))
                         rank_local_names.append(state_name)
                 except UsageError:  # the rest of the checkpoint is worth more than this one value
-                    snapshot.text["left_out"].append(state_name)
+                    snapshot.head.left_out.append(state_name)
     num_params = len(named.params)
     snapshot.tensors += per_element.tensors.values()
-    snapshot.text["states"][named.name] = per_element.described()
-    snapshot.text["scalars"][named.name] = [
-        [key, [[_brief(indices, num_params), json.loads(text)] for text, indices in values.items()]]
+    snapshot.head.states[named.name] = per_element.described()
+    snapshot.head.scalars[named.name] = [
+        (key, brief_indices(indices, num_params), json.loads(text))
         for key, values in scalars.items()
+        for text, indices in values.items()
     ]
     if rank_local:
-        snapshot.text["own"][named.name] = rank_local
+        snapshot.head.rank_local[named.name] = rank_local
     return rank_local_names
 
 
@@ -302,30 +286,14 @@ class _StatesPerElement:
         if not self._store.is_flattened:
             first_param = named.section.first_param + numbers[0]
             start = self._store.part_in_shard(first_param).start - named.section.start
-        self.tensors[which].parts.append(TensorPart(start, value.detach().reshape(-1)))
+        self.tensors[which].parts.append(FilePart(start, value.detach().reshape(-1)))
         self._indices.setdefault(which, []).extend(numbers)
 
-    def described(self) -> list[dict[str, Any]]:
+    def described(self) -> list[StateTensor]:
         num_params = len(self._named.params)
         return [
-            {
-                "key": key,
-                "entry": tensor.name,
-                "dtype": dtype_name(dtype),
-                "of": _brief(self._indices[key, dtype], num_params),
-            }
+            StateTensor(
+                key, tensor.name, dtype, brief_indices(self._indices[key, dtype], num_params)
+            )
             for (key, dtype), tensor in self.tensors.items()
         ]
-
-
-def _brief(indices: list[int], num_params: int) -> list[int] | None:
-    """Return the indices; None means all parameters of the group."""
-    return None if len(indices) == num_params else sorted(indices)
-
-
-def as_text(text: dict[str, Any]) -> dict[str, str]:
-    """Return ``text`` as metadata of a safetensors file. Raises UsageError if it is too large to be
-    read again."""
-    encoded = json.dumps(text, separators=(",", ":"))
-    require_readable(encoded.encode("ascii"))
-    return {TEXT: encoded}

@@ -33,10 +33,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from .. import _torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._header import dtype_name, dtype_of
-from ._texts import brief, listed, parse_json, shape_in, sizes, text_in
+from ._texts import brief, listed, parse_json, shape_in, text_in
 
 Put = Callable[[torch.Tensor], str]  # stores a plain tensor, returns its name
-Get = Callable[[str], torch.Tensor]  # returns its bytes, as a tensor of its dtype or of uint8
+# Returns what stands for the tensor of a name, dtype and shape: it may be read later.
+Get = Callable[[str, torch.dtype, tuple[int, ...]], Any]
 
 MAX_LEVELS = 64  # of nested containers; each takes at most three levels of JSON
 
@@ -228,7 +229,7 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         return collections.deque(_decoded(listed(items), where, get), maxlen)
     if tag in ("@tensor", "@array"):
         name, dtype, shape = listed(content)
-        tensor = get(text_in(name)).view(-1).view(dtype_of(dtype)).view(sizes(shape))
+        tensor = get(text_in(name), dtype_of(dtype), shape_in(shape))
         return tensor if tag == "@tensor" else tensor.numpy()
     if tag == "@int":
         return int(content, 16)
@@ -249,18 +250,6 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
     )
 
 
-def tensor_in(value: Any) -> tuple[str, torch.dtype, tuple[int, ...]] | None:
-    """Return (name, dtype, shape) of an encoded value that is a tensor; None for any other value.
-    Raises CheckpointError for a value that this version cannot read."""
-    if not isinstance(value, Mapping) or list(value) != ["@tensor"]:
-        return None
-    try:
-        name, dtype, shape = listed(value["@tensor"])
-        return text_in(name), dtype_of(dtype), shape_in(shape)
-    except (TypeError, ValueError, KeyError) as error:
-        raise _unreadable("a tensor", "its name, dtype and shape", brief(error)) from error
-
-
 def tensor_as_text(tensor: torch.Tensor) -> str:
     """Return a small tensor as a text: a `Put` for values that no file holds the tensors of."""
     values = tensor.detach().cpu()
@@ -269,15 +258,15 @@ def tensor_as_text(tensor: torch.Tensor) -> str:
     return json.dumps([dtype_name(tensor.dtype), list(tensor.shape), values.reshape(-1).tolist()])
 
 
-def tensor_from_text(text: str) -> torch.Tensor:
+def tensor_from_text(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The inverse of ``tensor_as_text``, a `Get`."""
-    name, shape, values = parse_json(text.encode("utf-8"))
-    dtype = dtype_of(name)
+    name, sizes, values = parse_json(text.encode("utf-8"))
+    if (dtype_of(name), shape_in(sizes)) != (dtype, shape):
+        raise ValueError(f"{name!r} of shape {sizes} for {dtype} of shape {list(shape)}")
     if dtype.is_complex:
-        return torch.view_as_complex(
-            torch.tensor(listed(values)).to(dtype.to_real()).view(*sizes(shape), 2)
-        ).clone()
-    return torch.tensor(listed(values), dtype=dtype).view(sizes(shape))
+        real = torch.tensor(listed(values)).to(dtype.to_real())
+        return torch.view_as_complex(real.view(*shape, 2)).clone()
+    return torch.tensor(listed(values), dtype=dtype).view(shape)
 
 
 def _as_key(value: Any) -> Any:

@@ -10,7 +10,7 @@ import random
 import socket
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._comm.host_memory import memory_of
-from fsdp_compat._layout.pieces import Rows
 from fsdp_compat.checkpoint import _blocks as blocks
-from fsdp_compat.checkpoint._blocks import (
-    BlockWriter,
-    FileFacts,
-    ReadRequest,
-    check,
-    merged,
-    read_checked,
-    read_plain,
-    sync_directory,
-)
+from fsdp_compat.checkpoint._blocks import BlockWriter, FileFacts, sync_directory
+from fsdp_compat.checkpoint._tools import reading
+from fsdp_compat.checkpoint._tools.archive import Span
+from fsdp_compat.checkpoint._tools.reading import Files, Read, merged
 from fsdp_compat.errors import CheckpointError
 
 BLOCK = 16  # in these tests
@@ -61,6 +54,36 @@ def written(path: Path, *pieces: bytes) -> FileFacts:
         return writer.finish()
     finally:
         writer.close()
+
+
+def want(
+    path: Path,
+    start: int,
+    target: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    through: torch.dtype | None = None,
+) -> Read:
+    """Elements that follow one another in the file."""
+    return Read(Span(path, start, (1,)), dtype or target.dtype, target, through)
+
+
+def check(
+    path: Path, facts: FileFacts, reads: list[Read], tick: Callable[[int], object] = nothing
+) -> None:
+    with Files({path: facts}) as files:
+        files.check(reads, tick)
+
+
+def read_checked(
+    path: Path, facts: FileFacts, reads: list[Read], tick: Callable[[int], object] = nothing
+) -> None:
+    with Files({path: facts}) as files:
+        files.read(reads, tick, anew=True)
+
+
+def read_plain(reads: list[Read], tick: Callable[[int], object] = nothing) -> None:
+    with Files() as files:
+        files.read(reads, tick)
 
 
 def cleared(nbytes: int) -> torch.Tensor:
@@ -135,24 +158,23 @@ def test_rows_are_read_from_and_to_regular_distances(
     places: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    rows = Rows(numel, count, places[0], numel + gaps[0], places[1], numel + gaps[1])
-    stored = torch.arange(rows.start + rows.span + 3, dtype=torch.int16)
+    stride, to_stride = numel + gaps[0], numel + gaps[1]
+    stored = torch.arange(places[0] + count * stride, dtype=torch.int16)
     path = tmp_path / "file"
     path.unlink(missing_ok=True)
     facts = written(path, b"head", bytes_of(stored))
-    expected = torch.full((rows.to + rows.to_span + 2,), -1, dtype=dtype)
+    expected = torch.full((places[1] + count * to_stride,), -1, dtype=dtype)
     for number in range(count):
-        to, at = rows.to + number * rows.to_stride, rows.start + number * rows.stride
+        to, at = places[1] + number * to_stride, places[0] + number * stride
         expected[to : to + numel] = stored[at : at + numel]
+    span = Span(path, 4 + 2 * places[0], (stride, 1))
     for skipped_nbytes in (1, 10_000):
-        for read in (
-            lambda requests: read_checked(path, facts, requests, nothing),
-            lambda requests: read_plain(path, requests, nothing),
-        ):
+        for known in ({path: facts}, {}):
             target = torch.full_like(expected, -1)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(blocks, "SKIPPED_NBYTES", skipped_nbytes)
-                read([ReadRequest.of_rows(4, rows, target, torch.int16)])
+            rows = target.as_strided((count, numel), (to_stride, 1), places[1])
+            with pytest.MonkeyPatch.context() as patch, Files(known) as files:
+                patch.setattr(reading, "SKIPPED_NBYTES", skipped_nbytes)
+                files.read([Read(span, torch.int16, rows)], anew=True)
             assert torch.equal(target, expected)
 
 
@@ -177,13 +199,13 @@ def test_any_run_that_was_written_is_read(
         for start, nbytes in wants
         if start <= len(content)
     ]
-    for how in ("checked", "plain", "merged"):
-        wanted = [ReadRequest(start, cleared(stop - start)) for start, stop in runs]
+    for how in ("checked", "plain"):
+        wanted = [want(path, start, cleared(stop - start)) for start, stop in runs]
         if how == "plain":
-            read_plain(path, wanted, nothing)
+            read_plain(wanted)
         else:
-            check(path, facts, wanted, nothing)
-            read_checked(path, facts, merged(wanted) if how == "merged" else wanted, nothing)
+            check(path, facts, wanted)
+            read_checked(path, facts, wanted)
         assert [bytes_of(one.target) for one in wanted] == [
             content[start:stop] for start, stop in runs
         ], how
@@ -197,14 +219,14 @@ def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
     facts = writer.finish()
     assert told == [16, 16, 8, 2]
     told.clear()
-    check(tmp_path / "file", facts, [ReadRequest(0, cleared(41))], told.append)
+    check(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(41))], told.append)
     assert told == [16, 16, 10]
     told.clear()
-    read_checked(tmp_path / "file", facts, [ReadRequest(1, cleared(40))], told.append)
+    read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 1, cleared(40))], told.append)
     assert told == [15, 16, 9]
     told.clear()
-    read_plain(tmp_path / "file", [ReadRequest(1, cleared(40))], told.append)
-    assert told == [16, 16, 8]
+    read_plain([want(tmp_path / "file", 1, cleared(40))], told.append)
+    assert told == [15, 16, 9]
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -229,8 +251,8 @@ def test_a_partial_read_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "preadv",
         lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset),
     )
-    wanted = ReadRequest(5, cleared(40))
-    read_checked(tmp_path / "file", facts, [wanted], nothing)
+    wanted = want(tmp_path / "file", 5, cleared(40))
+    read_checked(tmp_path / "file", facts, [wanted])
     assert bytes_of(wanted.target) == content[5:45]
 
 
@@ -282,11 +304,10 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
         read_checked(
             tmp_path / "file",
             facts,
-            [ReadRequest(0, cleared(1)) if bit >= 8 * BLOCK else ReadRequest(BLOCK, cleared(1))],
-            nothing,
+            [want(tmp_path / "file", 0 if bit >= 8 * BLOCK else BLOCK, cleared(1))],
         )
         with pytest.raises(CheckpointError, match="file is not what was saved") as caught:
-            read_checked(tmp_path / "file", facts, [ReadRequest(3, cleared(BLOCK))], nothing)
+            read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 3, cleared(BLOCK))])
         assert f"of the block at byte {bit // 8 // BLOCK * BLOCK}\n" in str(caught.value)
 
 
@@ -312,7 +333,7 @@ def test_a_file_of_another_length_is_named_with_the_expected_length(
         )
     target = cleared(40)
     with pytest.raises(CheckpointError, match="expected: a file of 40 bytes") as caught:
-        read_checked(path, facts, [ReadRequest(0, target)], nothing)
+        read_checked(path, facts, [want(tmp_path / "file", 0, target)])
     assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "expected",
         "got",
@@ -339,20 +360,20 @@ def test_a_file_that_is_not_regular_is_refused_before_it_is_opened(
     else:
         path.symlink_to("/dev/zero")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
-    facts, wanted = FileFacts(3, (0,)), [ReadRequest(0, cleared(3))]
+    facts, wanted = FileFacts(3, (0,)), [want(tmp_path / "file", 0, cleared(3))]
     for read in (check, read_checked):
         with pytest.raises(
             CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"
         ):
-            read(path, facts, wanted, nothing)
+            read(path, facts, wanted)
     with pytest.raises(CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"):
-        read_plain(path, wanted, nothing)
+        read_plain(wanted)
 
 
 def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
     facts, target = written(tmp_path / "file", content_of(40)), cleared(40)
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    read_checked(tmp_path / "link", facts, [ReadRequest(0, target)], nothing)
+    read_checked(tmp_path / "link", facts, [want(tmp_path / "file", 0, target)])
     assert bytes_of(target) == content_of(40)
 
 
@@ -363,7 +384,7 @@ def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(
     """A file that was right when it was checked, and is not any more when it is read."""
     content = content_of(num_blocks * BLOCK)
     facts = written(tmp_path / "file", content)
-    check(tmp_path / "file", facts, [ReadRequest(0, cleared(len(content)))], nothing)
+    check(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(len(content)))])
     for block in range(num_blocks):
         changed = bytearray(content)
         changed[block * BLOCK + 5] ^= 1
@@ -371,7 +392,7 @@ def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(
         direct, converted = cleared(len(content)), torch.zeros(len(content), dtype=torch.int16)
         for target, dtype in ((direct, None), (converted, torch.uint8)):
             with pytest.raises(CheckpointError, match=f"of the block at byte {block * BLOCK}\n"):
-                read_checked(tmp_path / "file", facts, [ReadRequest(0, target, dtype)], nothing)
+                read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 0, target, dtype)])
             assert target[: block * BLOCK].tolist() == list(content[: block * BLOCK])
             assert not target[block * BLOCK :].any()
     assert not checksum_threads()
@@ -384,13 +405,13 @@ def test_elements_that_lie_across_blocks_are_converted_whole(tmp_path: Path) -> 
     for how in ("checked", "plain"):
         target, rounded = torch.zeros(30), torch.zeros(30)
         wanted = [
-            ReadRequest(3, target, torch.float64),
-            ReadRequest(3, rounded, torch.float64, torch.bfloat16),
+            want(tmp_path / "file", 3, target, torch.float64),
+            want(tmp_path / "file", 3, rounded, torch.float64, torch.bfloat16),
         ]
         if how == "plain":
-            read_plain(tmp_path / "file", wanted, nothing)
+            read_plain(wanted)
         else:
-            read_checked(tmp_path / "file", facts, wanted, nothing)
+            read_checked(tmp_path / "file", facts, wanted)
         assert torch.equal(target, values.float())
         assert torch.equal(rounded, values.bfloat16().float())
 
@@ -399,7 +420,7 @@ def test_a_file_without_checksums_that_ends_too_early_is_named(tmp_path: Path) -
     before = descriptors()
     (tmp_path / "file").write_bytes(content_of(40))
     with pytest.raises(CheckpointError, match="the file ends at 40") as caught:
-        read_plain(tmp_path / "file", [ReadRequest(30, cleared(11))], nothing)
+        read_plain([want(tmp_path / "file", 30, cleared(11))])
     assert "expected: at least 41 bytes" in str(caught.value)
     assert descriptors() == before
 
@@ -410,7 +431,7 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_named(
     facts, before = written(tmp_path / "file", content_of(40)), descriptors()
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
     with pytest.raises(CheckpointError, match="the file ends at 0"):
-        read_checked(tmp_path / "file", facts, [ReadRequest(0, cleared(40))], nothing)
+        read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(40))])
     assert descriptors() == before
     assert not checksum_threads()
 
@@ -427,7 +448,7 @@ def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(OSError, match="Input/output error"):
-        read_checked(tmp_path / "file", facts, [ReadRequest(0, cleared(90))], nothing)
+        read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(90))])
     assert descriptors() == before
     assert not checksum_threads()
 
@@ -456,8 +477,7 @@ def test_only_requested_blocks_are_read_and_each_once(
         read(
             tmp_path / "file",
             facts,
-            [ReadRequest(start, cleared(nbytes)) for start, nbytes in wanted],
-            nothing,
+            [want(tmp_path / "file", start, cleared(nbytes)) for start, nbytes in wanted],
         )
         assert reads.runs == expected
 
@@ -471,11 +491,11 @@ def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path
         torch.zeros(30),
     )
     wanted = [
-        ReadRequest(4 + 4 * 7, whole, torch.float32),
-        ReadRequest(4 + 4 * 7, half, torch.float32),
-        ReadRequest(4 + 4 * 7, rounded, torch.float32, torch.bfloat16),
+        want(tmp_path / "file", 4 + 4 * 7, whole, torch.float32),
+        want(tmp_path / "file", 4 + 4 * 7, half, torch.float32),
+        want(tmp_path / "file", 4 + 4 * 7, rounded, torch.float32, torch.bfloat16),
     ]
-    read_checked(tmp_path / "file", facts, wanted, nothing)
+    read_checked(tmp_path / "file", facts, wanted)
     assert torch.equal(whole, values[7:37].double())
     assert torch.equal(half, values[7:37].bfloat16())
     assert torch.equal(rounded, values[7:37].bfloat16().float())
@@ -484,17 +504,19 @@ def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path
 def test_without_checksums_only_the_requested_bytes_are_read(tmp_path: Path, reads: Reads) -> None:
     (tmp_path / "file").write_bytes(content_of(83))
     read_plain(
-        tmp_path / "file",
-        [ReadRequest(40, cleared(20)), ReadRequest(5, cleared(3)), ReadRequest(9, cleared(0))],
-        nothing,
+        [
+            want(tmp_path / "file", 40, cleared(20)),
+            want(tmp_path / "file", 5, cleared(3)),
+            want(tmp_path / "file", 9, cleared(0)),
+        ],
     )
-    assert reads.runs == [(5, 3), (40, 16), (56, 4)]
+    assert reads.runs == [(5, 3), (40, 8), (48, 12)]
 
 
 def test_a_request_beyond_the_end_of_the_file_raises_value_error(tmp_path: Path) -> None:
     facts = written(tmp_path / "file", content_of(20))
     with pytest.raises(ValueError, match="bytes 18 to 21 requested of 20"):
-        read_checked(tmp_path / "file", facts, [ReadRequest(18, cleared(3))], nothing)
+        read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 18, cleared(3))])
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
@@ -519,8 +541,8 @@ def test_a_checksum_that_fails_is_an_error_and_not_a_wait(
             if call == "write":
                 written(tmp_path / "new", content)
             else:
-                request = ReadRequest(0, cleared(len(content)))
-                blocks.check(tmp_path / "good", facts, [request], nothing)
+                request = want(tmp_path / "good", 0, cleared(len(content)))
+                check(tmp_path / "good", facts, [request])
         except MemoryError as error:
             outcome.append(error)
 
@@ -540,12 +562,12 @@ def test_facts_have_a_checksum_for_each_block() -> None:
 # -- runs that follow one another
 
 
-def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> None:
+def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one(tmp_path: Path) -> None:
     memory = cleared(100)
     wanted = [
-        ReadRequest(1010, memory[10:20]),
-        ReadRequest(1000, memory[:10]),
-        ReadRequest(1020, memory[20:30]),
+        want(tmp_path / "file", 1010, memory[10:20]),
+        want(tmp_path / "file", 1000, memory[:10]),
+        want(tmp_path / "file", 1020, memory[20:30]),
     ]
     assert [
         (one.start, one.target.data_ptr() - memory.data_ptr(), one.target.nbytes)
@@ -563,22 +585,22 @@ def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> 
         ([(0, 0, 4), (2, 2, 4)], 2),  # one inside of the other
     ],
 )
-def test_other_runs_stay_as_they_are(wanted: list[tuple[int, int, int]], expected: int) -> None:
-    memory = cleared(100)
-    assert (
-        len(merged([ReadRequest(start, memory[at : at + nbytes]) for start, at, nbytes in wanted]))
-        == expected
-    )
-    apart = [ReadRequest(start, cleared(nbytes)) for start, _, nbytes in wanted]
+def test_other_runs_stay_as_they_are(
+    tmp_path: Path, wanted: list[tuple[int, int, int]], expected: int
+) -> None:
+    memory, file = cleared(100), tmp_path / "file"
+    runs = [want(file, start, memory[at : at + nbytes]) for start, at, nbytes in wanted]
+    assert len(merged(runs)) == expected
+    apart = [want(file, start, cleared(nbytes)) for start, _, nbytes in wanted]
     assert len(merged(apart)) == len(wanted), "each has memory of its own"
 
 
 def test_a_run_of_another_dtype_is_a_run_of_bytes(tmp_path: Path) -> None:
     values, memory = torch.arange(20.0), torch.zeros(20)
     facts = written(tmp_path / "file", bytes_of(values))
-    wanted = merged([ReadRequest(4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
+    wanted = merged([want(tmp_path / "file", 4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
     assert len(wanted) == 1
-    read_checked(tmp_path / "file", facts, wanted, nothing)
+    read_checked(tmp_path / "file", facts, wanted)
     assert torch.equal(memory, values)
 
 
@@ -600,12 +622,11 @@ def test_a_run_between_two_merged_runs_in_memory_keeps_its_own_values(
         facts,
         merged(
             [
-                ReadRequest(first, memory[:4]),
-                ReadRequest(between, memory[4:8]),
-                ReadRequest(last, memory[8:]),
+                want(tmp_path / "file", first, memory[:4]),
+                want(tmp_path / "file", between, memory[4:8]),
+                want(tmp_path / "file", last, memory[8:]),
             ]
         ),
-        nothing,
     )
     assert (
         bytes_of(memory)

@@ -119,10 +119,15 @@ def encoded(value: object) -> tuple[Any, Kept]:
     return encode(value, "extra", put), kept
 
 
+def getting(kept: Kept) -> Callable[[str, torch.dtype, tuple[int, ...]], Tensor]:
+    """Return what gives the tensors that were kept, or their bytes."""
+    return lambda name, dtype, shape: kept[name].view(-1).view(dtype).view(shape)
+
+
 def through_text(value: object) -> Any:
     """Encode, go through a text as files do, and decode."""
     content, kept = encoded(value)
-    return decode(json.loads(json.dumps(content)), "extra", kept.__getitem__)
+    return decode(json.loads(json.dumps(content)), "extra", getting(kept))
 
 
 def as_text(value: Any) -> str:
@@ -262,7 +267,7 @@ def test_a_value_of_the_largest_allowed_depth_is_read(
         decode(
             parse_json(json.dumps({"a": {"b": [content]}}).encode())["a"]["b"][0],
             "extra",
-            {}.__getitem__,
+            getting({}),
         ),
         value,
     )
@@ -340,7 +345,7 @@ def test_a_tensor_is_stored_separately_and_comes_back(tensor: Tensor) -> None:
         value.contiguous().view(-1).view(torch.uint8)
     )  # as a file has it whose format does not know the dtype
     for found in (value, as_bytes):
-        decoded = decode(json.loads(json.dumps(content)), "extra", {name: found}.__getitem__)
+        decoded = decode(json.loads(json.dumps(content)), "extra", getting({name: found}))
         assert_same(decoded, tensor.detach())
         assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr(), (
             "what is filled later is filled in it"
@@ -568,7 +573,7 @@ def test_no_object_of_a_class_that_a_text_names_is_made(tag: str, attributes: ob
             CheckpointError,
             match=f"cannot be read(.|\n)*got: +'{tag}', which this version does not know",
         ):
-            decode(content, "extra", {}.__getitem__)
+            decode(content, "extra", getting({}))
         assert not ran, content
 
 
@@ -586,7 +591,7 @@ def test_decoding_imports_no_module(tag: str, monkeypatch: pytest.MonkeyPatch) -
         "torch.not_there:A",
     ):
         with pytest.raises(CheckpointError, match="cannot be read"):
-            decode({tag: [path, {}, None, [], []]}, "extra", {}.__getitem__)
+            decode({tag: [path, {}, None, [], []]}, "extra", getting({}))
     assert set(sys.modules) == before
 
 
@@ -713,7 +718,7 @@ def test_an_invalid_text_is_a_checkpoint_error() -> None:
 def outcome(content: object) -> str:
     """The name of the error when ``content`` is read, or what was read."""
 
-    def get(name: str) -> Tensor:
+    def get(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         raise CheckpointError(f"no tensor {name}")  # as of a file without such an entry
 
     try:
@@ -782,7 +787,7 @@ def test_a_value_of_an_earlier_version_is_named_with_what_to_do() -> None:
     with pytest.raises(
         CheckpointError, match=r"to do: +load an older checkpoint, or use the version"
     ) as caught:
-        decode({"a": {"@object": ["elsewhere:Thing", {}]}}, "extra", {}.__getitem__)
+        decode({"a": {"@object": ["elsewhere:Thing", {}]}}, "extra", getting({}))
     assert "where:    extra['a']" in str(caught.value)
     assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "expected",

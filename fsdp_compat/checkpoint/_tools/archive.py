@@ -5,7 +5,11 @@ value is read before it is needed."""
 
 from __future__ import annotations
 
+import abc
+import bisect
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +60,37 @@ class Piece:
     def nbytes(self, dtype: torch.dtype) -> int:
         return self.box.numel * dtype.itemsize
 
+    def inside(self, box: Box, itemsize: int) -> Piece | None:
+        """Return the elements that lie in a box of the tensor, or None."""
+        common = intersection(self.box, box)
+        if common is None or common == self.box:
+            return self if common else None
+        starts = tuple(map(int.__sub__, common.offsets, self.box.offsets))
+        if isinstance(self.source, torch.Tensor):
+            source: Span | torch.Tensor = self.source[slices(Box(starts, common.sizes))]
+        else:
+            first = sum(map(int.__mul__, starts, self.source.strides))
+            source = dataclasses.replace(self.source, start=self.source.start + first * itemsize)
+        return Piece(common, source, self.holder)
+
+
+class LazyPieces(Sequence[Piece]):
+    """Pieces that are computed when they are asked for: of a layout with very many of them."""
+
+    @abc.abstractmethod
+    def within(self, box: Box | None = None) -> Iterator[Piece]:
+        """Yield the pieces with elements in a box of the tensor, and maybe others; all without
+        one."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self.within()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
@@ -65,7 +100,7 @@ class StoredTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     copies: tuple[Piece, ...] = ()
     written_as: torch.dtype | None = None  # the dtype that a conversion writes; None: ``dtype``
     is_array: bool = False  # saved as an array of numpy
@@ -73,6 +108,30 @@ class StoredTensor:
     def numpy(self) -> StoredTensor:
         """Return the same values as those of an array: native checkpoints tell these apart."""
         return dataclasses.replace(self, is_array=True)
+
+    def pieces_in(self, box: Box) -> Iterator[Piece]:
+        """Yield the parts of the pieces that lie in a box."""
+        pieces = self.pieces
+        for piece in pieces.within(box) if isinstance(pieces, LazyPieces) else self._near(box):
+            part = piece.inside(box, self.dtype.itemsize)
+            if part is not None:
+                yield part
+
+    def _near(self, box: Box) -> Sequence[Piece]:
+        """Return the pieces with elements in the rows of a box, and maybe a few others."""
+        pieces, starts, ends = self._by_row
+        if len(pieces) < 2 or not box.sizes:
+            return pieces
+        first = bisect.bisect_right(ends, box.offsets[0])
+        return pieces[first : bisect.bisect_left(starts, box.offsets[0] + box.sizes[0])]
+
+    @functools.cached_property
+    def _by_row(self) -> tuple[list[Piece], list[int], list[int]]:
+        """The pieces by their first row, these rows, and the last end of any piece so far."""
+        pieces = sorted(self.pieces, key=lambda piece: piece.box.offsets)
+        rows = [(piece.box.offsets or (0,))[0] for piece in pieces]
+        ends = [row + (piece.box.sizes or (1,))[0] for row, piece in zip(rows, pieces, strict=True)]
+        return pieces, rows, list(itertools.accumulate(ends, max))
 
     @property
     def numel(self) -> int:
@@ -176,6 +235,16 @@ def pieces_of_run(
 
 
 # -- boxes
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in a tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def moved(box: Box, by: Sequence[int]) -> Box:
+    """Return a box of a part as one of the whole tensor. by: where the part begins in it."""
+    return Box(tuple(map(int.__add__, box.offsets, by)), box.sizes)
 
 
 def intersection(one: Box, other: Box) -> Box | None:

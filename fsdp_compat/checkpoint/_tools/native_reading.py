@@ -1,31 +1,53 @@
-"""Reading a native checkpoint without a model: the manifest says where each element lies."""
+"""Reading a native checkpoint: the manifest says where each element lies, and each file's head
+which optimizer state its rank had.
+
+Heads are read when they are needed. A tool needs all of them; a rank only those of the files that
+hold its own part, and a directory may lack the others (a folder per node)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
-from ..._layout.spec import Interval
-from ..._layout.transfer import runs_of_part
+from ..._layout.pieces import Piece as Part
+from ..._layout.spec import FlatLayout, Interval, row_major_strides
+from ..._layout.transfer import runs_of_part, same_parts
 from ...errors import CheckpointError
-from .._blocks import damaged
+from .._blocks import BLOCK_NBYTES, damaged
 from .._directory import latest
 from .._head import Head
-from .._header import TensorInfo
+from .._header import TensorInfo, is_known, length_of_header, parse_header
 from .._manifest import MANIFEST, FlatGroup, SavedParameter, file_name, read_manifest
-from .._rank_files import RankFiles
-from .._texts import sizes
+from .._texts import brief
 from .._values import decode, tensor_from_text
-from .archive import Archive, Piece, Span, StoredTensor, of_memory, pieces_of_run, row_major, whole
+from .archive import (
+    Archive,
+    LazyPieces,
+    Piece,
+    Span,
+    StoredTensor,
+    intersection,
+    moved,
+    of_memory,
+    pieces_of_run,
+    row_major,
+    whole,
+)
 from .paths import member
+from .reading import Files, Read
+from .walk import map_values
 
 KIND = "native checkpoint of fsdp_compat"
+
+# Keys in ``Archive.extra``: an extra value that is no dict of names, and modules' extra state.
+EXTRA, EXTRA_STATE = "extra", "extra_state"
 
 
 def is_native(path: Path) -> bool:
@@ -36,16 +58,13 @@ def is_native(path: Path) -> bool:
 def read_native(path: Path) -> Archive:
     """Return the content of a checkpoint that ``checkpoint.save`` wrote; of a folder of these, that
     of the latest."""
-    if not (path / MANIFEST).is_file():
-        path = latest(path) or path
-    return _Reader(path).archive()
+    return NativeCheckpoint(_in_folder(path)).archive()
 
 
 def files_of_native(path: Path) -> Archive:
     """Return an archive without tensors, with the checksums of the files of a native checkpoint,
     whose files may be damaged; without any if the manifest is."""
-    if not (path / MANIFEST).is_file():
-        path = latest(path) or path
+    path = _in_folder(path)
     archive = Archive(path, KIND, {})
     with contextlib.suppress(CheckpointError):
         files = read_manifest(path).files
@@ -53,224 +72,360 @@ def files_of_native(path: Path) -> Archive:
     return archive
 
 
-# Keys in ``Archive.extra``: an extra value that is no dict of names, and modules' extra state.
-EXTRA, EXTRA_STATE = "extra", "extra_state"
+def _in_folder(path: Path) -> Path:
+    return path if (path / MANIFEST).is_file() else latest(path) or path
 
 
-class _Reader:
+@dataclasses.dataclass(frozen=True)
+class OwnPart:
+    """What a rank is to get of one parameter."""
+
+    part: Part  # what its group shards: all of the parameter, or a tensor-parallel part
+    boxes: tuple[Box, ...]  # of the parameter: its elements
+    rank: int = 0  # of the ranks that share the part
+    ranks: int = 1
+    cut: tuple[FlatLayout, int] | None = None  # how the part is cut; None: not at all
+    is_flattened: bool = False
+    # It has optimizer states also where the part is empty: in a FlatParameter or a DTensor.
+    always_has_states: bool = False
+
+    @staticmethod
+    def of_whole(shape: tuple[int, ...]) -> OwnPart:
+        return OwnPart(Part.of_whole(shape), (whole(shape),))
+
+
+class NativeCheckpoint:
+    """One checkpoint, as tools and ranks read it."""
+
     def __init__(self, path: Path) -> None:
-        self._files = RankFiles(path)
-        self._path, self._manifest = path, self._files.manifest
-        self._left_out: list[str] = []
+        self.path, self.manifest = path, read_manifest(path)
+        self.parameters = self.manifest.parameters()
+        self.checksums = {
+            member(path, file_name(number)): facts
+            for number, facts in enumerate(self.manifest.files)
+        }
+        self._paths = list(self.checksums)
+        self._files = Files(self.checksums)
+        self._heads: dict[int, Head] = {}
+        self._taken: set[tuple[int, str]] = set()  # (file, tensor) that a value refers to
+
+    def head(self, number: int) -> Head:
+        """Return a file's head. It is read immediately, and parsed after its checksums match."""
+        if number not in self._heads:
+            path, nbytes = self._paths[number], self.manifest.files[number].nbytes
+            first = self._content(number, 0, min(BLOCK_NBYTES, nbytes))
+            stop = 8 + length_of_header(first[:8], nbytes, path)
+            if stop > len(first):
+                first += self._content(number, len(first), stop - len(first))
+            try:
+                tensors, metadata = parse_header(first[8:stop], nbytes, path)
+                head = Head.of_metadata(metadata, tensors)
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                raise damaged(path, "the head that a rank writes", brief(error)) from error
+            if (head.identity, head.number) != (self.manifest.identity, number):
+                got = f"file {head.number} of save {head.identity[:40]}"
+                raise damaged(path, f"file {number} of save {self.manifest.identity[:40]}", got)
+            self._heads[number] = head
+        return self._heads[number]
+
+    def _content(self, number: int, start: int, nbytes: int) -> bytes:
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        self._files.read([Read.of_bytes(self._paths[number], start, content)], anew=True)
+        return bytes(memory_of(content))
+
+    def left_out(self) -> list[str]:
+        """Return the names of states and settings that were not saved, according to the heads
+        read so far."""
+        return sorted({name for head in self._heads.values() for name in head.left_out})
+
+    # -- as an archive
 
     def archive(self) -> Archive:
-        manifest = self._manifest
-        common = self._head(manifest.common)
+        """Return everything that the files hold."""
+        archive = self.outline()
+        for name, saved in self.parameters.items():
+            if name == saved.names[0]:
+                states = self.state_of(name, OwnPart.of_whole(saved.shape))
+                if states:
+                    archive.states[name] = states
+        archive.states |= {name: self._other_states(name) for name in self._common.other_states}
+        extra = self.extra_of(self.manifest.common)
+        is_named = isinstance(extra, dict) and all(isinstance(key, str) for key in extra)
+        if is_named and extra.keys().isdisjoint((EXTRA, EXTRA_STATE)):
+            archive.extra |= extra
+        elif extra is not None:
+            archive.extra[EXTRA] = extra
+        archive.extra |= {EXTRA_STATE: archive.extra.pop(EXTRA_STATE, None)}  # last
+        archive.extra = {
+            key: value
+            for key, value in archive.extra.items()
+            if key != EXTRA_STATE or value is not None
+        }
+        heads = [self.head(number) for number in range(len(self._paths))]
+        archive.left_out += [
+            f"{group.names[index][0]}.{key}, which belongs to the part of rank {head.number}"
+            for head in heads
+            for group in self.manifest.groups
+            for index, key, _ in head.rank_local.get(group.name, [])
+        ]
+        if not self.manifest.shares_extra and any(head.extra != heads[0].extra for head in heads):
+            archive.left_out.append("the extra values of all ranks but the first, which differ")
+        archive.left_out += self.left_out()
+        return archive
+
+    def outline(self) -> Archive:
+        """Return what the manifest and the common file say: the tensors and settings, without the
+        optimizer's states, and of the extra values only those of modules."""
+        manifest = self.manifest
         archive = Archive(
-            self._path,
+            self.path,
             KIND,
             {},
             world_size=len(manifest.files),
             step=manifest.step,
             optimizer_classes=manifest.optimizer_classes,
-            checksums={
-                member(self._path, file_name(number)): facts
-                for number, facts in enumerate(manifest.files)
-            },
+            checksums=self.checksums,
         )
-        for name, saved in self._files.parameters.items():
+        for name, saved in self.parameters.items():
             if name != saved.names[0]:
                 archive.aliases[name] = saved.names[0]
                 continue
-            archive.tensors[name] = self._parameter(saved)
-            states = self._states(saved)
-            if states:
-                archive.states[name] = states
+            pieces = _Shards(self, saved, saved.dtype, lambda group, *_: group.name)
+            archive.tensors[name] = StoredTensor(name, saved.dtype, saved.shape, pieces)
         others = {
-            name: self._value(value, name, manifest.common) for name, value in common.others.items()
+            name: self._value(value, name, manifest.common)
+            for name, value in self._common.others.items()
         }
         archive.tensors |= {
             name: value for name, value in others.items() if isinstance(value, StoredTensor)
         }
-        extra_state = {
-            name: value for name, value in others.items() if not isinstance(value, StoredTensor)
-        }
-        for name, items in common.other_states.items():
-            archive.states[name] = {
-                key: self._value(value, f"{name}.{key}", manifest.common) for key, value in items
-            }
+        rest = {name: value for name, value in others.items() if name not in archive.tensors}
+        if rest:
+            archive.extra[EXTRA_STATE] = rest
         if manifest.param_groups is not None:
             archive.param_groups = [
-                {
-                    **_stored(
-                        decode(group["settings"], "parameter group", tensor_from_text), "settings"
-                    ),
-                    "params": list(group["params"]),
-                }
+                {**self._settings(group["settings"]), "params": list(group["params"])}
                 for group in manifest.param_groups
             ]
-        extra = self._value(common.extra, "extra", manifest.common)
-        is_named = isinstance(extra, dict) and all(isinstance(key, str) for key in extra)
-        if is_named and extra.keys().isdisjoint((EXTRA, EXTRA_STATE)):
-            archive.extra = extra
-        elif extra is not None:
-            archive.extra = {EXTRA: extra}
-        if extra_state:
-            archive.extra[EXTRA_STATE] = extra_state
-        heads = [self._head(number) for number in range(len(manifest.files))]
-        if not manifest.shares_extra and any(head.extra != heads[0].extra for head in heads):
-            self._left_out.append("the extra values of all ranks but the first, which differ")
-        self._left_out += sorted({name for head in heads for name in head.left_out})
-        archive.left_out = self._left_out
         return archive
 
-    def _head(self, number: int) -> Head:
-        return self._files.head(number)
+    def _settings(self, encoded: Any) -> dict[str, Any]:
+        settings = decode(encoded, "parameter group", tensor_from_text)
+        if not isinstance(settings, dict):
+            raise CheckpointError.of(
+                "The settings of a parameter group are invalid.",
+                expected="settings by name",
+                got=f"a {type(settings).__name__}",
+                where="param_groups of the optimizer",
+                fix="load an older checkpoint; nothing was loaded",
+            )
+        return {key: _stored(value, f"settings/{key}") for key, value in settings.items()}
 
-    def _file(self, number: int) -> Path:
-        return member(self._path, file_name(number))
+    def extra_of(self, number: int) -> Any:
+        """Return the extra values of a file."""
+        return self._value(self.head(number).extra, "extra", number)
 
-    def _parameter(self, saved: SavedParameter) -> StoredTensor:
-        pieces = [
-            piece
-            for group, index in saved.places
-            for number, run, first in self._runs(group, index)
-            for piece in self._pieces(group, index, number, group.name, group.dtype, run, first)
-        ]
-        return StoredTensor(saved.names[0], saved.dtype, saved.shape, tuple(pieces))
+    # -- optimizer states
 
-    def _runs(self, group: FlatGroup, index: int) -> Iterator[tuple[int, Interval, int]]:
-        """Yield the runs of a parameter: (file, its elements, the first of them in the shard)."""
-        axis = self._manifest.axes[group.axis]
-        numel = group.layout.params[index].numel
-        for run in runs_of_part(group.layout, index, Interval(0, numel)):
-            elements = Interval(run.start, run.start + run.in_shard.numel)
+    def state_of(self, name: str, own: OwnPart) -> dict[Any, Any]:
+        """Return the optimizer state of a part of a parameter, by key: StoredTensors, of the
+        parameter's shape where they have an element per element, and plain values."""
+        if name not in self.parameters:
+            return self._other_states(name)
+        saved = self.parameters[name]
+        found: dict[Any, Any] = {}
+        rest: dict[Any, Any] = {}
+        for group, index, numbers in self._places(saved, own):
+            for number in numbers:
+                for state in self.head(number).states.get(group.name, []):
+                    if state.key not in found and (state.of is None or index in state.of):
+                        found[state.key] = self._state(saved, state.key, state.dtype)
+                for key, of, value in self.head(number).scalars.get(group.name, []):
+                    if key not in rest and (of is None or index in of):
+                        decoded = decode(value, f"state {key!r}", tensor_from_text)
+                        rest[key] = _stored(decoded, f"{saved.names[0]}.{key}")
+        return {**found, **{key: value for key, value in rest.items() if key not in found}}
+
+    def _state(self, saved: SavedParameter, key: Any, dtype: torch.dtype) -> StoredTensor:
+        def tensor_in(group: FlatGroup, index: int, number: int) -> str | None:
+            for state in self.head(number).states.get(group.name, []):
+                is_it = state.key == key and state.dtype == dtype
+                if is_it and (state.of is None or index in state.of):
+                    return state.tensor
+            return None
+
+        pieces = _Shards(self, saved, dtype, tensor_in)
+        return StoredTensor(f"{saved.names[0]}.{key}", dtype, saved.shape, pieces)
+
+    def rank_local_states(self, name: str, own: OwnPart) -> dict[Any, Any]:
+        """Return the states that fit only the part of one rank, if this is the same part. Raises
+        CheckpointError if it is another one."""
+        states: dict[Any, Any] = {}
+        saved = self.parameters.get(name)
+        for group, index, numbers in self._places(saved, own) if saved is not None else ():
+            is_same = _is_alike(group, index, own)
+            number = self.manifest.axes[group.axis][own.rank] if is_same else numbers[0]
+            for its_index, key, value in self.head(number).rank_local.get(group.name, []):
+                if its_index != index:
+                    continue
+                if not is_same:
+                    raise self._parts_have_changed(name, key, group, own)
+                states[key] = self._value(value, f"state {key!r}", number)
+        return states
+
+    def _places(
+        self, saved: SavedParameter, own: OwnPart
+    ) -> list[tuple[FlatGroup, int, list[int]]]:
+        """Return the groups that have something of a part, the index of the parameter in each, and
+        the files. At least one, whose file says which states there are if the part is empty."""
+        found = []
+        for group, index in saved.places:
+            runs = (run for box in own.boxes for run in self.runs(group, index, box))
+            if numbers := list(dict.fromkeys(number for number, _, _ in runs)):
+                found.append((group, index, numbers))
+        if found:
+            return found
+        group, index = next(
+            (place for place in saved.places if place[0].piece(place[1]) == own.part),
+            saved.places[0],
+        )
+        axis, spec = self.manifest.axes[group.axis], group.layout.params[index]
+        number = axis[own.rank * len(axis) // own.ranks]
+        if own.always_has_states and spec.numel:
+            # A rank that had no part may have saved no states; the one with the first row has.
+            other = axis[spec.start // group.layout.shard_numel]
+            if not self.head(number).has_states(group.name, index) and self._paths[other].exists():
+                number = other
+        return [(group, index, [number])]
+
+    def _other_states(self, name: str) -> dict[Any, Any]:
+        """Return the states of a parameter that the checkpoint does not have in its groups."""
+        return {
+            key: self._value(value, f"{name}.{key}", self.manifest.common)
+            for key, value in self._common.other_states.get(name, [])
+        }
+
+    def _parts_have_changed(
+        self, name: str, key: Any, group: FlatGroup, own: OwnPart
+    ) -> CheckpointError:
+        return CheckpointError.of(
+            "An optimizer state belongs to one rank's part of a parameter, and the "
+            "parts have changed.",
+            expected=f"{group.layout.ranks} ranks and the wrapping that it was saved "
+            f"with, for state {key!r}",
+            got=f"{own.ranks} ranks, or another wrapping or use_orig_params",
+            where=f"{name}, in {self.path}",
+            fix="load with as many ranks and the same wrapping, or without the optimizer",
+        )
+
+    # -- where things lie
+
+    @property
+    def _common(self) -> Head:
+        return self.head(self.manifest.common)
+
+    def runs(self, group: FlatGroup, index: int, box: Box) -> Iterator[tuple[int, Interval, int]]:
+        """Yield where a group has the elements of a box of a parameter, with those between them in
+        its own order: (file, elements of the group's part, the first of them in the shard)."""
+        part = group.piece(index)
+        common = intersection(Box(part.offsets, part.shape), box)
+        if common is None:
+            return
+        strides, starts = row_major_strides(part.shape), moved(common, [-at for at in part.offsets])
+        first = sum(map(int.__mul__, starts.offsets, strides))
+        last = first + sum(
+            (size - 1) * step for size, step in zip(common.sizes, strides, strict=True)
+        )
+        axis = self.manifest.axes[group.axis]
+        for run in runs_of_part(group.layout, index, Interval(first, last + 1)):
+            elements = Interval(0, run.in_shard.numel).shifted(first + run.start)
             yield axis[run.rank], elements, run.in_shard.start
 
-    def _pieces(
-        self,
-        group: FlatGroup,
-        index: int,
-        number: int,
-        name: str,
-        dtype: torch.dtype,
-        run: Interval,
-        first: int,
-    ) -> list[Piece]:
-        """Return the pieces of a run, which a tensor of a file holds from element ``first`` on."""
-        info = self._info(number, name)
-        if (first + run.numel) * dtype.itemsize > info.nbytes:
-            raise damaged(
-                self._file(number),
-                f"{first + run.numel} elements of {dtype} under {name!r}",
-                f"{info.nbytes} bytes",
-            )
-        start = info.start + first * dtype.itemsize
-        part, path = group.piece(index), self._file(number)
-        found = pieces_of_run(part.shape, run, path, start, dtype.itemsize, number)
-        return [_moved(piece, part.offsets) for piece in found]
+    def start_of(self, number: int, name: str, dtype: torch.dtype, stop: int) -> int:
+        """Return the first byte of a tensor in a file that has at least ``stop`` elements."""
+        info = self.head(number).tensors.get(name)
+        described_as = dtype if is_known(dtype) else torch.uint8
+        if info is None or info.dtype != described_as or stop * dtype.itemsize > info.nbytes:
+            got = "no such tensor" if info is None else f"{info.nbytes} bytes of {info.dtype}"
+            raise damaged(self._paths[number], f"{stop} elements of {dtype} under {name!r}", got)
+        return info.start
 
-    def _info(self, number: int, name: str) -> TensorInfo:
-        info = self._head(number).tensors.get(name)
-        if info is None:
-            raise damaged(self._file(number), f"a tensor {name!r}", "no such tensor")
-        return info
+    def path_of(self, number: int) -> Path:
+        return self._paths[number]
 
-    def _states(self, saved: SavedParameter) -> dict[Any, Any]:
-        """Return the optimizer state of a parameter, by key."""
-        found: dict[Any, tuple[torch.dtype, list[Piece]]] = {}
-        rest: dict[Any, Any] = {}
-        for group, index in saved.places:
-            runs = list(self._runs(group, index))
-            axis = self._manifest.axes[group.axis]
-            for number, run, first in runs or [(axis[0], Interval(0, 0), 0)]:
-                for state in self._head(number).states.get(group.name, []):
-                    if state.of is None or index in state.of:
-                        dtype, pieces = found.setdefault(state.key, (state.dtype, []))
-                        if dtype == state.dtype and run:
-                            pieces += self._pieces(
-                                group, index, number, state.tensor, dtype, run, first
-                            )
-            for number in dict.fromkeys([*(number for number, _, _ in runs), *axis]):
-                self._add_scalars(rest, saved.names[0], group, index, number)
-        for key, (dtype, pieces) in found.items():
-            pieces += self._missing(saved, pieces, dtype)
-            name = f"{saved.names[0]}.{key}"
-            rest[key] = StoredTensor(name, dtype, saved.shape, tuple(pieces))
-        return {**{key: rest[key] for key in found}, **rest}
-
-    def _missing(
-        self, saved: SavedParameter, pieces: list[Piece], dtype: torch.dtype
-    ) -> Iterator[Piece]:
-        """Yield zeros for the parts of ranks that had no state, as `load` reads them."""
-        holders = {piece.holder for piece in pieces}
-        for group, index in saved.places:
-            part = group.piece(index)
-            for number, run, _ in self._runs(group, index):
-                if number not in holders:
-                    for piece in pieces_of_run(part.shape, run, Path(), 0, 1, number):
-                        zeros = torch.zeros((), dtype=dtype).expand(piece.box.sizes)
-                        yield _moved(Piece(piece.box, zeros, number), part.offsets)
-
-    def _add_scalars(
-        self, found: dict[Any, Any], name: str, group: FlatGroup, index: int, number: int
-    ) -> None:
-        head = self._head(number)
-        for key, of, value in head.scalars.get(group.name, []):
-            if key not in found and (of is None or index in of):
-                decoded = decode(value, f"state {key!r}", tensor_from_text)
-                is_tensor = isinstance(decoded, torch.Tensor)
-                found[key] = of_memory(f"{name}.{key}", decoded) if is_tensor else decoded
-        self._left_out += [
-            f"{name}.{key}, which belongs to the part of rank {number}"
-            for its_index, key, _ in head.rank_local.get(group.name, [])
-            if its_index == index
-        ]
-
-    def _value(self, value: Any, where: str, number: int) -> Any:
+    def _value(self, encoded: Any, where: str, number: int) -> Any:
         """Return an encoded value, with StoredTensors in the place of tensors."""
 
-        def get(name: str) -> torch.Tensor:
-            place = _Place(self._info(number, name), self._file(number), number, where)
-            return cast(torch.Tensor, place)
+        def get(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+            info = self.head(number).tensors.get(name)
+            if info is None:
+                raise damaged(self._paths[number], f"a tensor {name!r}", "no such tensor")
+            return self._whole(info, number, where, dtype, shape)
 
-        return decode(value, where, get)
+        return decode(encoded, where, get)
+
+    def _whole(
+        self, info: TensorInfo, number: int, where: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> StoredTensor:
+        box = whole(shape)
+        if box.numel * dtype.itemsize != info.nbytes:
+            raise ValueError(f"{info.nbytes} bytes for shape {list(shape)} of {dtype}")
+        span = Span(self._paths[number], info.start, row_major(shape))
+        return StoredTensor(where, dtype, shape, (Piece(box, span, number),))
 
 
-class _Place:
-    """Stands for a tensor while a value is decoded: `_values` views what it gets as bytes, then as
-    a dtype, then as a shape."""
+class _Shards(LazyPieces):
+    """The pieces of a parameter, or of a state of it, in the shards of its groups.
 
-    def __init__(self, info: TensorInfo, path: Path, holder: int, name: str) -> None:
-        self._info, self._path, self._holder, self._name = info, path, holder, name
-        self._dtype = info.dtype
+    tensor_in: returns the tensor that has it, from group, index of the parameter, and file; None
+    if its rank had no state, which counts as zeros.
+    """
 
-    def view(self, how: int | torch.dtype | list[int]) -> _Place | StoredTensor:
-        if isinstance(how, torch.dtype):
-            self._dtype = how
-        elif isinstance(how, list):
-            shape = tuple(sizes(how))
-            box = whole(shape)
-            if box.numel * self._dtype.itemsize != self._info.nbytes:
-                raise ValueError(f"{self._info.nbytes} bytes for shape {how} of {self._dtype}")
-            span = Span(self._path, self._info.start, row_major(shape))
-            piece = Piece(box, span, self._holder)
-            return StoredTensor(self._name, self._dtype, shape, (piece,))
-        return self
+    def __init__(
+        self,
+        checkpoint: NativeCheckpoint,
+        saved: SavedParameter,
+        dtype: torch.dtype,
+        tensor_in: Callable[[FlatGroup, int, int], str | None],
+    ) -> None:
+        self._checkpoint, self._saved = checkpoint, saved
+        self._dtype, self._tensor_in = dtype, tensor_in
+
+    def within(self, box: Box | None = None) -> Iterator[Piece]:
+        box = whole(self._saved.shape) if box is None else box
+        checkpoint, dtype = self._checkpoint, self._dtype
+        for group, index in self._saved.places:
+            part = group.piece(index)
+            for number, run, first in checkpoint.runs(group, index, box):
+                name = self._tensor_in(group, index, number)
+                start = 0
+                if name is not None:
+                    start = checkpoint.start_of(number, name, dtype, first + run.numel)
+                    start += first * dtype.itemsize
+                path = checkpoint.path_of(number)
+                for piece in pieces_of_run(part.shape, run, path, start, dtype.itemsize, number):
+                    place = moved(piece.box, part.offsets)
+                    source = piece.source
+                    if name is None:
+                        source = torch.zeros((), dtype=dtype).expand(place.sizes)
+                    yield Piece(place, source, number)
+
+
+def _is_alike(group: FlatGroup, index: int, own: OwnPart) -> bool:
+    """Return whether this rank has the part that the file of the same rank has."""
+    if own.cut is None or group.piece(index) != own.part:
+        return False
+    layout, its_index = own.cut
+    # The rank-local state of a flat parameter is stored under the first parameter in it, and
+    # fits only where all of them have their old offsets.
+    starts = [[spec.start for spec in each.params] for each in (group.layout, layout)]
+    is_same = same_parts(group.layout, index, layout, its_index)
+    return is_same and (not own.is_flattened or starts[0] == starts[1])
 
 
 def _stored(value: Any, name: str) -> Any:
     """Return plain values with the tensors in them as StoredTensors."""
-    if isinstance(value, torch.Tensor):
-        return of_memory(name, value)
-    if isinstance(value, dict):
-        return {key: _stored(item, f"{name}/{key}") for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_stored(item, name) for item in value)
-    return value
-
-
-def _moved(piece: Piece, offsets: tuple[int, ...]) -> Piece:
-    """Return a piece of a part as one of the whole tensor. offsets: where the part begins in it."""
-    box = Box(tuple(map(int.__add__, piece.box.offsets, offsets)), piece.box.sizes)
-    return dataclasses.replace(piece, box=box)
+    return map_values(
+        value,
+        lambda leaf: of_memory(name, leaf) if isinstance(leaf, torch.Tensor) else leaf,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import os
@@ -14,21 +13,19 @@ from typing import Any
 
 import torch
 
-from ..._comm.host_memory import memory_of
-from ..._layout.box import cut_into_boxes
 from ..._layout.spec import Interval, flat_layout
 from ...errors import UsageError
-from .._blocks import BlockWriter, FileFacts
-from .._head import TEXT
-from .._header import dtype_name, encode_header
+from .._blocks import FileFacts
+from .._head import Head, Indices, StateTensor, brief_indices
+from .._header import dtype_name
 from .._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
-from .._texts import require_readable
 from .._values import encode, tensor_as_text
 from .archive import Archive, StoredTensor
 from .native_reading import EXTRA, EXTRA_STATE
-from .reading import AT_ONCE_NBYTES, Files, boxes_of, read, read_box
+from .reading import Files, read
+from .walk import map_values
 from .work import for_each
-from .writing import WriteOptions, dtype_to_write
+from .writing import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
 
 _ALIGN_NBYTES = 16
 _COMMON = 0  # the file with what is the same on all ranks
@@ -42,10 +39,12 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
     native checkpoint cannot hold.
     """
     path.mkdir()
-    target = _Target(archive, path, options, files)
+    target = _Target(archive, options, files)
     facts = for_each(
         range(options.world_size),
-        lambda number, _: target.write(number),
+        lambda number, _: write_file(
+            path / file_name(number), *target.content(number), options.tick
+        ),
         workers=options.workers,
     )
     with open(path / MANIFEST, "x", encoding="utf-8", newline="\n") as text:
@@ -67,16 +66,22 @@ class _State:
 @dataclasses.dataclass(frozen=True)
 class _Group:
     facts: FlatGroup
-    tensors: tuple[StoredTensor, ...]
+    tensors: dict[int, StoredTensor]  # by the index of the parameter
     states: tuple[_State, ...]
-    scalars: dict[Any, dict[str, list[int]]]  # by key and encoded value: parameters
+    scalars: list[tuple[Any, Indices, Any]]  # as in a head
+
+    def shards(self) -> Iterator[tuple[str, torch.dtype, Mapping[int, StoredTensor]]]:
+        """Yield (name, dtype, the tensors in it by parameter)."""
+        yield self.facts.name, self.facts.dtype, self.tensors
+        for state in self.states:
+            yield state.name, state.dtype, state.of
 
 
 class _Target:
     """The checkpoint to write: a file per rank, all with the same groups."""
 
-    def __init__(self, archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-        self._archive, self._path, self._options, self._files = archive, path, options, files
+    def __init__(self, archive: Archive, options: WriteOptions, files: Files) -> None:
+        self._archive, self._options, self._files = archive, options, files
         self._identity = uuid.uuid4().hex
         if archive.is_by_number and archive.param_groups is not None:
             raise _numbered(archive)
@@ -122,7 +127,12 @@ class _Target:
             _State(key, self._fresh(f"{name}.{key}.{dtype_name(its_dtype)}"), its_dtype, of)
             for (key, its_dtype), of in per_element.items()
         )
-        return _Group(facts, tensors, states, scalars)
+        of_values = [
+            (key, brief_indices(of, len(names)), json.loads(text))
+            for key, values in scalars.items()
+            for text, of in values.items()
+        ]
+        return _Group(facts, dict(enumerate(tensors)), states, of_values)
 
     def _fresh(self, name: str) -> str:
         """Return a name that no tensor has yet: the keys 0 and "0" differ, their texts do not."""
@@ -147,138 +157,65 @@ class _Target:
 
     # -- one rank's file
 
-    def write(self, number: int) -> FileFacts:
-        """Write the file of a rank."""
-        own: dict[str, StoredTensor] = {}  # tensors of the extra values and of other states
-        common = self._encoded_common(own) if number == _COMMON else {"extra": None}
-        described = [(name, dtype_to_write(tensor), tensor.shape) for name, tensor in own.items()]
-        head, infos = encode_header(
-            [*self._described(), *described], {TEXT: self._text(number, common)}
-        )
-        shards = {
-            name: (group, tensors)
-            for group in self._groups
-            for name, _, tensors in _shards_of(group)
-        }
-        writer = BlockWriter(self._path / file_name(number), self._options.tick)
-        try:
-            writer.write(memoryview(head))
-            for info in infos:
-                if info.name in own:
-                    for values in self._elements(own[info.name], Interval(0, info.numel)):
-                        writer.write(memory_of(values))
-                else:
-                    group, tensors = shards[info.name]
-                    self._write_shard(writer, group, tensors, info.dtype, number)
-            return writer.finish()
-        finally:
-            writer.close()
-
-    def _described(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [
-            (name, dtype, (group.facts.layout.shard_numel,))
-            for group in self._groups
-            for name, dtype, _ in _shards_of(group)
-        ]
-
-    def _write_shard(
-        self,
-        writer: BlockWriter,
-        group: _Group,
-        tensors: Mapping[int, StoredTensor],
-        dtype: torch.dtype,
-        rank: int,
-    ) -> None:
-        """Write one shard: the parts of ``tensors``, by parameter, and zeros between them."""
-        layout, position = group.facts.layout, 0
-        for index in range(len(layout.params)):
-            place = layout.part_in_shard(index, rank)
-            if index in tensors and place:
-                _write_zeros(writer, (place.start - position) * dtype.itemsize)
-                for values in self._elements(tensors[index], layout.part(index, rank)):
-                    writer.write(memory_of(values))
-                position = place.stop
-        _write_zeros(writer, (layout.shard_numel - position) * dtype.itemsize)
-
-    def _elements(self, tensor: StoredTensor, part: Interval) -> Iterator[torch.Tensor]:
-        """Yield row-major elements of a tensor, each time in memory of its own: the writer's second
-        thread still reads it."""
-        dtype = dtype_to_write(tensor)
-        most = max(min(self._options.slab_nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize, 1)
-        for box in cut_into_boxes(tensor.shape, part):
-            for inner in boxes_of(box.sizes, most):
-                offsets = tuple(map(int.__add__, box.offsets, inner.offsets))
-                values = read_box(tensor, dataclasses.replace(inner, offsets=offsets), self._files)
-                yield values.to(dtype).contiguous()
-
-    # -- texts
-
-    def _text(self, number: int, common: dict[str, Any]) -> str:
-        text: dict[str, Any] = {
-            "identity": self._identity,
-            "number": number,
-            "left_out": [],
-            "states": {},
-            "scalars": {},
-            "own": {},
-            **common,
-        }
+    def content(self, rank: int) -> tuple[list[FileTensor], dict[str, str]]:
+        """Return the tensors and the metadata of the file of a rank."""
+        head, tensors = Head(self._identity, rank), []
         for group in self._groups:
-            num_params = len(group.tensors)
-            text["states"][group.facts.name] = [
-                {
-                    "key": state.key,
-                    "entry": state.name,
-                    "dtype": dtype_name(state.dtype),
-                    "of": None if len(state.of) == num_params else sorted(state.of),
-                }
+            layout = group.facts.layout
+            for name, dtype, of in group.shards():
+                parts = [
+                    FilePart(place.start, self._elements(tensor, layout.part(index, rank)))
+                    for index, tensor in of.items()
+                    if (place := layout.part_in_shard(index, rank))
+                ]
+                tensors.append(FileTensor(name, dtype, (layout.shard_numel,), parts))
+            head.states[group.facts.name] = [
+                StateTensor(
+                    state.key,
+                    state.name,
+                    state.dtype,
+                    brief_indices([*state.of], len(group.tensors)),
+                )
                 for state in group.states
             ]
-            text["scalars"][group.facts.name] = [
-                [
-                    key,
-                    [
-                        [None if len(of) == num_params else of, json.loads(value)]
-                        for value, of in values.items()
-                    ],
-                ]
-                for key, values in group.scalars.items()
-            ]
-        encoded = json.dumps(text, separators=(",", ":"))
-        require_readable(encoded.encode("ascii"))
-        return encoded
+            head.scalars[group.facts.name] = group.scalars
+        if rank == _COMMON:
+            self._add_common(head, tensors)
+        return tensors, head.as_metadata()
 
-    def _encoded_common(self, own: dict[str, StoredTensor]) -> dict[str, Any]:
-        """Return the extra values, the states of parameters that are not there, and modules' extra
-        state, encoded, as they stand in the text of one file; their tensors are entered in
-        ``own``."""
-        stand_ins: dict[int, StoredTensor] = {}
-        held: list[torch.Tensor] = []  # so that no memory is used twice
+    def _elements(self, tensor: StoredTensor, part: Interval) -> Elements:
+        return Elements(tensor, part, self._files, self._options.slab_nbytes)
 
-        def stand_in(value: Any) -> Any:
-            if isinstance(value, StoredTensor):
-                tensor = torch.empty(1, dtype=dtype_to_write(value))
-                held.append(tensor)
-                stand_ins[tensor.data_ptr()] = value
-                if not value.numel or not value.shape:
-                    return tensor[: value.numel].view(value.shape)
-                return tensor.expand(value.shape)
-            if isinstance(value, collections.OrderedDict):
-                return collections.OrderedDict((key, stand_in(item)) for key, item in value.items())
-            if type(value) is dict:
-                return {key: stand_in(item) for key, item in value.items()}
-            if isinstance(value, collections.deque):
-                return collections.deque(map(stand_in, value), value.maxlen)
-            if type(value) in (list, tuple):
-                return type(value)(map(stand_in, value))
-            return value
+    def _add_common(self, head: Head, tensors: list[FileTensor]) -> None:
+        """Add the extra values, the states of parameters that are not there, and modules' extra
+        state, with the tensors in them."""
 
         def put(tensor: torch.Tensor) -> str:
             stored = stand_ins[tensor.untyped_storage().data_ptr()]
-            name = f"{len(own)}/{stored.name}"
-            own[name] = stored
+            name = f"{len(tensors)}/{stored.name}"
+            values = self._elements(stored, Interval(0, stored.numel))
+            parts = [FilePart(0, values)] if stored.numel else []
+            tensors.append(FileTensor(name, dtype_to_write(stored), stored.shape, parts))
+            if stored.is_array:
+                arrays.add(name)
             return name
 
+        def encoded(value: Any, where: str) -> Any:
+            return _with_arrays(encode(map_values(value, stand_in), where, put), arrays)
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, StoredTensor):
+                return value
+            tensor = torch.empty(1, dtype=dtype_to_write(value))
+            held.append(tensor)
+            stand_ins[tensor.data_ptr()] = value
+            if not value.numel or not value.shape:
+                return tensor[: value.numel].view(value.shape)
+            return tensor.expand(value.shape)
+
+        stand_ins: dict[int, StoredTensor] = {}
+        held: list[torch.Tensor] = []  # so that no memory is used twice
+        arrays: set[str] = set()
         extra: Any = dict(self._archive.extra)
         extra_state = extra.get(EXTRA_STATE)
         extra_state = extra.pop(EXTRA_STATE) if isinstance(extra_state, dict) else {}
@@ -286,20 +223,12 @@ class _Target:
             del extra["step"]  # where another format has put it
         if set(extra) == {EXTRA}:
             extra = extra[EXTRA]
-        encoded = encode(stand_in(extra) if extra != {} else None, "extra", put)
-        states = {
-            name: [
-                [key, encode(stand_in(value), f"{name}.{key}", put)] for key, value in of.items()
+        head.extra = encoded(extra if extra != {} else None, "extra")
+        for name, states in self._other_states.items():
+            head.other_states[name] = [
+                (key, encoded(value, f"{name}.{key}")) for key, value in states.items()
             ]
-            for name, of in self._other_states.items()
-        }
-        others = {name: encode(stand_in(value), name, put) for name, value in extra_state.items()}
-        arrays = {name for name, tensor in own.items() if tensor.is_array}
-        return {
-            "extra": _with_arrays(encoded, arrays),
-            "others": others,
-            "other_states": states,
-        }
+        head.others = {name: encoded(value, name) for name, value in extra_state.items()}
 
     def manifest(self, facts: list[FileFacts]) -> str:
         """Return the text of the manifest. facts: of the ranks' files."""
@@ -354,25 +283,10 @@ def _units(archive: Archive, unit: str | None) -> dict[tuple[str, torch.dtype], 
     return found
 
 
-def _shards_of(group: _Group) -> Iterator[tuple[str, torch.dtype, Mapping[int, StoredTensor]]]:
-    """Yield the shards of a group: (name, dtype, the tensors in it by parameter)."""
-    yield group.facts.name, group.facts.dtype, dict(enumerate(group.tensors))
-    for state in group.states:
-        yield state.name, state.dtype, state.of
-
-
 def _is_per_element(key: object, value: Any, param: StoredTensor) -> bool:
     if not isinstance(value, StoredTensor) or value.shape != param.shape:
         return False
     return bool(param.shape) or key != "step"  # for a 0-d parameter a count looks like a state
-
-
-_ZEROS = memoryview(bytes(1 << 20))
-
-
-def _write_zeros(writer: BlockWriter, nbytes: int) -> None:
-    for start in range(0, nbytes, len(_ZEROS)):
-        writer.write(_ZEROS[: min(len(_ZEROS), nbytes - start)])
 
 
 def _numbered(archive: Archive) -> UsageError:

@@ -10,7 +10,6 @@ from pathlib import Path
 from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST
-from .._safetensors_parts import INDEX
 from .._texts import joined, open_file
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory, read_indexed_torch_files
@@ -19,7 +18,7 @@ from .flat_files import holds_flat_params
 from .native_reading import is_native, read_native
 from .paths import require_inside
 from .rank_files import rank_files_in, read_rank_files
-from .safetensors_files import read_safetensors
+from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import DTensorRecord, ShardedTensorRecord
 from .torch_save import is_torch_file, read_torch_file

@@ -1,32 +1,202 @@
-"""Values of stored tensors: read from the files piece by piece, through a bounded buffer."""
+"""Values of stored tensors: what is to be read is planned, checked and read, in three steps.
+
+A plan is a list of `Read`: elements of a file, or of memory, and the memory where they belong.
+Adjacent reads become one. Bytes go straight to their place where it has their dtype and order, and
+through a buffer of 4 MiB otherwise."""
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
+import dataclasses
+import functools
 import math
-import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
-from ...errors import CheckpointError
-from .._blocks import BLOCK_NBYTES, FileFacts, damaged
+from .. import _blocks as blocks
+from .._blocks import FileFacts, SecondThread, Tick, damaged
 from .._texts import open_file
-from .archive import Checksum, Piece, Span, StoredTensor, intersection, row_major, whole
+from .archive import Checksum, Span, StoredTensor, moved, slices, whole
 
 _MAX_OPEN = 64
 SLAB_NBYTES = 16 << 20
 # Values that are read and written at once: what the processor's caches hold is copied to and from
 # the page cache twice as fast as 16 MiB.
 AT_ONCE_NBYTES = 1 << 20
+SKIPPED_NBYTES = 4096  # between two rows: from here on, two system calls take less than reading it
+NUM_BUFFERS = 4  # blocks in memory that are being read, or whose checksums are being computed
+
+
+# -- what is read
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Elements of a file or of memory, and where they go: of the same sizes, in any order, of any
+    dtype, on any device."""
+
+    source: Span | torch.Tensor
+    dtype: torch.dtype  # of the source
+    target: torch.Tensor
+    through: torch.dtype | None = None  # round floating-point values to this dtype first
+
+    @staticmethod
+    def of_bytes(path: Path, start: int, target: torch.Tensor) -> Read:
+        """target: 1-D, of bytes."""
+        return Read(Span(path, start, (1,)), torch.uint8, target)
+
+    @property
+    def span(self) -> Span:
+        assert isinstance(self.source, Span)
+        return self.source
+
+    @property
+    def start(self) -> int:
+        """The first byte in the file."""
+        return self.span.start
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes in the file from the first to the last element, gaps included."""
+        return _extent(self.target.shape, self.span.strides) * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+    @property
+    def most(self) -> int:
+        """The largest part in bytes."""
+        if self.through is None or self.is_direct:
+            return blocks.BLOCK_NBYTES
+        itemsize = self.dtype.itemsize  # values of both dtypes are in memory
+        return blocks.BLOCK_NBYTES * itemsize // (itemsize + self.through.itemsize)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes of the file are those of the target."""
+        return (
+            self.dtype == self.target.dtype
+            and self.through in (None, self.dtype)
+            and self.target.device.type == "cpu"
+            and self.nbytes == self.target.nbytes
+            and self.target.stride() == self.span.strides
+        )
+
+    def in_file_order(self) -> Read:
+        """Return the same read, with the dims in the order of the file, and without those that
+        follow one another in both."""
+        dims: list[tuple[int, int, int]] = []  # size, stride in the file, stride in the target
+        for stride, its, size in sorted(
+            zip(self.span.strides, self.target.stride(), self.target.shape, strict=True),
+            reverse=True,
+        ):
+            if size == 1:
+                continue
+            if dims and dims[-1][1:] == (size * stride, size * its):
+                size *= dims.pop()[0]
+            dims.append((size, stride, its))
+        sizes, strides, its_strides = zip(*(dims or [(1, 1, 1)]), strict=True)
+        span = dataclasses.replace(self.span, strides=strides)
+        target = self.target.as_strided(sizes, its_strides)
+        return dataclasses.replace(self, source=span, target=target)
+
+    def parts(self) -> Iterator[Read]:
+        """Yield the read in parts, each of which is one range of bytes of at most a block. Its dims
+        are in the order of the file."""
+        strides, sizes, itemsize = self.span.strides, self.target.shape, self.dtype.itemsize
+        most = self.most
+        inner = [_extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
+        skips = any(
+            size > 1 and (stride - its) * itemsize >= SKIPPED_NBYTES
+            for size, stride, its in zip(sizes, strides, inner, strict=True)
+        )
+        if not skips and self.nbytes <= most:
+            yield self
+            return
+        at_once = 1 if skips else max((most // itemsize - inner[0]) // strides[0] + 1, 1)
+        first = 0
+        while first < sizes[0]:
+            start = self.start + first * strides[0] * itemsize
+            number = min(at_once, sizes[0] - first)
+            if strides[0] == 1 and (beyond := start % most):  # to the end of the block
+                number = min(number, -(-(most - beyond) // itemsize))
+            span, target = dataclasses.replace(self.span, start=start), self.target
+            if number == 1 and len(sizes) > 1:
+                span, target = dataclasses.replace(span, strides=strides[1:]), target[first]
+            else:
+                target = target[first : first + number]
+            yield from dataclasses.replace(self, source=span, target=target).parts()
+            first += number
+
+    def put(self, content: torch.Tensor) -> None:
+        """Copy the values to the target. content: 1-D, the bytes in the file."""
+        if content.storage_offset() % self.dtype.itemsize:
+            content = content.clone()
+        values = content.view(self.dtype).as_strided(self.target.shape, self.span.strides)
+        if self.through is not None and self.dtype.is_floating_point:
+            values = values.to(self.through)
+        self.target.copy_(values)
+
+
+def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last one, gaps included."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def reads_of(
+    tensor: StoredTensor, box: Box, target: torch.Tensor, through: torch.dtype | None = None
+) -> list[Read]:
+    """Plan to read the values of a box of a tensor to ``target``, of the sizes of the box."""
+    back = tuple(-at for at in box.offsets)
+    return [
+        Read(piece.source, tensor.dtype, target[slices(moved(piece.box, back))], through)
+        for piece in tensor.pieces_in(box)
+    ]
+
+
+def merged(reads: Iterable[Read]) -> list[Read]:
+    """Return the reads of one file in its order; those that are adjacent in the file and in memory
+    are one."""
+    found: list[Read] = []
+    for read in sorted(reads, key=lambda read: read.start):
+        if not read.target.numel():
+            continue
+        read = read.in_file_order()
+        if read.is_direct:
+            target = read.target.as_strided((read.target.numel(),), (1,)).view(torch.uint8)
+            read = Read.of_bytes(read.span.path, read.start, target)
+            last = found[-1] if found else None
+            if (
+                last is not None
+                and last.is_direct
+                and last.stop == read.start
+                and last.target.data_ptr() + last.nbytes == target.data_ptr()
+                and last.target.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+            ):
+                together = last.target.as_strided((last.nbytes + read.nbytes,), (1,))
+                found[-1] = Read.of_bytes(read.span.path, last.start, together)
+                continue
+        found.append(read)
+    return found
+
+
+# -- files
+
+
+def _nothing(nbytes: int) -> None:
+    return None
 
 
 class Files:
@@ -74,27 +244,91 @@ class Files:
                 else:
                     self._open[path] = descriptor
 
-    def read_into(
-        self, path: Path, start: int, room: memoryview, checksum: Checksum | None = None
-    ) -> None:
-        """Fill ``room`` from byte ``start`` on. checksum: of the record that the bytes are in.
-        Raises CheckpointError if the file ends before, or a checksum is wrong."""
-        with self.descriptor(path) as descriptor:
-            self.check(path, descriptor, start, len(room), checksum)
-            while room:
-                num_read = os.preadv(descriptor, [room], start)
-                if not num_read:
-                    raise _too_short(path, start + len(room))
-                room, start = room[num_read:], start + num_read
+    # -- reading
 
-    def compare(
-        self, path: Path, checksum: Checksum, tick: Callable[[int], object] | None = None
-    ) -> None:
-        """Compare the checksum of a record, unless it was done before. Raises CheckpointError.
-        tick: called with the number of bytes just read."""
+    def read(self, reads: Iterable[Read], tick: Tick = _nothing, anew: bool = False) -> None:
+        """Read values to their targets. No byte is copied before its checksum was compared: once by
+        these Files or, with ``anew``, in the memory that it is copied from.
+
+        Raises CheckpointError for files that are missing, end too early or have changed; OSError.
+        """
+        reads = list(reads)
+        for read in reads:
+            if isinstance(read.source, torch.Tensor):
+                read.target.copy_(read.source)
+        for path, of_file in _by_file(reads).items():
+            for read in of_file if self._compares_records else ():
+                if read.span.checksum is not None:
+                    self.compare(path, read.span.checksum)
+            if anew and path in self._checksums:
+                self._read_anew(path, merged(of_file), tick)
+            else:
+                self._read_plain(path, merged(of_file), tick)
+
+    def _read_plain(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
+        buffer: torch.Tensor | None = None
+        with self.descriptor(path) as descriptor:
+            for read in reads:
+                self._check_once(path, descriptor, read)
+                nbytes = 0 if read.is_direct else min(read.nbytes, read.most)
+                if buffer is None or len(buffer) < nbytes:
+                    buffer = None  # first: both need not be there at once
+                    buffer = torch.empty(nbytes, dtype=torch.uint8)
+                for part in read.parts():
+                    if part.is_direct:
+                        _read_into(descriptor, memory_of(part.target), part.start, path)
+                    else:
+                        _read_into(descriptor, memory_of(buffer)[: part.nbytes], part.start, path)
+                        part.put(buffer[: part.nbytes])
+                    tick(part.nbytes)
+
+    def _read_anew(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
+        parts = collections.deque(
+            sorted((part for read in reads for part in read.parts()), key=lambda part: part.start)
+        )
+        before = torch.empty(0, dtype=torch.uint8)  # the end of the blocks before
+        with contextlib.closing(self._blocks(path, self._facts(path).blocks_of(reads))) as found:
+            for start, content in found:
+                block = torch.frombuffer(content, dtype=torch.uint8)
+                stop = start + len(block)
+                while parts and parts[0].stop <= stop:
+                    part = parts.popleft()
+                    first = part.start - start
+                    if first < 0:
+                        part.put(torch.cat((before[first:], block))[: part.nbytes])
+                    else:
+                        part.put(block[first : first + part.nbytes])
+                    tick(part.nbytes)
+                if parts and parts[0].start < stop:
+                    before = block.clone()
+
+    # -- checksums
+
+    def check(self, reads: Iterable[Read], tick: Tick = _nothing) -> None:
+        """Read each block that a read needs once, compare its checksum, and drop it. Raises what
+        ``read`` raises. A later read finds the blocks in the page cache."""
+        for path, of_file in sorted(_by_file(reads).items()):
+            if path in self._checksums:
+                self.check_blocks(path, self._facts(path).blocks_of(of_file), tick)
+
+    def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = _nothing) -> None:
+        """Compare the checksums of blocks of a file. Raises what ``read`` raises."""
+        with contextlib.closing(self._blocks(path, numbers)) as found:
+            for _, content in found:
+                tick(len(content))
+
+    def nbytes_to_check(self, reads: Iterable[Read]) -> int:
+        """Return how many bytes ``check`` reads: whole blocks."""
+        return sum(
+            len(self._facts(path).block(number))
+            for path, of_file in _by_file(reads).items()
+            if path in self._checksums
+            for number in self._facts(path).blocks_of(of_file)
+        )
+
+    def compare(self, path: Path, checksum: Checksum, tick: Tick = _nothing) -> None:
+        """Compare the checksum of a record, unless it was done before. Raises CheckpointError."""
         key = path, checksum
-        if key in self._equal:
-            return
         with self._lock:
             lock = self._records.setdefault(key, threading.Lock())
         with lock:
@@ -102,17 +336,15 @@ class Files:
                 self._compare(path, checksum, tick)
                 self._equal.add(key)
 
-    def _compare(
-        self, path: Path, checksum: Checksum, tick: Callable[[int], object] | None
-    ) -> None:
+    def _compare(self, path: Path, checksum: Checksum, tick: Tick) -> None:
         found, start, stop = 0, checksum.start, checksum.start + checksum.nbytes
         room = memoryview(bytearray(min(AT_ONCE_NBYTES, checksum.nbytes)))
         while start < stop:
             piece = room[: stop - start]
-            self.read_into(path, start, piece)
+            with self.descriptor(path) as descriptor:
+                _read_into(descriptor, piece, start, path)
             found, start = zlib.crc32(piece, found), start + len(piece)
-            if tick is not None:
-                tick(len(piece))
+            tick(len(piece))
         if found != checksum.crc32:
             raise damaged(
                 path,
@@ -120,38 +352,111 @@ class Files:
                 f"{found:08x}",
             )
 
-    def check(
-        self,
-        path: Path,
-        descriptor: int,
-        start: int,
-        nbytes: int,
-        checksum: Checksum | None,
-    ) -> None:
-        """Compare the checksums of the blocks and of the record of some bytes, unless it was done
-        before. Raises CheckpointError. Reading the bytes then finds them in the page cache."""
-        if checksum is not None and self._compares_records:
-            self.compare(path, checksum)
-        facts = self._checksums.get(path)
-        if facts is None or not nbytes:
+    def _facts(self, path: Path) -> FileFacts:
+        return self._checksums[path]
+
+    def _check_once(self, path: Path, descriptor: int, read: Read) -> None:
+        """Compare the blocks of a read that were not compared before."""
+        if path not in self._checksums:
             return
-        for number in range(start // BLOCK_NBYTES, (start + nbytes - 1) // BLOCK_NBYTES + 1):
-            if (path, number) in self._checked:
-                continue
-            block = os.pread(descriptor, BLOCK_NBYTES, number * BLOCK_NBYTES)
-            if number >= len(facts.checksums) or zlib.crc32(block) != facts.checksums[number]:
-                first = number * BLOCK_NBYTES
-                raise damaged(
-                    path,
-                    f"the saved checksum for bytes {first} to {first + BLOCK_NBYTES}",
-                    f"{len(block)} bytes with another one",
-                )
-            self._checked.add((path, number))
+        facts = self._facts(path)
+        for number in facts.blocks_of([read]):
+            if (path, number) not in self._checked:
+                memory = memoryview(bytearray(len(facts.block(number))))
+                _read_into(descriptor, memory, facts.block(number).start, path)
+                _require_equal(path, facts, number, zlib.crc32(memory))
+                self._checked.add((path, number))
+
+    def _blocks(
+        self, path: Path, numbers: Sequence[int]
+    ) -> Generator[tuple[int, memoryview], None, None]:
+        """Yield (first byte, content) of blocks of a file, in order, once its checksum was
+        compared.
+
+        The content is valid until the next block is yielded. Checksums are computed while the next
+        blocks are read.
+        """
+        facts = self._facts(path)
+        try:
+            descriptor = open_file(path)
+        except FileNotFoundError as error:
+            raise damaged(path, f"a file of {facts.nbytes} bytes", "no such file") from error
+        try:
+            found = os.fstat(descriptor).st_size
+            if found != facts.nbytes:
+                raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
+            buffers = [
+                memoryview(bytearray(blocks.BLOCK_NBYTES))
+                for _ in range(min(len(numbers), NUM_BUFFERS))
+            ]
+            waiting: collections.deque[tuple[int, memoryview, Future[int]]] = collections.deque()
+            second_thread = SecondThread()
+
+            def checked() -> tuple[int, memoryview]:
+                number, memory, checksum = waiting.popleft()
+                _require_equal(path, facts, number, checksum.result())
+                return facts.block(number).start, memory
+
+            try:
+                for turn, number in enumerate(numbers):
+                    if len(waiting) == len(buffers):
+                        yield checked()
+                    memory = buffers[turn % len(buffers)][: len(facts.block(number))]
+                    _read_into(descriptor, memory, facts.block(number).start, path)
+                    waiting.append((number, memory, second_thread.do(zlib.crc32, memory)))
+                while waiting:
+                    yield checked()
+            finally:
+                second_thread.end()
+        finally:
+            os.close(descriptor)
+
+
+def _by_file(reads: Iterable[Read]) -> dict[Path, list[Read]]:
+    found: dict[Path, list[Read]] = {}
+    for read in reads:
+        if isinstance(read.source, Span):
+            found.setdefault(read.source.path, []).append(read)
+    return found
+
+
+def _require_equal(path: Path, facts: FileFacts, number: int, found: int) -> None:
+    expected = facts.checksums[number]
+    if found != expected:
+        raise damaged(
+            path,
+            f"checksum {expected:08x} of the block at byte {facts.block(number).start}",
+            f"{found:08x}: the file was changed, or is from another checkpoint",
+        )
+
+
+def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> None:
+    while memory:
+        num_read = os.preadv(descriptor, [memory], start)
+        if not num_read:
+            raise damaged(
+                path, f"at least {start + len(memory)} bytes", f"the file ends at {start}"
+            )
+        memory, start = memory[num_read:], start + num_read
+
+
+# -- values of tensors
 
 
 def read(tensor: StoredTensor, files: Files) -> torch.Tensor:
     """Return the values of a whole tensor, contiguous, on the CPU."""
     return read_box(tensor, whole(tensor.shape), files)
+
+
+def read_box(
+    tensor: StoredTensor, box: Box, files: Files, target: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Read the values of a box of a tensor to ``target`` (of the sizes of the box), and return it.
+    Raises CheckpointError and OSError."""
+    if target is None:
+        target = torch.empty(box.sizes, dtype=tensor.dtype)
+    files.read(reads_of(tensor, box, target))
+    return target
 
 
 def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[Box]:
@@ -181,110 +486,9 @@ def slabs(
     most ``nbytes``, and 1 MiB. Its memory is used again for the next one."""
     max_numel = max(min(nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize, 1)
     buffer = torch.empty(min(max_numel, tensor.numel), dtype=tensor.dtype)
-    pieces = sorted(tensor.pieces, key=lambda piece: piece.box.offsets)
-    start = first = 0  # the element; the first piece that does not end before it
+    start = 0
     for box in boxes_of(tensor.shape, max_numel):
         values = buffer[: box.numel]
-        if box.sizes:
-            row = box.offsets[0]
-            while first < len(pieces) and _end(pieces[first].box) <= row:
-                first += 1
-            stop = bisect.bisect_left(
-                pieces, row + box.sizes[0], first, key=lambda piece: piece.box.offsets[0]
-            )
-            _read_pieces(tensor.dtype, pieces[first:stop], box, files, values.view(box.sizes))
-        else:
-            _read_pieces(tensor.dtype, pieces, box, files, values.view(()))
+        read_box(tensor, box, files, values.view(box.sizes))
         yield start, values
         start += box.numel
-
-
-def _end(box: Box) -> int:
-    """Return the row behind a box."""
-    return box.offsets[0] + box.sizes[0]
-
-
-def read_box(
-    tensor: StoredTensor, box: Box, files: Files, target: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Read the values of a box of a tensor to ``target`` (of the sizes of the box, contiguous), and
-    return it. Raises CheckpointError and OSError."""
-    if target is None:
-        target = torch.empty(box.sizes, dtype=tensor.dtype)
-    _read_pieces(tensor.dtype, tensor.pieces, box, files, target)
-    return target
-
-
-def _read_pieces(
-    dtype: torch.dtype, pieces: Sequence[Piece], box: Box, files: Files, target: torch.Tensor
-) -> None:
-    for piece in pieces:
-        common = intersection(piece.box, box)
-        if common is not None:
-            place = tuple(
-                slice(at - origin, at - origin + size)
-                for at, origin, size in zip(common.offsets, box.offsets, common.sizes, strict=True)
-            )
-            _read_part(dtype, piece, common, files, target[place])
-
-
-def _read_part(
-    dtype: torch.dtype, piece: Piece, common: Box, files: Files, target: torch.Tensor
-) -> None:
-    """Read the values of ``common``, a box inside the piece's."""
-    inside = tuple(
-        at - origin for at, origin in zip(common.offsets, piece.box.offsets, strict=True)
-    )
-    source = piece.source
-    if isinstance(source, torch.Tensor):
-        place = tuple(slice(at, at + size) for at, size in zip(inside, common.sizes, strict=True))
-        target.copy_(source[place])
-        return
-    strides = source.strides
-    start = source.start + dtype.itemsize * sum(map(int.__mul__, inside, strides))
-    last = sum((size - 1) * stride for size, stride in zip(common.sizes, strides, strict=True))
-    numel = last + 1  # from the first to the last element
-    if _follow_one_another(common.sizes, strides):
-        if target.is_contiguous():
-            files.read_into(source.path, start, memory_of(target.reshape(-1)), source.checksum)
-        else:
-            values = torch.empty(common.sizes, dtype=dtype)
-            files.read_into(source.path, start, memory_of(values.view(-1)), source.checksum)
-            target.copy_(values)
-        return
-    _read_strided(source, start, numel, files, target)
-
-
-def _follow_one_another(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether the elements of a box lie in the file in row-major order, without gaps."""
-    return all(
-        size == 1 or stride == expected
-        for size, stride, expected in zip(sizes, strides, row_major(sizes), strict=True)
-    )
-
-
-def _read_strided(source: Span, start: int, numel: int, files: Files, target: torch.Tensor) -> None:
-    path, dtype = source.path, target.dtype
-    page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    length = start - page + numel * dtype.itemsize
-    with files.descriptor(path) as descriptor:
-        if os.fstat(descriptor).st_size < page + length:
-            raise _too_short(path, page + length)
-        files.check(path, descriptor, page, length, source.checksum)
-        mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, offset=page)
-    # torch.frombuffer keeps the mapping alive; it goes with the tensor.
-    flat = torch.frombuffer(mapped, dtype=torch.uint8)[start - page :]
-    if (start - page) % dtype.itemsize:
-        flat = flat.clone()
-    values = flat[: numel * dtype.itemsize].view(dtype)
-    target.copy_(values.as_strided(target.shape, source.strides))
-
-
-def _too_short(path: Path, nbytes: int) -> CheckpointError:
-    return CheckpointError.of(
-        f"{path.name} ends too early.",
-        expected=f"at least {nbytes} bytes",
-        got="fewer",
-        where=str(path),
-        fix="restore the file from an intact copy",
-    )

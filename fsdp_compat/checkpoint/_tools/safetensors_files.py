@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..._comm.host_memory import memory_of
-from ...errors import UsageError
-from .._header import METADATA, TensorInfo, encode_header, is_known
-from .._safetensors_load import tensors_of
-from .._safetensors_parts import INDEX, ONE_FILE
+from ..._layout.box import Box
+from ...errors import CheckpointError, UsageError
+from .._header import METADATA, TensorInfo, encode_header, is_known, read_header
+from .._texts import brief, parse_json, read_text, text_in
 from .archive import Archive, Piece, Span, StoredTensor, row_major, whole
 from .paths import require_inside
 from .reading import Files
 from .tree import archive_of
 from .work import for_each
-from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
+from .writing import WriteOptions, dtype_to_write, slabs_to_write
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
 
 
 def of_info(info: TensorInfo, path: Path, holder: int | None = None) -> StoredTensor:
@@ -45,13 +52,167 @@ def read_safetensors(path: Path) -> Archive:
     return archive_of(path, "safetensors", {"model": tree} if tree else {}, left_out=left_out)
 
 
+def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    """Return the tensors of a file, of the files of an index, or of a directory, by name."""
+    index = path / INDEX if path.is_dir() else path
+    files: list[Path]
+    file_names: Mapping[str, str] | None = None  # by tensor, of an index
+    if path.is_dir() and not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+    elif index.suffix == ".json":
+        try:
+            file_names = {
+                text_in(name): _file_name(file)
+                for name, file in parse_json(read_text(index))["weight_map"].items()
+            }
+            files = [index.parent / name for name in dict.fromkeys(file_names.values())]
+        except FileNotFoundError:
+            files = []
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError.of(
+                "The index cannot be read.",
+                expected="JSON with a 'weight_map' from tensor names to names of files beside "
+                "the index",
+                got=brief(error),
+                where=str(index),
+                fix="copy it again, or remove it and pass the directory to read all its files",
+            ) from error
+    else:
+        files = [path]
+    missing = [file for file in files if not file.is_file()]
+    if missing or not files:
+        raise CheckpointError.of(
+            "No weights found.",
+            expected="a safetensors file, an index, or a directory with either",
+            got=f"no file {missing[0].name}" if missing else "none",
+            where=str(path),
+            fix="check the path; the files of an index must be in the same directory",
+        )
+    found: dict[str, tuple[Path, TensorInfo]] = {}
+    for file in files:
+        for name, info in read_header(file)[0].items():
+            if file_names is not None and file_names.get(name) != file.name:
+                continue
+            if name in found:
+                raise CheckpointError.of(
+                    "Two files hold a tensor of the same name.",
+                    expected="each tensor in one file of the directory",
+                    got=f"{name!r} in {found[name][0].name} and in {file.name}",
+                    where=str(path),
+                    fix="pass one file, or remove the files that belong to other weights",
+                )
+            found[name] = file, info
+    if file_names is not None:
+        missing_names = [name for name in file_names if name not in found]
+        if missing_names:
+            first = missing_names[0]
+            raise CheckpointError.of(
+                "The index does not match the files.",
+                expected=f"{first!r} in {file_names[first]}",
+                got=f"{len(missing_names)} of {len(file_names)} tensors are not in the file "
+                "that the index names",
+                where=str(index),
+                fix="copy the index and the files from the same source",
+            )
+    return found
+
+
+def _file_name(name: Any) -> str:
+    """Return ``name``, the name of a file beside an index. Raises TypeError or ValueError for
+    anything else, such as a path that leads elsewhere."""
+    if Path(text_in(name)).name != name:
+        raise ValueError(f"{name!r} is not the name of a file")
+    return str(name)
+
+
 # -- writing
 
 
-@dataclasses.dataclass
-class _PlannedFile:
-    tensors: dict[str, StoredTensor]
-    nbytes: int = 0
+@dataclasses.dataclass(frozen=True)
+class FileImage:
+    """A file to write: where each tensor will lie."""
+
+    name: str
+    header: bytes
+    tensors: dict[str, TensorInfo]  # by the key that the caller has for each
+
+    @property
+    def nbytes(self) -> int:
+        return max([len(self.header), *(info.stop for info in self.tensors.values())])
+
+    def write_header(self, path: Path) -> None:
+        """Create the file in its final length. Never overwrites."""
+        with open(path, "xb") as created:
+            created.write(self.header)
+            created.truncate(self.nbytes)
+
+
+Described = tuple[str, torch.dtype, tuple[int, ...]]  # name in the file, dtype, shape
+
+
+def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> list[FileImage]:
+    """Plan files for tensors, in order, each of at most so many bytes of tensors, or one file, and
+    name them as Hugging Face does. Raises UsageError for what the format cannot hold."""
+    files: list[dict[str, Described]] = [{}]
+    nbytes = 0
+    for key, described in tensors.items():
+        name, dtype, shape = described
+        if name == METADATA or not is_known(dtype):
+            raise _not_storable(key, name, dtype)
+        size = math.prod(shape) * dtype.itemsize
+        if max_file_nbytes is not None and nbytes and nbytes + size > max_file_nbytes:
+            files.append({})
+            nbytes = 0
+        files[-1][key] = described
+        nbytes += size
+    images = []
+    for number, of_file in enumerate(files, 1):
+        header, infos = encode_header(list(of_file.values()), {"format": "pt"})
+        by_name = {info.name: info for info in infos}
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else ONE_FILE
+        places = {key: by_name[described[0]] for key, described in of_file.items()}
+        images.append(FileImage(name, header, places))
+    return images
+
+
+def _not_storable(key: str, name: str, dtype: torch.dtype) -> UsageError:
+    return UsageError.of(
+        "safetensors cannot store this tensor.",
+        expected=f"a supported dtype, and another name than {METADATA!r}",
+        got=f"{dtype}, as {name!r}",
+        where=key,
+        fix=("pass dtype=torch.float32, " if dtype.is_floating_point else "")
+        + "leave it out, or write another format",
+    )
+
+
+def write_index(images: Sequence[FileImage], path: Path) -> None:
+    """Write the index of several files, durably."""
+    infos = [(image.name, info) for image in images for info in image.tensors.values()]
+    index = {
+        "metadata": {"total_size": sum(info.nbytes for _, info in infos)},
+        "weight_map": {info.name: name for name, info in infos},
+    }
+    with open(path, "x", encoding="utf-8") as text:
+        json.dump(index, text, indent=2)
+        text.flush()
+        os.fsync(text.fileno())
+
+
+def write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor) -> int:
+    """Write the values of a box of a tensor to their place in a file; return how many bytes."""
+    data = memory_of(values.to("cpu", info.dtype).contiguous())
+    outer = len(box.sizes)  # dims before those that follow one another in the file
+    while outer and box.sizes[outer:] == info.shape[outer:]:
+        outer -= 1
+    strides = row_major(info.shape)
+    first = sum(map(int.__mul__, box.offsets, strides))
+    run = math.prod(box.sizes[outer:]) * info.dtype.itemsize
+    for number, position in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
+        place = first + sum(map(int.__mul__, position, strides))
+        start = info.start + place * info.dtype.itemsize
+        write_at(descriptor, data[number * run : (number + 1) * run], start)
+    return len(data)
 
 
 def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
@@ -59,89 +220,48 @@ def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files
     ``options.max_file_nbytes`` with an index, as Hugging Face lays them out. Tied tensors are
     written once. Raises UsageError for a dtype that the format does not know."""
     path.mkdir()
-    planned = _planned(archive, options.max_file_nbytes)
-    if len(planned) == 1:
-        names = [ONE_FILE]
-    else:
-        names = [
-            f"model-{number + 1:05d}-of-{len(planned):05d}.safetensors"
-            for number in range(len(planned))
-        ]
-    for name, file in zip(names, planned, strict=True):
-        _write_file(file.tensors, path / name, options, files)
-    if len(planned) > 1:
-        file_of = {
-            tensor: name
-            for name, file in zip(names, planned, strict=True)
-            for tensor in file.tensors
-        }
-        total = sum(file.nbytes for file in planned)
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        with open(path / INDEX, "x", encoding="utf-8") as text:
-            json.dump(index, text, indent=2)
-            text.flush()
-            os.fsync(text.fileno())
+    images = images_of(_described(archive), options.max_file_nbytes)
+    for image in images:
+        _write_file(image, archive, path / image.name, options, files)
+    if len(images) > 1:
+        write_index(images, path / INDEX)
 
 
 def write_safetensors_file(
     archive: Archive, path: Path, options: WriteOptions, files: Files
 ) -> None:
     """Write the model's tensors to one file. Raises as ``write_safetensors`` does."""
-    _require_writable(archive)
-    _write_file(archive.tensors, path, options, files)
+    (image,) = images_of(_described(archive), None)
+    _write_file(image, archive, path, options, files)
 
 
-def _planned(archive: Archive, max_file_nbytes: int) -> list[_PlannedFile]:
-    _require_writable(archive)
-    planned = [_PlannedFile({})]
-    for name, tensor in archive.tensors.items():
-        nbytes = nbytes_to_write(tensor)
-        if planned[-1].tensors and planned[-1].nbytes + nbytes > max_file_nbytes:
-            planned.append(_PlannedFile({}))
-        planned[-1].tensors[name] = tensor
-        planned[-1].nbytes += nbytes
-    return planned
-
-
-def _require_writable(archive: Archive) -> None:
-    for name, tensor in archive.tensors.items():
-        if name == METADATA or not is_known(dtype_to_write(tensor)):
-            raise UsageError.of(
-                "safetensors cannot store this tensor.",
-                expected=f"a supported dtype, and another name than {METADATA!r}",
-                got=f"{dtype_to_write(tensor)}",
-                where=name,
-                fix=("pass dtype=torch.float32, " if tensor.dtype.is_floating_point else "")
-                + "leave it out with exclude, or write another format",
-            )
+def _described(archive: Archive) -> dict[str, Described]:
+    return {
+        name: (name, dtype_to_write(tensor), tensor.shape)
+        for name, tensor in archive.tensors.items()
+    }
 
 
 def _write_file(
-    tensors: dict[str, StoredTensor], path: Path, options: WriteOptions, files: Files
+    image: FileImage, archive: Archive, path: Path, options: WriteOptions, files: Files
 ) -> None:
-    described = [(name, dtype_to_write(tensor), tensor.shape) for name, tensor in tensors.items()]
-    header, infos = encode_header(described, {"format": "pt"})
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    image.write_header(path)
+    descriptor = os.open(path, os.O_WRONLY)
     try:
-        _write_at(descriptor, memoryview(header), 0)
-        os.truncate(descriptor, max([len(header), *(info.stop for info in infos)]))
 
-        def write(info: TensorInfo, _: object) -> None:
-            size = info.dtype.itemsize
-            for first, values in slabs_to_write(tensors[info.name], files, options):
-                _write_at(descriptor, _bytes_of(values), info.start + first * size)
+        def write(item: tuple[str, TensorInfo], _: object) -> None:
+            name, info = item
+            for first, values in slabs_to_write(archive.tensors[name], files, options):
+                data = memory_of(values.contiguous())
+                write_at(descriptor, data, info.start + first * info.dtype.itemsize)
 
-        for_each(infos, write, workers=options.workers)
+        for_each(list(image.tensors.items()), write, workers=options.workers)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memory_of(values.contiguous())
-
-
-def _write_at(descriptor: int, data: memoryview, start: int) -> None:
+def write_at(descriptor: int, data: memoryview, start: int) -> None:
     while data:
         num_written = os.pwrite(descriptor, data, start)
         data, start = data[num_written:], start + num_written

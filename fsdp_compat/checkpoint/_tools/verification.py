@@ -13,7 +13,7 @@ import torch
 
 from ..._layout.box import Box
 from ...errors import CheckpointError, UsageError
-from .._blocks import FileFacts, ReadRequest, check, nbytes_to_check
+from .._blocks import FileFacts
 from .._manifest import MANIFEST
 from .._texts import brief, joined
 from .archive import Archive, NotRead, Piece, StoredTensor, coverage_problem
@@ -170,7 +170,8 @@ class _Verifier:
     ) -> None:
         self._archive, self._values, self._finite = archive, values, finite
         self._memory, self._workers = memory, workers
-        self._files = Files(compares_records=False)
+        self._files = Files(compares_records=False)  # every block and record is compared once
+        self._checked = Files(archive.checksums)
 
     def run(self, progress: bool) -> Verification:
         archive = self._archive
@@ -197,7 +198,7 @@ class _Verifier:
                 return self._look_at(where, what, unusable, tick)
             try:
                 if isinstance(what, FileFacts):
-                    check(where, what, [_whole_file(what)], tick)
+                    self._checked.check_blocks(where, range(len(what.checksums)), tick)
                 else:
                     self._files.compare(where, what, tick)
             except (CheckpointError, OSError) as error:
@@ -240,8 +241,6 @@ class _Verifier:
 
     def _nbytes_to_read(self, item: tuple[Any, Any]) -> int:
         what = item[1]
-        if isinstance(what, FileFacts):
-            return nbytes_to_check(what, [_whole_file(what)])
         if not isinstance(what, StoredTensor):
             return int(what.nbytes)
         copies = sum(piece.nbytes(what.dtype) for piece in what.copies)
@@ -345,11 +344,6 @@ class _Verifier:
 
 def _by(piece: Piece) -> str:
     return "in a copy" if piece.holder is None else f"in the copy of rank {piece.holder}"
-
-
-def _whole_file(facts: FileFacts) -> ReadRequest:
-    """Return a request for all bytes of a file; its target takes no memory."""
-    return ReadRequest(0, torch.empty(1, dtype=torch.uint8).expand(facts.nbytes))
 
 
 def _line(error: Exception) -> str:

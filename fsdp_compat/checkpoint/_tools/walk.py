@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,6 +26,17 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str = "") 
         return value
     items = (map_leaves(item, function, f"{prefix}{at}") for at, item in enumerate(value))
     return kind(item for item in items if item is not LEFT_OUT)
+
+
+def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Like ``map_leaves``, inside deques as well, and without paths."""
+
+    def inside(leaf: Any, _: str) -> Any:
+        if isinstance(leaf, deque):
+            return deque(map_leaves([*leaf], inside), leaf.maxlen)
+        return function(leaf)
+
+    return map_leaves(value, inside)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

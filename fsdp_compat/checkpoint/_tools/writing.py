@@ -1,15 +1,22 @@
-"""What the writers of all formats share: their options, and the values in the order in which files
-hold them."""
+"""What the writers of all formats share: their options, values in the order in which files hold
+them, and safetensors files that are written from start to end with checksums."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
-from .archive import StoredTensor
-from .reading import SLAB_NBYTES, Files, slabs
+from ..._comm.host_memory import memory_of
+from ..._layout.box import cut_into_boxes
+from ..._layout.spec import Interval
+from .. import _blocks as blocks
+from .._blocks import BlockWriter, FileFacts, Tick
+from .._header import encode_header
+from .archive import StoredTensor, moved
+from .reading import AT_ONCE_NBYTES, SLAB_NBYTES, Files, boxes_of, read_box, slabs
 
 
 def _nothing(nbytes: int) -> None:
@@ -47,3 +54,91 @@ def slabs_to_write(
         values = values.to(dtype)
         yield first, values
         options.tick(values.nbytes)
+
+
+# -- files that are written from start to end
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """Row-major elements of a stored tensor, which are read when they are written."""
+
+    tensor: StoredTensor
+    part: Interval
+    files: Files
+    at_once_nbytes: int = AT_ONCE_NBYTES
+
+    def numel(self) -> int:
+        return self.part.numel
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield the elements in the dtype to write, each time in memory of its own: a writer's
+        second thread still reads it."""
+        tensor, dtype = self.tensor, dtype_to_write(self.tensor)
+        most = max(min(self.at_once_nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize, 1)
+        for box in cut_into_boxes(tensor.shape, self.part):
+            for inner in boxes_of(box.sizes, most):
+                values = read_box(tensor, moved(inner, box.offsets), self.files)
+                yield values.to(dtype).contiguous()
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePart:
+    """Consecutive elements of a tensor in a file."""
+
+    start: int  # the first element
+    values: torch.Tensor | Elements  # 1-D
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Yield the values in contiguous memory of the CPU."""
+        values = self.values
+        if isinstance(values, Elements):
+            yield from values.chunks()
+        elif values.device.type == "cpu":
+            yield values.contiguous()
+        else:
+            for some in values.split(max(blocks.BLOCK_NBYTES // values.dtype.itemsize, 1)):
+                yield some.cpu()
+
+
+@dataclasses.dataclass
+class FileTensor:
+    """One tensor of a file: ``parts``, zeros between them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[FilePart]
+
+
+def write_file(
+    path: Path, tensors: Sequence[FileTensor], metadata: Mapping[str, str], tick: Tick
+) -> FileFacts:
+    """Write a new safetensors file, durably, in one go. tick: called with bytes of tensors."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    header, infos = encode_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], metadata
+    )
+    writer = BlockWriter(path, _nothing)
+    try:
+        writer.write(memoryview(header))
+        writer.tick = tick
+        for info in infos:
+            position, size = 0, info.dtype.itemsize
+            for part in sorted(by_name[info.name].parts, key=lambda part: part.start):
+                _write_zeros(writer, (part.start - position) * size)
+                for values in part.chunks():
+                    writer.write(memory_of(values))
+                position = part.start + part.values.numel()
+            _write_zeros(writer, (info.numel - position) * size)
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+def _write_zeros(writer: BlockWriter, nbytes: int) -> None:
+    for start in range(0, nbytes, len(_ZEROS)):
+        writer.write(_ZEROS[: min(len(_ZEROS), nbytes - start)])

@@ -1,0 +1,299 @@
+"""A checkpoint of any format, as a rank loads it: under the names of the model, with the reads that
+are planned so far."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._layout.box import Box
+from ..errors import CheckpointError
+from ._blocks import changed_meanwhile, damaged
+from ._held_parts import HeldPart
+from ._manifest import MANIFEST, file_name, read_manifest
+from ._progress import progress_bar
+from ._ranks import Ranks
+from ._rename import Rename, renamed
+from ._tools.archive import Archive, Checksum, Piece, Span, StoredTensor, whole
+from ._tools.native_reading import EXTRA, EXTRA_STATE, NativeCheckpoint
+from ._tools.opening import open_archive
+from ._tools.optimizer_tree import named_optimizer
+from ._tools.reading import Files, Read, read, reads_of
+from ._tools.shapes import Shapes
+from ._tools.tree import without_ddp
+from ._tools.walk import map_values
+
+
+class Source:
+    """What a checkpoint holds, by the names of the model, and what this rank reads of it.
+
+    Reads are collected first; ``check`` then verifies their checksums, and ``read`` copies them to
+    their targets.
+    """
+
+    def __init__(self, archive: Archive, rename: Rename | None, call: str) -> None:
+        self.archive, self.path = archive, archive.path
+        self.files = Files(archive.checksums, compares_records=False)
+        self.reads: list[Read] = []
+        names = [*archive.tensors, *archive.aliases, *self._extra_state()]
+        states = [*archive.states, *self._state_names()]
+        # Names of the model: those of the archive.
+        self._names = {new: old for old, new in renamed(names, rename, call).items()}
+        self._states = {new: old for old, new in renamed(states, rename, call).items()}
+
+    def _state_names(self) -> Iterable[str]:
+        groups = self.archive.param_groups or ()
+        return (name for group in groups for name in group["params"])
+
+    # -- what there is
+
+    @property
+    def names(self) -> KeysView[str]:
+        """The names of the model's tensors and extra state."""
+        return self._names.keys()
+
+    @property
+    def identity(self) -> str:
+        """The same on all ranks that load the same checkpoint."""
+        facts = [
+            (name, str(tensor.dtype), tensor.shape, _where(tensor.pieces))
+            for name, tensor in self.archive.tensors.items()
+        ]
+        content = repr((self.archive.kind, self.archive.step, facts))
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def value(self, name: str) -> Any:
+        """Return what the checkpoint has under a name of the model: a StoredTensor, or the extra
+        state of a module."""
+        name = self._names[name]
+        name = self.archive.aliases.get(name, name)
+        tensor = self.archive.tensors.get(name)
+        return self._extra_state()[name] if tensor is None else tensor
+
+    def _extra_state(self) -> dict[str, Any]:
+        found = self.archive.extra.get(EXTRA_STATE)
+        if isinstance(found, dict):
+            return found
+        inside = [value for value in self.archive.extra.values() if isinstance(value, dict)]
+        return {
+            key: value
+            for some in (self.archive.extra, *inside)
+            for key, value in some.items()
+            if isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+        }
+
+    def param_groups(self) -> list[dict[str, Any]] | None:
+        """Return the groups of the optimizer, with the parameters under the names of the model,
+        and settings in objects of their own; None without an optimizer."""
+        if self.archive.param_groups is None:
+            return None
+        names = {old: new for new, old in self._states.items()}
+        return [
+            {
+                **{key: self._now(value) for key, value in group.items() if key != "param_names"},
+                "params": [names[name] for name in group["params"] if name in names],
+            }
+            for group in self.archive.param_groups
+        ]
+
+    def _now(self, value: Any) -> Any:
+        """Return a small value with its tensors read."""
+        return map_values(
+            value,
+            lambda leaf: read(leaf, self.files) if isinstance(leaf, StoredTensor) else leaf,
+        )
+
+    def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
+        """Name the parameters of an optimizer that the checkpoint numbers. names: of those of the
+        optimizer to load into, group by group: like torch's ``Optimizer.load_state_dict``, it gets
+        the states in its order. Raises CheckpointError."""
+        archive = self.archive
+        groups = archive.param_groups or []
+        sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
+        shapes = {name: tensor.shape for name, tensor in archive.tensors.items()}
+        shapes |= {alias: shapes[name] for alias, name in archive.aliases.items()}
+        known = {new: shapes.get(old) for new, old in self._names.items()}
+        try:
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"groups of {sizes[0]} parameters for groups of {sizes[1]}")
+            flat = [name for group in names for name in group]
+            archive.states, archive.param_groups = named_optimizer(
+                archive.states,
+                groups,
+                flat,
+                {n: shape for n, shape in known.items() if shape is not None},
+            )
+        except ValueError as error:
+            raise CheckpointError.of(
+                "The optimizer state is numbered, and does not fit the optimizer.",
+                expected="an optimizer with the same parameters in the same groups and order",
+                got=str(error),
+                where=str(self.path),
+                fix="build the optimizer as it was when it was saved, or pass optimizer=None",
+            ) from error
+        self._states = {name: name for name in [*archive.states, *self._state_names()]}
+        archive.is_by_number = False
+
+    def state_of(self, held: HeldPart) -> dict[Any, Any]:
+        """Return the optimizer state of this rank's part of a parameter, by key."""
+        name = next((self._states[name] for name in held.names if name in self._states), None)
+        return {} if name is None else self.archive.states.get(name, {})
+
+    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
+        """Return the states that fit only this rank's part of a parameter."""
+        return {}
+
+    def extra(self, ranks: Ranks) -> Any:
+        """Return everything that is neither model nor optimizer: None if there is nothing."""
+        values = {key: value for key, value in self.archive.extra.items() if key != EXTRA_STATE}
+        return values.get(EXTRA) if values.keys() == {EXTRA} else values or None
+
+    def left_out(self) -> list[str]:
+        """Return what was not saved, according to what was read so far."""
+        return []
+
+    # -- what is read
+
+    def plan(
+        self, tensor: StoredTensor, held: HeldPart, through: torch.dtype | None = None
+    ) -> None:
+        """Read a part of a tensor to its place."""
+        self.plan_boxes(tensor, held.boxes(), through)
+
+    def plan_boxes(
+        self,
+        tensor: StoredTensor,
+        boxes: Iterable[tuple[Box, torch.Tensor]],
+        through: torch.dtype | None = None,
+    ) -> None:
+        for box, target in boxes:
+            self.reads += reads_of(tensor, box, target, through)
+
+    def plan_zeros(self, target: torch.Tensor) -> None:
+        self.reads.append(Read(torch.zeros((), dtype=target.dtype), target.dtype, target))
+
+    def planned(self, value: Any) -> Any:
+        """Return a value with memory in the place of stored tensors, to which they will be read."""
+        return map_values(value, self._target)
+
+    def _target(self, leaf: Any) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        target = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self.reads += reads_of(leaf, whole(leaf.shape), target)
+        return target.numpy() if leaf.is_array else target
+
+    def check(self, ranks: Ranks, shown: bool) -> None:
+        """Compare the checksums of all blocks that the reads need. The records of zip archives are
+        compared by one rank each."""
+        records = self._records()[ranks.number :: ranks.count]
+        total = self.files.nbytes_to_check(self.reads) + sum(each.nbytes for _, each in records)
+        if not total:
+            return
+        with progress_bar(shown, f"check {self._title}", total) as tick:
+            self.files.check(self.reads, tick)
+            for path, checksum in records:
+                self.files.compare(path, checksum, tick)
+
+    def _records(self) -> list[tuple[Path, Checksum]]:
+        """Return the records of all tensors, in the same order on all ranks."""
+        pieces = (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
+        found: dict[tuple[Path, Checksum], None] = {}
+        for piece in pieces:
+            if isinstance(piece.source, Span) and piece.source.checksum is not None:
+                found[piece.source.path, piece.source.checksum] = None
+        return sorted(found, key=lambda each: (each[1].nbytes, each[0], each[1].start))
+
+    def read(self, shown: bool) -> None:
+        """Read everything to its place. Raises CheckpointError if the files are no longer what
+        ``check`` saw."""
+        total = sum(each.target.numel() * each.dtype.itemsize for each in self.reads)
+        with progress_bar(shown, f"load {self._title}", total) as tick, self.files:
+            try:
+                self.files.read(self.reads, tick, anew=True)
+            except CheckpointError as error:
+                raise changed_meanwhile(error, self.path) from error
+        self.reads.clear()
+
+    @property
+    def _title(self) -> str:
+        return "weights" if self.archive.step is None else f"step {self.archive.step}"
+
+
+def _where(pieces: Iterable[Piece]) -> tuple[str, int] | None:
+    first = next(iter(pieces), None)
+    source = None if first is None else first.source
+    return (source.path.name, source.start) if isinstance(source, Span) else None
+
+
+class NativeSource(Source):
+    """A native checkpoint. Of its files, a rank reads the heads of those that hold its own part."""
+
+    def __init__(self, path: Path, rename: Rename | None, call: str) -> None:
+        self._checkpoint = NativeCheckpoint(path)
+        self._taken: set[tuple[Path, int]] = set()  # tensors in values
+        super().__init__(self._checkpoint.outline(), rename, call)
+
+    @property
+    def identity(self) -> str:
+        return self._checkpoint.manifest.identity
+
+    def _state_names(self) -> Iterable[str]:
+        common = self._checkpoint.head(self._checkpoint.manifest.common)
+        return (*self._checkpoint.parameters, *common.other_states, *super()._state_names())
+
+    def state_of(self, held: HeldPart) -> dict[Any, Any]:
+        name = next((self._states[name] for name in held.names if name in self._states), None)
+        return {} if name is None else self._checkpoint.state_of(name, held.own_part())
+
+    def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
+        name = next((self._states[name] for name in held.names if name in self._states), None)
+        return {} if name is None else self._checkpoint.rank_local_states(name, held.own_part())
+
+    def extra(self, ranks: Ranks) -> Any:
+        manifest = self._checkpoint.manifest
+        number = ranks.number if len(manifest.files) == ranks.count else 0
+        return self._checkpoint.extra_of(manifest.common if manifest.shares_extra else number)
+
+    def left_out(self) -> list[str]:
+        return self._checkpoint.left_out()
+
+    def _records(self) -> list[tuple[Path, Checksum]]:
+        return []
+
+    def _target(self, leaf: Any) -> Any:
+        if isinstance(leaf, StoredTensor) and leaf.numel:  # a save refers to each tensor once
+            for piece in leaf.pieces:
+                if isinstance(source := piece.source, Span):
+                    if (source.path, source.start) in self._taken:
+                        what = f"a tensor of {leaf.name!r}"
+                        raise damaged(source.path, what, "a second reference to it")
+                    self._taken.add((source.path, source.start))
+        return super()._target(leaf)
+
+
+def open_source(
+    path: Path,
+    shapes: Callable[[], Shapes],
+    rename: Rename | None,
+    ignored: Collection[str],
+    call: str,
+) -> Source:
+    """Return the checkpoint at a path. shapes: of the model, for formats that do not hold them.
+    Raises CheckpointError, and UsageError for what ``rename`` returns."""
+    is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
+    holds_steps = path.is_dir() and any(path.glob(f"step-*/{MANIFEST}"))
+    if is_native or holds_steps or not path.exists():
+        read_manifest(path) if not is_native else None  # raises
+        return NativeSource(path, rename, call)
+    known = shapes()
+    archive = open_archive(path, known, ignored, keep_module=True)
+    source = Source(archive, rename, call)
+    if not source.names & known.entries.keys():
+        without_ddp(archive)
+        source = Source(archive, rename, call)
+    return source

@@ -1,0 +1,214 @@
+"""Loading a checkpoint of another format: what each rank reads, numbered optimizers, and what is
+refused on all ranks before anything changes. tests/checkpoint/test_corpus.py has the formats."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_compat
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType, checkpoint
+from fsdp_compat._layout.box import Box
+from fsdp_compat.checkpoint import LoadReport
+from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
+from fsdp_compat.checkpoint._tools.native_reading import NativeCheckpoint
+from fsdp_compat.checkpoint._tools.native_writing import write_native
+from fsdp_compat.checkpoint._tools.reading import Files
+from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.errors import CheckpointError
+from tests.support.ranks import run_ranks
+
+FACTS = ("expected:", "got:", "where:", "to do:")
+SIZE, LAYERS = 256, 6
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
+
+
+def trained(model: nn.Module, make: Callable[..., Any] = torch.optim.Adam) -> Any:
+    optimizer = make(model.parameters(), lr=0.5)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def sharded(front_end: str, model: nn.Module) -> nn.Module:
+    return fsdp_compat.fully_shard(model) if front_end == "rows" else FSDP(model)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in checkpoint.iter_full_state_dict(model)}
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        states = FSDP.optim_state_dict(model, optimizer)["state"]
+    for name, state in states.items():
+        found.update({f"{name}.{key}": torch.as_tensor(value) for key, value in state.items()})
+    return found
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        counts.append(preadv(descriptor, buffers, offset))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        yield counts
+
+
+def _bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {}
+    for front_end in ("flat", "rows"):
+        for name in ("weights", "whole.pt", "dcp"):
+            model = sharded(front_end, layers())
+            optimizer = trained(model)
+            own = [*model.parameters(), *(s for p in optimizer.state.values() for s in p.values())]
+            with counted_reads() as counts:
+                checkpoint.load(folder / name, model, None if name == "weights" else optimizer)
+            if name == "weights":
+                own = [*model.parameters()]
+            nbytes = sum(
+                (value.to_local() if hasattr(value, "to_local") else value).nbytes for value in own
+            )
+            found[f"{front_end}, {name}"] = sum(counts), nbytes
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_reads_its_own_part_and_its_share_of_the_records_with_checksums(
+    tmp_path: Path, ranks: int
+) -> None:
+    model = layers()
+    optimizer = trained(model)
+    names = [name for name, _ in model.named_parameters()]
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(states, tmp_path / "numbers.pt")
+    given = {"optimizer_names": names, "exclude": []}
+    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "whole.pt", **given)
+    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "dcp", to="dcp", **given)
+    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "weights", optimizer=False)
+    record = SIZE * SIZE * 4
+    total = 3 * LAYERS * record
+    for by_case in run_ranks(ranks, _bytes_read, tmp_path):
+        for case, (read, own) in by_case.items():
+            share = 0 if "weights" in case else total / ranks + record
+            assert read <= own + share + 4096, case
+            assert read >= own * 0.99, case
+
+
+def _numbered(folder: Path) -> None:
+    expected = {name: value + 0 for name, value in layers().state_dict().items()}
+    for front_end in ("flat", "rows"):
+        model = sharded(front_end, layers())
+        optimizer = trained(model, torch.optim.SGD)
+        extra = checkpoint.load(folder / "numbers.pt", model, optimizer)
+        assert extra == {"epoch": 3}
+        found = state_of(model, optimizer)
+        for number, name in enumerate(expected):
+            assert torch.all(found[f"{name}.exp_avg"] == 0.1 * (1.0 + number)), name
+        with pytest.raises(CheckpointError, match="is numbered, and does not fit") as raised:
+            checkpoint.load(folder / "fewer.pt", model, optimizer)
+        assert all(fact in str(raised.value) for fact in FACTS)
+
+
+def test_numbered_state_goes_to_the_parameters_in_the_order_of_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    model = layers()
+    optimizer = trained(model)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(states, tmp_path / "numbers.pt")
+    states["optimizer"]["param_groups"][0]["params"].pop()
+    del states["optimizer"]["state"][LAYERS - 1]
+    torch.save(states, tmp_path / "fewer.pt")
+    run_ranks(2, _numbered, tmp_path)
+
+
+def _without_the_first(name: str) -> str | None:
+    return {"0.weight": None, "more": "5.weight"}.get(name, name)
+
+
+def _refused(folder: Path) -> None:
+    for front_end in ("flat", "rows"):
+        model = sharded(front_end, layers())
+        optimizer = trained(model)
+        before = state_of(model, optimizer)
+        for name, text in {
+            "missing.pt": "missing: 5.weight",
+            "damaged.pt": "checksum",
+            "no optimizer.pt": "holds no optimizer state",
+            "shapes.pt": "has another shape than its parameter",
+            "code.pt": "refused",
+            "nothing": "no checkpoint at this path",
+        }.items():
+            with pytest.raises(CheckpointError) as raised:
+                checkpoint.load(folder / name, model, optimizer)
+            assert text in str(raised.value), name
+            assert all(fact in str(raised.value) for fact in FACTS), name
+            after = state_of(model, optimizer)
+            assert all(torch.equal(after[key], before[key]) for key in before), name
+        report = LoadReport()
+        checkpoint.load(folder / "missing.pt", model, optimizer, strict=False, report=report)
+        assert report.missing == ["5.weight"]
+        assert report.unexpected == ["more"]
+        with pytest.raises(CheckpointError, match=r"missing: 0\.weight"):
+            checkpoint.load(folder / "missing.pt", model, rename=_without_the_first)
+    dist.barrier()
+
+
+def test_what_does_not_fit_or_is_damaged_is_refused_on_all_ranks_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    model = layers()
+    optimizer = trained(model)
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    by_name = {
+        "state": {names[number]: entry for number, entry in state["state"].items()},
+        "param_groups": [{**state["param_groups"][0], "params": names}],
+    }
+    values = model.state_dict()
+    good = {"model": {name: value + 1 for name, value in values.items()}, "optimizer": by_name}
+    torch.save(good, tmp_path / "damaged.pt")
+    content = bytearray((tmp_path / "damaged.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(content)
+    fewer = {**good["model"], "more": torch.ones(SIZE, SIZE)}
+    del fewer["5.weight"]
+    torch.save({**good, "model": fewer}, tmp_path / "missing.pt")
+    torch.save(good["model"], tmp_path / "no optimizer.pt")
+    torch.save({**good, "function": os.getcwd}, tmp_path / "code.pt")
+    odd = {**by_name["state"], "0.weight": {"row": torch.ones(SIZE)}}
+    torch.save({**good, "optimizer": {**by_name, "state": odd}}, tmp_path / "shapes.pt")
+    run_ranks(2, _refused, tmp_path)
+
+
+def test_a_part_of_a_tensor_of_very_many_ranks_asks_for_few_pieces_and_heads(
+    tmp_path: Path,
+) -> None:
+    tensors = {f"{n}.weight": of_memory(f"{n}.weight", torch.ones(1000, 3)) for n in range(20)}
+    with Files() as files:
+        archive = Archive(tmp_path, "by hand", tensors)
+        write_native(archive, tmp_path / "native", WriteOptions(500), files)
+    found = NativeCheckpoint(tmp_path / "native")
+    stored = found.outline().tensors["7.weight"]
+    pieces = list(stored.pieces_in(Box((500, 0), (2, 3))))
+    assert sum(piece.box.numel for piece in pieces) == 6
+    assert len(pieces) <= 4
+    assert len(found._heads) <= 4
