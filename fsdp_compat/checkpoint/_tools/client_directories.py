@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .._texts import brief, parse_json, read_text, size, text_in
+from .._texts import brief, found_in, parse_json, read_text, size, text_in
 from .archive import Archive
 from .dcp_reading import damaged, is_dcp, read_dcp, tree_of
 from .paths import member, require_inside
@@ -108,9 +108,7 @@ def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> 
     try:
         return read_torch_file(path, ignored=ignored)
     except CheckpointError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        got = next((line for line in lines if line.startswith("got:")), lines[0])
-        left_out.append(f"{path.name}: {got.removeprefix('got:').strip()}"[:400])
+        left_out.append(f"{path.name}: {found_in(error)}")
         return {}
 
 
@@ -214,6 +212,7 @@ def _combined(path: Path, kind: str, opened: dict[tuple[str, int], Archive]) -> 
 
 
 def _merge(archive: Archive, part: Archive, prefix: str, index: int) -> None:
+    """Enter one model and its optimizer, under names with a prefix."""
     for name, tensor in part.tensors.items():
         archive.tensors[prefix + name] = dataclasses.replace(tensor, name=prefix + name)
     archive.aliases |= {prefix + alias: prefix + name for alias, name in part.aliases.items()}

@@ -19,7 +19,7 @@ import torch
 from ..._layout.box import Box
 from ...errors import CheckpointError
 from .._header import TensorInfo, is_quantized, read_header
-from .._texts import brief, open_file, parse_json, read_text, shape_in, size, text_in
+from .._texts import brief, found_in, open_file, parse_json, read_text, shape_in, size, text_in
 from .archive import Archive, Piece, StoredTensor, coverage_problem, whole
 from .paths import member
 from .pickles import Record
@@ -218,8 +218,7 @@ class _Directory:
                 return records_at(path, place.start, place.nbytes)
             return load(content, path)
         except CheckpointError as error:
-            got = next((line for line in str(error).splitlines() if "got:" in line), str(error))
-            left_out.append(f"{entry.name}: {got.partition('got:')[2].strip() or got}"[:400])
+            left_out.append(f"{entry.name}: {found_in(error)}")
             return LEFT_OUT
 
     def _piece(self, entry: _Entry, box: Box, place: _Place) -> Piece:
