@@ -21,6 +21,7 @@ from fsdp_compat._front_ends.fully_shard.module import (
     get_cls_to_fsdp_cls,
     share_comm_ctx,
 )
+from fsdp_compat._torch_patches import undo_torch_patches
 from fsdp_compat.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -89,5 +90,6 @@ __all__ = [
     "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "undo_torch_patches",
     "uninstall",
 ]

@@ -66,6 +66,10 @@ class AssertedStateError(StateError, AssertionError):
     """A call at the wrong moment; torch raises AssertionError."""
 
 
+class NotImplementedStateError(StateError, NotImplementedError):
+    """A call at the wrong moment; torch raises NotImplementedError."""
+
+
 class ValueCheckpointError(CheckpointError, ValueError):
     """An invalid state dict; torch raises ValueError."""
 
@@ -149,6 +153,14 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
     except ValueError:
         pass
     return True
+
+
+def function_or_none(name: str, given: Any, argument: str, where: str) -> Any:
+    """Return ``given``, a function of one ``argument``, or None. Raises UsageError for anything
+    else."""
+    if given is None or (callable(given) and takes(given, 1)):
+        return given
+    raise wrong_type(name, f"a function that takes {argument}, or None", given, where)
 
 
 def truth(name: str, flag: Any, where: str) -> bool:

@@ -19,10 +19,9 @@ from ._engine.forward_methods import run_as_forward
 from ._engine.runtime import Runtime, runtime_of
 from ._engine.state_store import FLAT_PARAM
 from ._engine.unit import Unit
-from ._front_ends.flat import client_attributes as attributes
-from ._front_ends.flat import clipping, comm_hook, construction, conversion, copying, summon
-from ._front_ends.flat.flat_unit import FlatUnit, require_root
-from ._front_ends.flat.settings import Arguments, Settings
+from ._front_ends.flat import calls, construction, conversion, copying
+from ._front_ends.flat.client_attributes import ClientAttributes
+from ._front_ends.flat.flat_unit import require_root
 from ._front_ends.fully_shard.fully_shard import register_forward_method
 from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_loading, model_state
@@ -31,13 +30,7 @@ from ._state import optim_legacy as legacy
 from ._state.optim_legacy import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_parameter import FlatParameter
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    as_ours,
-)
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .errors import (
     UsageError,
     ValueStateError,
@@ -57,7 +50,7 @@ __all__ = [
 ]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ClientAttributes):
     """Shard a module's parameters, gradients and optimizer state across the ranks of a process
     group.
 
@@ -123,7 +116,6 @@ class FullyShardedDataParallel(nn.Module):
     """
 
     _fsdp_wrapped_module: nn.Module
-    _fsdp_model_unit: FlatUnit
     # Methods of the wrapped module that run like forward, see register_fsdp_forward_method.
     _forward_methods: dict[str, bool | None]
 
@@ -151,28 +143,13 @@ class FullyShardedDataParallel(nn.Module):
         allow_unused_units: bool = False,
         keep_units_below: int = 0,
     ) -> None:
+        kwargs = {
+            name: value
+            for name, value in dict(locals()).items()
+            if name not in ("self", "module", "auto_wrap_policy", "__class__")
+        }
         super().__init__()
-        arguments = Arguments(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=as_ours(mixed_precision, MixedPrecision, "mixed_precision"),
-            ignored_modules=None
-            if ignored_modules is None
-            else construction.listed(ignored_modules),
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=None if ignored_states is None else construction.listed(ignored_states),
-            device_mesh=device_mesh,
-            allow_unused_units=allow_unused_units,
-            keep_units_below=keep_units_below,
-        )
-        plan = construction.plan(module, auto_wrap_policy, arguments)
+        plan = construction.plan(module, auto_wrap_policy, kwargs)
         construction.apply(plan, self._emptied(), self._new)
         _torch_patches.patch_torch(self)
 
@@ -193,10 +170,6 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_model_unit.unit
 
     @property
-    def _settings(self) -> Settings:
-        return self._fsdp_model_unit.settings
-
-    @property
     def _runtime(self) -> Runtime:
         return self._fsdp_model_unit.runtime
 
@@ -206,38 +179,6 @@ class FullyShardedDataParallel(nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self._fsdp_wrapped_module
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device on which forward and backward run."""
-        return self._settings.device
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """The ``mixed_precision`` argument."""
-        return self._settings.mixed_precision
-
-    # Further attributes of torch's class that client libraries read:
-    # _front_ends/flat/client_attributes.py.
-    sharding_strategy = property(attributes.sharding_strategy)
-    process_group = property(attributes.process_group)
-    rank = property(attributes.rank)
-    world_size = property(attributes.world_size)
-    cpu_offload = property(attributes.cpu_offload)
-    backward_prefetch = property(attributes.backward_prefetch)
-    forward_prefetch = property(attributes.forward_prefetch)
-    limit_all_gathers = property(attributes.limit_all_gathers)
-    params = property(attributes.params)
-    training_state = property(attributes.training_state)
-    _has_params = property(attributes.has_params)
-    _is_root = property(attributes.is_root, attributes.ignore)
-    _flat_param = property(attributes.flat_param)
-    _handle = property(attributes.handle)
-    _all_handles = property(attributes.all_handles)
-    _state_dict_type = property(attributes.state_dict_type)
-    _exec_order_data = property(attributes.exec_order_data)
-    _lazy_init = staticmethod(attributes.lazy_init)
-    _root_pre_forward = staticmethod(attributes.root_pre_forward)
 
     def __getattr__(self, name: str) -> Any:
         """Fall back to the attributes of the wrapped module."""
@@ -434,7 +375,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Call it once, on the root, on all ranks, before the first backward.
         """
-        comm_hook.register(self._fsdp_model_unit, state, hook)
+        calls.register_comm_hook(self._fsdp_model_unit, state, hook)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
@@ -444,9 +385,9 @@ class FullyShardedDataParallel(nn.Module):
 
         Collective: all ranks, on the root. One all-reduce per shard axis.
         """
-        return clipping.clip_grad_norm(self, max_norm, norm_type)
+        return calls.clip_grad_norm(self, max_norm, norm_type)
 
-    summon_full_params = staticmethod(summon.summon_full_params)
+    summon_full_params = staticmethod(calls.summon_full_params)
 
 
 def register_fsdp_forward_method(

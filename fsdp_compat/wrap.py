@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_compat.errors import StateError, UsageError, truth, unusable
+from fsdp_compat.errors import NotImplementedStateError, UsageError, truth, unusable
 
 __all__ = [
     "CustomPolicy",
@@ -239,10 +239,6 @@ def _or_policy(
     )
 
 
-class _NestedEnableWrapError(StateError, NotImplementedError):
-    """`enable_wrap` inside `enable_wrap`; torch's type for it is NotImplementedError."""
-
-
 # Wrapper and keyword arguments of the open `enable_wrap` block, if any.
 _enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
     "enable_wrap", default=None
@@ -271,7 +267,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         )
     outer = _enabled.get()
     if outer is not None:
-        raise _NestedEnableWrapError.of(
+        raise NotImplementedStateError.of(
             "enable_wrap blocks cannot be nested.",
             expected="no enable_wrap block around this one",
             got=f"a block with wrapper_cls={outer[0]!r}",

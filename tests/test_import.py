@@ -79,7 +79,7 @@ torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 for _ in range(2):
     fsdp_compat.FullyShardedDataParallel(torch.nn.Linear(2, 2))
     found.append(changed(before, looks()))
-    fsdp_compat._torch_patches.undo()
+    fsdp_compat.undo_torch_patches()
     found.append(changed(before, looks()))
 print(json.dumps(found))
 """

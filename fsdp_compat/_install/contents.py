@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from .._front_ends.flat import client_attributes
+from .._front_ends.flat.flat_param_handle import FlatParamHandle
 from .._front_ends.fully_shard import api as fully_shard_api
 from .._front_ends.fully_shard.fully_shard import fully_shard
 from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
@@ -98,7 +99,7 @@ def contents() -> dict[str, dict[str, Any]]:
         },
         "_flat_param": {
             **flat,
-            "FlatParamHandle": client_attributes.FlatParamHandle,
+            "FlatParamHandle": FlatParamHandle,
             "HandleShardingStrategy": strategy,
             "_FLAT_PARAM": front_end.FLAT_PARAM,
         },

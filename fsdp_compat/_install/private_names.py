@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .._engine.dtypes import map_tensors
-from .._front_ends.flat.client_attributes import FlatParamHandle, handle
+from .._front_ends.flat.flat_param_handle import FlatParamHandle, handle_of
+from .._front_ends.flat.flat_param_handle import handles_of as handles_of_unit
+from .._front_ends.flat.flat_unit import flat_unit_of, flat_units_in
 from .._state.units import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
 from ..errors import StateError
@@ -56,16 +58,15 @@ def states_with_modules(
 
 
 def module_handle(state: FullyShardedDataParallel, module: nn.Module) -> FlatParamHandle | None:
-    return handle(module)
+    return handle_of(flat_unit_of(module))
 
 
 def has_params(state: FullyShardedDataParallel, module: nn.Module) -> bool:
-    return state._has_params
+    return bool(flat_unit_of(state).unit.groups)
 
 
 def handles_of(module: nn.Module) -> list[FlatParamHandle]:
-    wrappers = FullyShardedDataParallel.fsdp_modules(module)
-    return [found for each in wrappers for found in each._all_handles if each._is_root]
+    return [found for unit in flat_units_in(module) for found in handles_of_unit(unit)]
 
 
 def finish_backward(state: nn.Module, module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from .._engine import rendezvous
 from .._engine.grad_norm import dtype_of_norm, norm_of, packed
 from .._engine.group import Group
 from .._engine.runtime import live_runtimes
-from .._front_ends.flat.clipping import checked_norm_type
+from .._front_ends.flat.calls import checked_norm_type
 
 _undo: Callable[[], None] | None = None
 

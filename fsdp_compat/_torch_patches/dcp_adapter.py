@@ -23,13 +23,10 @@ from torch import nn
 from .._front_ends.flat.flat_unit import is_wrapper
 from .dcp_options import mixed, unknown_argument
 from .dcp_state_dict import FUNCTIONS
-from .on_import import cancel, on_import
+from .on_import import Undo, cancel, on_import
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _ROUTE = "_fsdp_compat_route"  # the keyword whose default tells replaced code what to call
-
-
-_undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
@@ -40,22 +37,22 @@ def patch() -> None:
 def undo() -> None:
     """Restore torch's functions."""
     cancel(_MODULE)
-    while _undo:
-        _undo.pop()()
 
 
-def _route_all(module: types.ModuleType) -> None:
+def _route_all(module: types.ModuleType) -> list[Undo]:
+    undo = []
     for name, ours in FUNCTIONS.items():
         function = getattr(module, name, None)  # None if a later torch removes it
         if isinstance(function, types.FunctionType) and _ROUTE not in (
             function.__kwdefaults__ or {}
         ):
-            _replace(module, function, ours)
+            undo.append(_replace(module, function, ours))
+    return undo
 
 
 def _replace(
     module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]
-) -> None:
+) -> Undo:
     """Make ``function(...)`` call ``ours`` for our models, under any name it was imported as."""
     original = types.FunctionType(
         function.__code__,
@@ -72,15 +69,14 @@ def _replace(
         functools.update_wrapper(routed, function)
         routed.__kwdefaults__ = {_ROUTE: route}
         setattr(module, function.__name__, routed)
-        _undo.append(functools.partial(setattr, module, function.__name__, function))
-        return
+        return functools.partial(setattr, module, function.__name__, function)
     function.__signature__ = signature  # type: ignore[attr-defined]
-    _undo.append(functools.partial(_restore, function, original))
     function.__code__, function.__defaults__, function.__kwdefaults__ = (
         _routed.__code__,
         None,
         {_ROUTE: route},
     )
+    return functools.partial(_restore, function, original)
 
 
 def _restore(function: types.FunctionType, original: types.FunctionType) -> None:

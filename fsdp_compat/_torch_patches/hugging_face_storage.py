@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from .._engine import hooks
 from ..errors import CheckpointError
-from .on_import import cancel, on_import
+from .on_import import Undo, cancel, on_import
 
 if typing.TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -29,9 +29,7 @@ if typing.TYPE_CHECKING:
 # by k times this.
 _FILES_OF_FIRST_PIECES = 100_000
 
-
 _MODULE = "torch.distributed.checkpoint.hf_storage"
-_undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
@@ -42,14 +40,14 @@ def patch() -> None:
 def undo() -> None:
     """Restore the methods of the class."""
     cancel(_MODULE)
-    while _undo:
-        _undo.pop()()
 
 
-def _replace(module: types.ModuleType) -> None:
+def _replace(module: types.ModuleType) -> list[Undo]:
     writer = module.HuggingFaceStorageWriter
-    for name, ours in (("prepare_global_plan", _prepare_global_plan), ("write_data", _write_data)):
-        _undo.append(hooks.around_method(writer, name, ours))
+    return [
+        hooks.around_method(writer, "prepare_global_plan", _prepare_global_plan),
+        hooks.around_method(writer, "write_data", _write_data),
+    ]
 
 
 def _prepare_global_plan(

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._state.sharded_values import LocalPart
-from .on_import import cancel, on_import
+from .on_import import Undo, cancel, on_import
 
 _MODULE = "torch.distributed.checkpoint.default_planner"
 _PLANS = ("create_default_local_load_plan", "create_default_local_save_plan")
-_before: dict[str, tuple[types.ModuleType, Callable[..., Any]]] = {}
 
 
 def patch() -> None:
@@ -26,15 +25,13 @@ def patch() -> None:
 def undo() -> None:
     """Restore the functions."""
     cancel(_MODULE)
-    while _before:
-        name, (module, theirs) = _before.popitem()
-        setattr(module, name, theirs)
 
 
-def _replace(module: types.ModuleType) -> None:
+def _replace(module: types.ModuleType) -> list[Undo]:
+    undo = [functools.partial(setattr, module, name, vars(module)[name]) for name in _PLANS]
     for name in _PLANS:
-        _before[name] = module, vars(module)[name]
         setattr(module, name, _without_parts(vars(module)[name]))
+    return [*undo]
 
 
 def _without_parts(theirs: Callable[..., Any]) -> Callable[..., Any]:

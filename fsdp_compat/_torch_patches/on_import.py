@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.abc
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 
-Change = Callable[[types.ModuleType], None]
+Undo = Callable[[], None]
+Change = Callable[[types.ModuleType], Iterable[Undo] | None]  # returns how to revert what it did
 
 
 def on_import(name: str, change: Change) -> None:
@@ -16,18 +17,19 @@ def on_import(name: str, change: Change) -> None:
     it is already imported. A second call for the same name does nothing."""
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _Finder(name, change))
+    finder = _Finder(name, change)
+    sys.meta_path.insert(0, finder)
     if (module := sys.modules.get(name)) is not None:
-        change(module)
+        finder.change(module)
 
 
 def cancel(name: str) -> None:
-    """Undo ``on_import``. Changes already made to the module stay."""
-    sys.meta_path[:] = [
-        finder
-        for finder in sys.meta_path
-        if not (isinstance(finder, _Finder) and finder.name == name)
-    ]
+    """Undo ``on_import``, and revert the changes that said how."""
+    for finder in list(sys.meta_path):
+        if isinstance(finder, _Finder) and finder.name == name:
+            sys.meta_path.remove(finder)
+            while finder.undo:
+                finder.undo.pop()()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -35,6 +37,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, change: Change) -> None:
         self.name, self._change = name, change
+        self.undo: list[Undo] = []
+
+    def change(self, module: types.ModuleType) -> None:
+        self.undo += self._change(module) or ()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -45,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._change)
+                    spec.loader = _Loader(spec.loader, self.change)
                 return spec
         return None
 
@@ -53,7 +59,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """Runs another loader, then the change."""
 
-    def __init__(self, inner: importlib.abc.Loader, change: Change) -> None:
+    def __init__(
+        self, inner: importlib.abc.Loader, change: Callable[[types.ModuleType], None]
+    ) -> None:
         self._inner, self._change = inner, change
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from fsdp_compat import wrap as our_wrap
-from fsdp_compat._front_ends.flat.wrap_plan import plan_wrapping
+from fsdp_compat._front_ends.flat.construction import plan_wrapping
 from fsdp_compat.api import MixedPrecision
 from fsdp_compat.errors import FsdpCompatError, StateError, UsageError
 from tests.support.sampling import at_most

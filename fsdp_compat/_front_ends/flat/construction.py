@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ... import _torch_private
 from ..._engine import agreement, hooks
@@ -21,7 +22,16 @@ from ..._engine.state_store import flat_param_name
 from ..._state.units import FSDP_WRAPPED_MODULE, attribute_order_of
 from ..._stores.flat_parameter import FlatParameter
 from ..._stores.flat_store import FlatStore
-from ...wrap import places_of
+from ...api import MixedPrecision, as_ours
+from ...errors import UsageError
+from ...wrap import (
+    as_set_of_classes,
+    checked_choice,
+    checked_function,
+    children_first,
+    modules_chosen_by,
+    places_of,
+)
 from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .refusals import (
     refuse_ignored_units,
@@ -30,9 +40,7 @@ from .refusals import (
     refuse_optimizers_in_backward,
     refuse_parts_of_a_model,
 )
-from .resolve import resolve
-from .settings import Arguments, Settings
-from .wrap_plan import plan_wrapping
+from .settings import Settings, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +57,25 @@ class Plan:
     places: Mapping[nn.Module, Sequence[tuple[nn.Module, str]]]  # (parent, name) of each unit
 
 
-def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
+def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     """Decide which units to make in ``module``, and which parameters each of them owns.
+
+    kwargs: the constructor's keyword arguments except the policy, which may change them for single
+    units.
 
     Collective only if a hybrid strategy makes its process groups. Raises UsageError if anything
     cannot be wrapped.
     """
     refuse_module(module)
-    refuse_ignored_units(arguments.ignored_modules)
-    refuse_ignored_units(arguments.ignored_states)
-    settings = resolve(module, arguments)
+    kwargs = {
+        **kwargs,
+        "mixed_precision": as_ours(kwargs["mixed_precision"], MixedPrecision, "mixed_precision"),
+        "ignored_modules": _listed(kwargs["ignored_modules"]),
+        "ignored_states": _listed(kwargs["ignored_states"]),
+    }
+    refuse_ignored_units(kwargs["ignored_modules"])
+    refuse_ignored_units(kwargs["ignored_states"])
+    settings = resolve(module, kwargs)
     wrappers = [child for child in module.modules() if is_wrapper(child)]
     closed = {*wrappers, *settings.ignored_modules}
     refuse_managed(module, closed, settings.ignored_parameters)
@@ -77,10 +94,10 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
                 *(below for child in wrappers for below in child.modules()),
             },
             settings.ignored_parameters,
-            {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
+            kwargs,
             is_wrapped=is_wrapper,
         )
-    units = {c: _settings_of(c, kwargs, arguments, settings) for c, kwargs in chosen.items()}
+    units = {unit: _settings_of(unit, own, kwargs, settings) for unit, own in chosen.items()}
     units[module] = settings
     casts = settings.mixed_precision.param_dtype is not None
     taken = {below for child in closed for below in child.modules()}
@@ -241,19 +258,27 @@ def _modules_to_cast(
 
 
 def _settings_of(
-    module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings
+    module: nn.Module, own: Mapping[str, Any], kwargs: Mapping[str, Any], settings: Settings
 ) -> Settings:
     """Return the settings of a unit that a policy chose: new ones if the policy changed an
-    argument, else those of the root."""
-    changes = {
-        name: value
-        for name, value in kwargs.items()
-        if getattr(arguments, name, arguments) is not value
-    }
-    return resolve(module, arguments.changed(**changes)) if changes else settings
+    argument, else those of the root.
+
+    own: the unit's keyword arguments. kwargs, settings: of the root.
+    """
+    if unknown := sorted(own.keys() - kwargs.keys()):
+        raise UsageError.of(
+            "A wrap policy returned an argument that FullyShardedDataParallel does not have.",
+            expected=f"keyword arguments among {sorted(kwargs)}",
+            got=str(unknown),
+            where="the dict returned by a CustomPolicy's function",
+            fix="correct the names",
+        )
+    if all(kwargs[name] is value for name, value in own.items()):
+        return settings
+    return resolve(module, {**kwargs, **own})
 
 
-def listed(given: Any) -> Any:
+def _listed(given: Any) -> Any:
     """Return an iterable as a list, because it is used more than once. Anything else is returned
     unchanged and rejected later, in an error that names the argument."""
     if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)):
@@ -264,3 +289,131 @@ def listed(given: Any) -> Any:
 def _no_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     """A policy that chooses no modules."""
     return False
+
+
+# -- which submodules become units
+
+
+def plan_wrapping(
+    root: nn.Module,
+    policy: Any,
+    ignored_modules: Collection[nn.Module],
+    ignored_parameters: Collection[nn.Parameter],
+    root_kwargs: Mapping[str, Any],
+    is_wrapped: Callable[[nn.Module], bool] = lambda module: False,
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the submodules of ``root`` that become units, children before parents, each with its
+    keyword arguments.
+
+    The choice equals torch's. A module that is registered several times is one unit. If
+    ``root_kwargs["mixed_precision"]`` is not None, instances of its `_module_classes_to_ignore`
+    are chosen as well, with ``mixed_precision=None``. A policy function then cannot stop the
+    descent, as in torch.
+
+    Never chosen, whatever the policy returns:
+        - the root, which the caller wraps
+        - ignored modules
+        - a module without parameters, or whose parameters are all ignored or in wrapped modules
+        - the output projection of an `nn.MultiheadAttention`: its forward is never called, so
+          nothing would gather it
+
+    Args:
+        policy: a policy function or object, ours or torch's.
+        ignored_modules: including their descendants.
+        ignored_parameters: not counted in ``nonwrapped_numel``; nor are those of wrapped modules.
+        root_kwargs: copied into each unit's arguments; a policy object can override them.
+        is_wrapped: whether a module is a unit already.
+
+    Raises:
+        UsageError: ``policy`` is not a policy, has unusable arguments, or returns an unusable
+            value.
+    """
+    run_policy = getattr(policy, "_run_policy", None)
+    if isinstance(policy, type) or not (callable(run_policy) or callable(policy)):
+        raise _not_a_policy(policy, root)
+    wrapped = (module for module in root.modules() if module is not root and is_wrapped(module))
+    skipped_parameters = {
+        *ignored_parameters,
+        *(parameter for module in wrapped for parameter in module.parameters()),
+    }
+    never_called = _never_called(root)
+
+    def may_be_unit(module: nn.Module) -> bool:
+        return (
+            module is not root
+            and module not in ignored_modules
+            and module not in never_called
+            and any(parameter not in skipped_parameters for parameter in module.parameters())
+        )
+
+    mixed_precision = root_kwargs.get("mixed_precision")
+    unmixed = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+    candidates = [module for module in children_first(root) if may_be_unit(module)]
+    chosen: dict[nn.Module, Mapping[str, Any]]
+    if not callable(run_policy):
+        function = checked_function(policy)
+        if mixed_precision is not None:
+            function = _or_instances(function, unmixed)
+        units, _ = modules_chosen_by(
+            function, root, ignored_modules, skipped_parameters, may_be_unit
+        )
+        chosen = dict.fromkeys(units, root_kwargs)
+    else:
+        where = f"{type(policy).__name__}._run_policy, called for a {type(root).__name__}"
+        choice = run_policy(root, set(ignored_modules), dict(root_kwargs))
+        chosen = checked_choice(choice, root, where)
+        for module in root.modules():
+            if isinstance(module, unmixed):
+                chosen.setdefault(module, root_kwargs)
+    return {
+        module: {**chosen[module], "mixed_precision": None}
+        if isinstance(module, unmixed)
+        else dict(chosen[module])
+        for module in candidates
+        if module in chosen
+    }
+
+
+def _or_instances(
+    function: Callable[..., bool], classes: tuple[type[nn.Module], ...]
+) -> Callable[..., bool]:
+    """Return a policy function that also chooses the instances of ``classes``, wherever they
+    are."""
+
+    def either(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        chosen = function(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        return chosen or recurse or isinstance(module, classes)
+
+    return either
+
+
+def _never_called(root: nn.Module) -> set[nn.Module]:
+    """Return the output projections of the attentions in ``root``: attention reads their weights
+    and never calls them."""
+    return {
+        child
+        for module in root.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.children()
+        if isinstance(child, NonDynamicallyQuantizableLinear)
+    }
+
+
+def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
+    fix = "pass a policy, such as ModuleWrapPolicy({Block})"
+    if isinstance(policy, type):
+        fix = (
+            f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
+            if issubclass(policy, nn.Module)
+            else f"pass {policy.__name__}(...)"
+        )
+    elif isinstance(policy, (set, frozenset, list, tuple)):
+        fix = f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
+    return UsageError.of(
+        "auto_wrap_policy is not a policy.",
+        expected="a ModuleWrapPolicy, a CustomPolicy, or a function (module, recurse, "
+        "nonwrapped_numel) -> bool",
+        got=f"{policy!r} of type {type(policy).__name__}",
+        where=f"wrapping a {type(root).__name__}",
+        fix=fix,
+    )

@@ -13,7 +13,7 @@ from ..._engine.checks import refuse_meta
 from ..._engine.group import Group
 from ..._stores.flat_store import FlatStore
 from ...errors import ValueStateError
-from .flat_unit import FlatUnit, flat_units_in
+from .flat_unit import FlatUnit, flat_units_in, group_around
 
 
 def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -76,7 +76,8 @@ def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
     groups = []
     for group, store in zip(own.unit.groups, own.stores, strict=True):
         if group in old:
-            hook, group = group.gradients.policy.hook, own.group_around(store)
+            hook = group.gradients.policy.hook
+            group = group_around(store, own.settings, own.unit.options)
             if hook is not None:
                 group.gradients.set_hook(hook)
             rendezvous.register([group])

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..._engine import hooks, rendezvous
 from ..._engine.group import Group
 from ..._engine.runtime import Runtime
-from ..._engine.unit import Unit
+from ..._engine.unit import Unit, UnitOptions
 from ..._state import older_optimizers
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
 from ..._stores.flat_parameter import FlatParameter
@@ -30,17 +30,6 @@ class FlatUnit(ModelUnit):
     """A unit and its resolved settings."""
 
     settings: Settings
-
-    def group_around(self, store: FlatStore) -> Group:
-        """Make the parameter group of one of the unit's stores."""
-        return Group(
-            store,
-            self.mesh,
-            self.settings.precision(store.dtype),
-            self.device,
-            self.settings.offload,
-            self.unit.options.reshard_after_forward,
-        )
 
     @property
     def stores(self) -> list[FlatStore]:
@@ -86,23 +75,12 @@ def make_flat_unit(
     """
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
-    precisions = [settings.precision(store.dtype) for store in stores]
     older_optimizers.note(originals, stores)
     for store in stores:
         for param, _ in store.sharded_params:
             if not isinstance(param, FlatParameter):  # clients recognize those by their class
                 param.__dict__["_fsdp_flattened"] = True
-    groups = [
-        Group(
-            store,
-            settings.mesh,
-            precision,
-            settings.device,
-            settings.offload,
-            options.reshard_after_forward,
-        )
-        for store, precision in zip(stores, precisions, strict=True)
-    ]
+    groups = [group_around(store, settings, options) for store in stores]
     rendezvous.register(groups)
     unit = Unit(module, groups, options)
     unit.owner = weakref.ref(wrapper)
@@ -119,6 +97,18 @@ def make_flat_unit(
     register(wrapper, found)
     _wrapped[module] = True
     return found
+
+
+def group_around(store: FlatStore, settings: Settings, options: UnitOptions) -> Group:
+    """Make the parameter group of one of a unit's stores."""
+    return Group(
+        store,
+        settings.mesh,
+        settings.precision(store.dtype),
+        settings.device,
+        settings.offload,
+        options.reshard_after_forward,
+    )
 
 
 def make_runtime(wrapper: nn.Module) -> None:

@@ -1,9 +1,13 @@
-"""The constructor's arguments as given, and the unit settings that they resolve to."""
+"""What the engine and the stores need to know about a unit of FullyShardedDataParallel, and how
+the constructor's keyword arguments are checked and resolved into it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,50 +15,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._comm.mesh import Mesh, axis_by_name, axis_of, group_by_name
+from ... import _torch_private
+from ..._comm.mesh import (
+    Mesh,
+    first_dimension,
+    groups_node_by_node,
+    mesh_from_device_mesh,
+    mesh_from_group,
+    mesh_from_groups,
+    not_a_member,
+    replicated,
+    the_group,
+)
 from ..._engine.dtypes import Precision
+from ..._engine.gathering import Prefetch
 from ..._engine.runtime import RuntimeOptions
 from ..._engine.unit import UnitOptions
-from ...api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ...errors import UsageError
+from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from ...errors import UsageError, function_or_none, truth, wrong_type
 
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The constructor's arguments except the module and the policy. A policy may change them for
-    single units."""
-
-    process_group: Any = None
-    sharding_strategy: Any = None
-    cpu_offload: Any = None
-    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
-    mixed_precision: Any = None
-    ignored_modules: Any = None
-    param_init_fn: Any = None
-    device_id: Any = None
-    sync_module_states: bool = False
-    forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    use_orig_params: bool = False
-    ignored_states: Any = None
-    device_mesh: Any = None
-    allow_unused_units: bool = False
-    keep_units_below: int = 0
-
-    def changed(self, **changes: Any) -> Arguments:
-        """Return a copy with some arguments changed; raises UsageError for a name that the
-        constructor does not have."""
-        names = {field.name for field in dataclasses.fields(self)}
-        unknown = sorted(changes.keys() - names)
-        if unknown:
-            raise UsageError.of(
-                "A wrap policy returned an argument that FullyShardedDataParallel does not have.",
-                expected=f"keyword arguments among {sorted(names)}",
-                got=str(unknown),
-                where="the dict returned by a CustomPolicy's function",
-                fix="correct the names",
-            )
-        return dataclasses.replace(self, **changes)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+_FLAGS = (
+    "sync_module_states",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "allow_unused_units",
+)
+_WHERE = "FullyShardedDataParallel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,26 +100,6 @@ class Settings:
             f"allow_unused_units={runtime.allow_unused_units}",
         ]
 
-    def portable(self) -> PortableSettings:
-        """Return the settings in a form that another process can load: process groups by name, and
-        without the fields that only construction uses."""
-        changes: dict[str, Any] = {
-            "param_init_fn": None,
-            "ignored_modules": frozenset(),
-            "ignored_parameters": frozenset(),
-            "mesh": None,
-            "group": None,
-            "device_mesh": None,
-        }
-        # Replicas hold equal values, so any of them may load another one's pickle.
-        shard, replica = (
-            (_name_of(axis.group), axis.members, rank)
-            for axis, rank in ((self.mesh.shard, self.mesh.shard.rank), (self.mesh.replica, None))
-        )
-        mesh = None if self.device_mesh is None else PortableMesh.of(self.device_mesh)
-        group = self.group.group_name, axis_of(self.group).members
-        return PortableSettings(dataclasses.replace(self, **changes), (shard, replica), group, mesh)
-
     @property
     def home(self) -> torch.device:
         """The device that holds the shards."""
@@ -157,54 +126,291 @@ class Settings:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class PortableMesh:
-    """A device mesh without its process groups, so that it can be pickled."""
+def resolve(module: nn.Module, kwargs: Mapping[str, Any]) -> Settings:
+    """Check keyword arguments of the constructor and return the settings they mean.
 
-    device_type: str
-    ranks: list[Any]  # global ranks, nested like the mesh
-    names: tuple[str, ...] | None
+    Collective only if a hybrid strategy is given neither a mesh nor groups, and so makes its own
+    groups.
+    """
+    strategy = (
+        as_ours(kwargs["sharding_strategy"], ShardingStrategy, "sharding_strategy")
+        or ShardingStrategy.FULL_SHARD
+    )
+    prefetch = as_ours(kwargs["backward_prefetch"], BackwardPrefetch, "backward_prefetch")
+    precision = (
+        as_ours(kwargs["mixed_precision"], MixedPrecision, "mixed_precision") or MixedPrecision()
+    )
+    offload = as_ours(kwargs["cpu_offload"], CPUOffload, "cpu_offload") or CPUOffload()
+    _refuse_conflicts(kwargs)
+    flags = {name: truth(name, kwargs[name], _WHERE) for name in _FLAGS}
+    small = kwargs["keep_units_below"]
+    if not isinstance(small, int) or isinstance(small, bool) or small < 0:
+        raise _wrong_type("keep_units_below", "a number of elements, 0 or more", small)
+    mesh, group, device_mesh = _mesh(strategy, kwargs["process_group"], kwargs["device_mesh"])
+    device = _device(module, kwargs["device_id"], group)
+    _check_fields(precision, offload)
+    if device.type == "meta":
+        _refuse_values(kwargs, offload)
+    ignored_modules, ignored_parameters = _ignored(module, kwargs)
+    return Settings(
+        strategy=strategy,
+        mesh=mesh,
+        group=group,
+        device_mesh=device_mesh,
+        device=device,
+        mixed_precision=precision,
+        reshard_after_forward=strategy in _RESHARDS and mesh.shard.ranks > 1,
+        use_orig_params=flags["use_orig_params"],
+        sync_module_states=flags["sync_module_states"],
+        param_init_fn=function_or_none(
+            "param_init_fn", kwargs["param_init_fn"], "one module", _WHERE
+        ),
+        ignored_modules=ignored_modules,
+        ignored_parameters=ignored_parameters,
+        runtime=RuntimeOptions(
+            # Without prefetching, an all-gather waits for the preceding computation. So prefetching
+            # is the default in both directions; backward_prefetch=None, which asks for the least
+            # memory, turns off both.
+            forward_prefetch=flags["forward_prefetch"] or prefetch is not None,
+            backward_prefetch={
+                None: Prefetch.NONE,
+                BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
+                BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
+            }[prefetch],
+            allow_unused_units=flags["allow_unused_units"],
+            # A CPU does not send while it computes, so limiting the buffers costs no time there.
+            max_inflight_reductions=(
+                0 if flags["limit_all_gathers"] and device.type in ("cpu", "meta") else 1
+            ),
+        ),
+        offload=bool(offload.offload_params),
+        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
+        keep_units_below=small,
+        forward_prefetch=bool(kwargs["forward_prefetch"]),
+        limit_all_gathers=bool(kwargs["limit_all_gathers"]),
+    )
 
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> PortableMesh:
-        return cls(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
 
-    def over(self, groups: list[dist.ProcessGroup | None]) -> DeviceMesh:
-        """Return the mesh over ``groups``: (replica group, shard group). A 1-D mesh uses the last
-        one."""
-        if isinstance(self.ranks[0], int):
-            group: Any = groups[-1]
-            return DeviceMesh.from_group(
-                group, self.device_type, self.ranks, mesh_dim_names=self.names
+def _refuse_conflicts(kwargs: Mapping[str, Any]) -> None:
+    for one, other in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
+        if kwargs[one] is not None and kwargs[other] is not None:
+            raise UsageError.of(
+                f"{one} and {other} exclude each other.",
+                expected=f"{one}= or {other}=, not both",
+                got="both",
+                where="FullyShardedDataParallel(...)",
+                fix=f"leave out {one}=; {other}= alone is enough",
             )
-        names = self.names or ("replica", "shard")  # torch requires names here
-        return DeviceMesh.from_group(groups, self.device_type, self.ranks, mesh_dim_names=names)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True)
-class PortableSettings:
-    """Settings that can be pickled."""
-
-    rest: Settings
-    # (name of the process group, its ranks, this rank on the axis or None if it does not matter) of
-    # the shard axis and the replica axis.
-    axes: tuple[tuple[str | None, tuple[int, ...], int | None], ...]
-    group: tuple[str, tuple[int, ...]]  # its name, and its ranks
-    device_mesh: PortableMesh | None = None
-
-    def resolved(self) -> Settings:
-        """Return the settings with this process's groups; raises UsageError if no group has the
-        name and the ranks, or if the shards are another rank's."""
-        group = group_by_name(*self.group)
-        shard, replica = (axis_by_name(*axis) for axis in self.axes)
-        assert group is not None
-        device_mesh = (
-            None if self.device_mesh is None else self.device_mesh.over([replica.group, group])
+def _mesh(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any
+) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
+    """Return the mesh, the group over which one copy of the parameters is sharded, and the part of
+    ``device_mesh`` in use."""
+    hybrid = strategy in _HYBRID
+    the_group(None)
+    groups = process_group if isinstance(process_group, tuple) else (process_group,)
+    if any(group is dist.GroupMember.NON_GROUP_MEMBER for group in groups):
+        raise not_a_member()
+    if device_mesh is not None:
+        importlib.import_module("torch.distributed.tensor")  # torch.load refuses DTensors before
+        if not isinstance(device_mesh, DeviceMesh):
+            raise _wrong_type(
+                "device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh
+            )
+        device_mesh = device_mesh if hybrid else first_dimension(device_mesh)
+        mesh = mesh_from_device_mesh(device_mesh, strategy=strategy.name)
+        group = device_mesh.get_group(device_mesh.ndim - 1)
+    elif isinstance(process_group, tuple):
+        if (
+            not hybrid
+            or len(process_group) != 2
+            or not all(isinstance(g, dist.ProcessGroup) for g in process_group)
+        ):
+            raise UsageError.of(
+                "A tuple of process groups works with hybrid strategies only.",
+                expected="process_group=(shard group, replica group) with HYBRID_SHARD or "
+                "_HYBRID_SHARD_ZERO2",
+                got=f"a tuple of {len(process_group)} with {strategy.name}",
+                where="process_group=",
+                fix="pass one process group, or choose a hybrid strategy",
+            )
+        mesh, group = mesh_from_groups(*process_group), process_group[0]
+    elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise _wrong_type(
+            "process_group",
+            "a torch.distributed.ProcessGroup, a tuple of two, or None",
+            process_group,
         )
-        return dataclasses.replace(
-            self.rest, mesh=Mesh(shard, replica), group=group, device_mesh=device_mesh
+    elif hybrid:
+        if process_group is not None:
+            raise UsageError.of(
+                "A hybrid strategy needs two process groups.",
+                expected="process_group=(shard group, replica group), a 2-D device_mesh, or "
+                "neither",
+                got="one process group",
+                where=f"process_group= with {strategy.name}",
+                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
+            )
+        groups = groups_node_by_node(_ranks_per_node())
+        mesh, group = mesh_from_groups(*groups), groups[0]
+    else:
+        group = the_group(process_group)
+        mesh = mesh_from_group(group)
+    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group, device_mesh
+
+
+def _ranks_per_node() -> int:
+    """Return LOCAL_WORLD_SIZE as torchrun sets it; else the number of accelerators, or the world
+    size if there are none."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world_size:
+        if not local_world_size.isdecimal() or int(local_world_size) < 1:
+            raise UsageError.of(
+                "The environment variable LOCAL_WORLD_SIZE is not a number of ranks.",
+                expected="a whole number of at least 1, as torchrun sets it",
+                got=repr(local_world_size),
+                where="a hybrid sharding strategy without device_mesh and process_group",
+                fix="set it to the number of ranks per node, or pass "
+                "device_mesh=init_device_mesh(device_type, (nodes, ranks_per_node))",
+            )
+        return int(local_world_size)
+    accelerators = torch.accelerator.device_count()
+    return min(accelerators, dist.get_world_size()) if accelerators else dist.get_world_size()
+
+
+def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which the unit computes."""
+    used = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if isinstance(device_id, bool) or not (
+        device_id is None or isinstance(device_id, (int, str, torch.device))
+    ):
+        raise _wrong_type("device_id", "an int, a torch.device or None", device_id)
+    if device_id is None:
+        backend = _torch_private.default_device_of_backend(group)
+        device = used[0] if used and (used[0].type != "cpu" or backend.type == "cpu") else backend
+        if device.type == "cpu" and torch.accelerator.device_count():
+            warnings.warn(
+                f"The {type(module).__name__} is on the CPU and will be trained there, although "
+                "this process has an accelerator. Pass device_id= to train on that, or "
+                "device_id=torch.device('cpu').",
+                stacklevel=5,
+            )
+        return _indexed(device)
+    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    if isinstance(device_id, int):
+        if accelerator is None or not 0 <= device_id < count:
+            raise _no_such_device(device_id, count)
+        return torch.device(accelerator.type, device_id)
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise _wrong_type(
+            "device_id", "an int, a torch.device or the name of one, or None", device_id
+        ) from error
+    if device.type == "meta":
+        # Only the simulated ranks of the backend "fake" can do without values.
+        if dist.get_backend(group) != "fake":
+            raise _wrong_type("device_id", "a device that holds values", device)
+        return device
+    if device.type != "cpu" and (
+        accelerator is None or device.type != accelerator.type or (device.index or 0) >= count
+    ):
+        raise _no_such_device(device_id, count)
+    return _indexed(device)
+
+
+def _refuse_values(kwargs: Mapping[str, Any], offload: CPUOffload) -> None:
+    """Raise UsageError for arguments that need values, so do not work on the meta device."""
+    for name, value in (
+        ("cpu_offload", offload.offload_params),
+        ("allow_unused_units", kwargs["allow_unused_units"]),
+    ):
+        if value:
+            raise UsageError.of(
+                f"{name} cannot be simulated on the meta device.",
+                expected=f"device_id='meta' without {name}",
+                got=f"both, with {name}={kwargs[name]!r}",
+                where="FullyShardedDataParallel(...)",
+                fix=f"leave out {name}, and simulate a run without it",
+            )
+
+
+def _no_such_device(device_id: Any, count: int) -> UsageError:
+    return UsageError.of(
+        f"Device {device_id} does not exist.",
+        expected=f"device_id from 0 to {count - 1}"
+        if count
+        else "device_id=torch.device('cpu') or None, as there is no accelerator",
+        got=f"device_id={device_id}",
+        where="FullyShardedDataParallel(...)",
+        fix="pass the local rank's device, or leave out device_id",
+    )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device with its index, as tensors report it: 'cuda' means the current device."""
+    if device.type == "cpu":
+        return torch.device("cpu")  # 'cpu:0' is the same device, but compares unequal
+    if device.type == "meta" or ":" in str(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _ignored(
+    module: nn.Module, kwargs: Mapping[str, Any]
+) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
+    modules, parameters = list[nn.Module](), list[nn.Parameter]()
+    name = "ignored_modules" if kwargs["ignored_modules"] is not None else "ignored_states"
+    given = kwargs[name]
+    if given is not None and (
+        isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable)
+    ):
+        raise _wrong_type(name, "an iterable of modules (ignored_states: or of parameters)", given)
+    for item in given or ():
+        if isinstance(item, nn.Module):
+            modules += item.modules()
+        elif isinstance(item, nn.Parameter) and name == "ignored_states":
+            parameters.append(item)
+        else:
+            raise _wrong_type(
+                name, "modules" if name == "ignored_modules" else "modules or parameters", item
+            )
+    parameters += [
+        parameter for ignored in modules for parameter in ignored.parameters(recurse=False)
+    ]
+    if module in modules:
+        warnings.warn(
+            f"{name} contains the {type(module).__name__} that is being wrapped, so none of its "
+            "parameters is sharded and none of its gradients is averaged over the ranks. Leave it "
+            f"out of {name}, or do not wrap it.",
+            stacklevel=5,
         )
+    return frozenset(modules), frozenset(parameters)
 
 
-def _name_of(group: dist.ProcessGroup | None) -> str | None:
-    return None if group is None else group.group_name
+def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
+    """Check the fields of configuration objects, which do not check themselves."""
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(precision, name)
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise _wrong_type(
+                f"MixedPrecision.{name}",
+                "a floating-point torch.dtype of 16 bits or more, or None",
+                dtype,
+            )
+    for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        truth(f"MixedPrecision.{name}", getattr(precision, name), _WHERE)
+    classes = precision._module_classes_to_ignore
+    if not isinstance(classes, Iterable) or not all(isinstance(cls, type) for cls in classes):
+        raise _wrong_type(
+            "MixedPrecision._module_classes_to_ignore", "a sequence of module classes", classes
+        )
+    truth("CPUOffload.offload_params", offload.offload_params, _WHERE)
+
+
+def _wrong_type(name: str, expected: str, got: object) -> UsageError:
+    return wrong_type(name, expected, got, _WHERE)

@@ -19,7 +19,7 @@ from .api import (
     ShardPlacementResult,
 )
 from .module import FSDPModule, shard_class
-from .plan import Arguments, plan
+from .plan import plan
 
 if typing.TYPE_CHECKING:
     from torch.distributed.tensor import Shard
@@ -105,17 +105,15 @@ def fully_shard(
     """
     planned = plan(
         module,
-        Arguments(
-            mesh,
-            reshard_after_forward,
-            shard_placement_fn,
-            mp_policy,
-            offload_policy,
-            ignored_params,
-            dp_mesh_dims,
-            allow_unused_units,
-        ),
         state.owners,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        allow_unused_units=allow_unused_units,
     )
     made = state.apply(planned)
     for each in made.modules:

@@ -19,6 +19,7 @@ from ..._state.model_loading import not_loaded
 from ...errors import (
     AssertedStateError,
     FsdpCompatError,
+    StateError,
     TypeUsageError,
     UsageError,
     takes,
@@ -26,13 +27,6 @@ from ...errors import (
     wrong_type,
 )
 from .api import AllGather, ReduceScatter
-from .checks import (
-    refuse_allocator,
-    require_comm,
-    require_finalizable,
-    require_one_mesh,
-    require_root,
-)
 from .handles import GradientReductionHandle, RuntimeReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
@@ -145,7 +139,7 @@ class FSDPModule:
         once. Raises RuntimeError on other modules than the root.
         """
         state = self._get_fsdp_state()
-        require_root(state, "reset_iter_state")
+        _require_root(state, "reset_iter_state")
         if state.runtime is not None:
             state.runtime.reset()
 
@@ -191,14 +185,14 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules whose all-gathers start in forward as soon as this module's parameters
         are unsharded, instead of those of the module that came next in the last forward."""
-        conducts = _conducts_of(modules, "set_modules_to_forward_prefetch")
-        self._get_fsdp_state().conduct.forward_prefetch = conducts
+        states = _states_of(modules, "set_modules_to_forward_prefetch")
+        self._get_fsdp_state().conduct.forward_prefetch = [each.conduct for each in states]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules whose all-gathers start in backward as soon as this module's parameters
         are unsharded, instead of those of the module that came next in the last backward."""
-        conducts = _conducts_of(modules, "set_modules_to_backward_prefetch")
-        self._get_fsdp_state().conduct.backward_prefetch = conducts
+        states = _states_of(modules, "set_modules_to_backward_prefetch")
+        self._get_fsdp_state().conduct.backward_prefetch = [each.conduct for each in states]
 
     # -- gradients
 
@@ -228,7 +222,7 @@ class FSDPModule:
         called."""
         where = "set_manual_backward_finalization"
         flag, state = truth("enabled", enabled, where), self._get_fsdp_state()
-        require_root(state, where)
+        _require_root(state, where)
         if state.runtime is not None:
             state.runtime.require_idle(f"{where}()")
             state.runtime.backward.finalizes_by_hand = flag
@@ -245,8 +239,8 @@ class FSDPModule:
         """
         async_op = truth("async_op", async_op, "finalize_backward")
         state = self._get_fsdp_state()
-        require_root(state, "finalize_backward")
-        require_finalizable(state, self._states(True))
+        _require_root(state, "finalize_backward")
+        _require_finalizable(state, self._states(True))
         if state.runtime is not None:
             state.runtime.begin_finalize()
         handle = RuntimeReductionHandle(state.runtime)
@@ -294,7 +288,7 @@ class FSDPModule:
         reduces gradients, beside computation.
         """
         state = self._get_fsdp_state()
-        require_one_mesh(state, "set_all_reduce_hook")
+        _require_one_mesh(state, "set_all_reduce_hook")
         if not callable(hook) or not takes(hook, 1):
             raise wrong_type(
                 "hook", "a function that takes one tensor", hook, "set_all_reduce_hook"
@@ -321,15 +315,15 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Let ``comm`` allocate the buffers of this module's all-gathers, and run these."""
         state = self._get_fsdp_state()
-        require_one_mesh(state, "set_custom_all_gather")
-        require_comm(comm, "an AllGather", "set_custom_all_gather")
+        _require_one_mesh(state, "set_custom_all_gather")
+        _require_comm(comm, "an AllGather", "set_custom_all_gather")
         state.conduct.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let ``comm`` allocate the buffers of this module's reduce-scatters, and run these."""
         state = self._get_fsdp_state()
-        require_one_mesh(state, "set_custom_reduce_scatter")
-        require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
+        _require_one_mesh(state, "set_custom_reduce_scatter")
+        _require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
         state.set_reduction(custom=CustomReduceScatter(comm, state.conduct.process_group))
 
     def set_reduce_scatter_max_input_buffers(
@@ -366,11 +360,11 @@ class FSDPModule:
         groups."""
         where = "set_allocate_memory_from_process_group_for_comm"
         if truth("enable", enable, where):
-            refuse_allocator(where, "memory that the process group allocates")
+            _refuse_allocator(where, "memory that the process group allocates")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Raises StateError: symmetric memory is not supported."""
-        refuse_allocator("set_symm_mem_for_comm", f"symmetric memory of {backend!r}")
+        _refuse_allocator("set_symm_mem_for_comm", f"symmetric memory of {backend!r}")
 
     # -- what torch calls
 
@@ -404,8 +398,79 @@ class FSDPModule:
         return states_in(module.modules() if recurse else [module])
 
 
-def _conducts_of(modules: Any, where: str) -> list[Any]:
-    return [state.conduct for state in _states_of(modules, where)]
+# -- checks of their arguments and of the moment
+
+
+def _require_root(state: ShardedModules, call: str) -> None:
+    if not state.is_root:
+        raise StateError.of(
+            f"{call}() works on the root only.",
+            expected="a call on the outermost sharded module",
+            got=f"a call on {state.label}",
+            where=call,
+            fix="call it on the module that the forward of the whole model begins with",
+        )
+
+
+def _require_finalizable(root: ShardedModules, states: Iterable[ShardedModules]) -> None:
+    if not root.finalizes_by_hand:
+        raise StateError.of(
+            "finalize_backward() was called without manual finalization.",
+            expected="set_manual_backward_finalization(True) before the backward",
+            got="backwards that reduce gradients themselves",
+            where=root.label,
+            fix="leave out the call, or turn on manual finalization",
+        )
+    all_states = list(states)
+    without = next((state for state in all_states if not state.conduct.reduction.sync), None)
+    if without is not None:
+        raise StateError.of(
+            "finalize_backward() was called while gradient synchronisation is off.",
+            expected="set_requires_gradient_sync(True) before it",
+            got="set_requires_gradient_sync(False)",
+            where=without.label,
+            fix="turn synchronisation on again after the last backward",
+        )
+    partial = next((each for each in all_states if each.holds_all_reduce), None)
+    if partial is not None:
+        raise StateError.of(
+            "finalize_backward() was called while the all-reduce is off.",
+            expected="set_requires_all_reduce(True) before it",
+            got="set_requires_all_reduce(False) on a mesh with replicas",
+            where=partial.label,
+            fix="turn the all-reduce on again before the last backward",
+        )
+
+
+def _require_one_mesh(state: ShardedModules, where: str) -> None:
+    if not state.has_one_mesh:
+        raise UsageError.of(
+            "The parameters of the module lie on several meshes.",
+            expected="a module whose parameters are on one mesh",
+            got="other meshes from shard_placement_fn",
+            where=where,
+            fix="apply fully_shard to the modules with these parameters apart",
+        )
+
+
+def _require_comm(comm: Any, expected: str, where: str) -> None:
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise wrong_type(
+            "comm",
+            f"{expected}: callable, with a method allocate(size, *, dtype, device)",
+            comm,
+            where,
+        )
+
+
+def _refuse_allocator(where: str, what: str) -> typing.NoReturn:
+    raise StateError.of(
+        "The buffers of collectives cannot be allocated like this.",
+        expected="memory of torch's allocator, or a comm with an allocate() of its own",
+        got=what,
+        where=where,
+        fix="pass a comm that allocates to set_custom_all_gather and set_custom_reduce_scatter",
+    )
 
 
 def _states_of(modules: Any, where: str) -> list[ShardedModules]:

@@ -5,39 +5,26 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ... import _torch_private
-from ..._engine.ownership import OrigParam
+from ..._engine.ownership import OrigParam, ParamSlots
 from ..._stores.extension import has_extension
 from ..._stores.placement import DataMesh, RowPlacement, place
 from ...errors import (
     AssertedUsageError,
     NotImplementedUsageError,
     UsageError,
+    function_or_none,
     truth,
 )
-from . import arguments, meshes, refusals
+from . import arguments, refusals
 from .api import DataParallelMeshInfo, MixedPrecisionPolicy
 from .arguments import Offload, Placed
-from .managed import Managed, managed_by, root_modules
-
-
-class Arguments(typing.NamedTuple):
-    """The arguments of ``fully_shard`` after the module, as they were passed."""
-
-    mesh: Any
-    reshard_after_forward: Any
-    shard_placement_fn: Any
-    mp_policy: Any
-    offload_policy: Any
-    ignored_params: Any
-    dp_mesh_dims: Any
-    allow_unused_units: Any
 
 
 class Owners(typing.NamedTuple):
@@ -46,6 +33,21 @@ class Owners(typing.NamedTuple):
     is_sharded: Callable[[nn.Module], bool]  # whether a call was made for a module
     owner_of: Callable[[nn.Module, str], object | None]  # the call that owns an attribute
     sharded_params: Callable[[Sequence[nn.Module]], set[int]]  # ids, in modules and their children
+
+
+@dataclasses.dataclass(frozen=True)
+class Managed:
+    """What one call manages."""
+
+    roots: tuple[nn.Module, ...]  # the modules that were passed, without those inside others
+    modules: Sequence[nn.Module]  # the roots and the modules in them, outer ones first
+    params: Sequence[OrigParam]  # names begin at the root, with several roots at its number
+    buffers: Sequence[torch.Tensor]
+
+    @property
+    def holders(self) -> list[nn.Module]:
+        """The modules that hold the parameters, each once."""
+        return list(dict.fromkeys(module for param in self.params for module, _ in param.slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,35 +86,48 @@ class Plan:
         return dataclasses.replace(self, managed=managed, stores=())
 
 
-def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
-    """Check the arguments of ``fully_shard`` and decide what it will make. given: the module, or a
-    list of some.
+def plan(
+    module: Any,
+    owners: Owners,
+    *,
+    mesh: Any,
+    reshard_after_forward: Any,
+    shard_placement_fn: Any,
+    mp_policy: Any,
+    offload_policy: Any,
+    ignored_params: Any,
+    dp_mesh_dims: Any,
+    allow_unused_units: Any,
+) -> Plan:
+    """Check the arguments of ``fully_shard`` and decide what it will make.
 
     Collective only if several dimensions of a mesh are flattened into one. Raises UsageError if
     anything cannot be sharded.
     """
-    roots = root_modules(refusals.modules_of(given))
+    roots = _root_modules(refusals.modules_of(module))
     refusals.refuse_modules(roots, owners.is_sharded)
-    policy = arguments.policy_of(args.mp_policy)
-    offload = arguments.offload_of(args.offload_policy)
-    ignored = arguments.ignored_of(args.ignored_params)
-    placement_fn = arguments.require_placement_fn(args.shard_placement_fn)
-    allow_unused = truth("allow_unused_units", args.allow_unused_units, meshes.WHERE)
-    device_mesh = meshes.default_mesh() if args.mesh is None else args.mesh
-    dims = meshes.require_mesh(device_mesh, args.dp_mesh_dims)
-    device = meshes.device_of(device_mesh)
-    managed = managed_by(
+    policy = arguments.policy_of(mp_policy)
+    offload = arguments.offload_of(offload_policy)
+    ignored = arguments.ignored_of(ignored_params)
+    placement_fn = function_or_none(
+        "shard_placement_fn", shard_placement_fn, "one parameter", arguments.WHERE
+    )
+    allow_unused = truth("allow_unused_units", allow_unused_units, arguments.WHERE)
+    device_mesh = arguments.default_mesh() if mesh is None else mesh
+    dims = arguments.require_mesh(device_mesh, dp_mesh_dims)
+    device = arguments.device_of(device_mesh)
+    managed = _managed_by(
         roots,
         ignored,
         lambda module: (
             owners.is_sharded(module) or "replicate" in _torch_private.composable_apis(module)
         ),
     )
-    refusals.refuse_parameters(managed, owners.owner_of, owners.sharded_params(roots))
+    refusals.refuse_parameters(roots, managed.params, owners.owner_of, owners.sharded_params(roots))
     refusals.refuse_dtensors(managed.params, device)
-    info = meshes.mesh_info_of(device_mesh, dims)
-    default = Placed(0, info, meshes.data_mesh_of(info))
-    reshard, partial_ranks = arguments.reshard_of(args.reshard_after_forward, default.mesh)
+    info = arguments.mesh_info_of(device_mesh, dims)
+    default = Placed(0, info, arguments.data_mesh_of(info))
+    reshard, partial_ranks = arguments.reshard_of(reshard_after_forward, default.mesh)
     if default.mesh.spmd is not None:
         refusals.require_dtensors_on(default.mesh.spmd, managed.params)
     stores = _stores(managed.params, placement_fn, default, policy)
@@ -120,7 +135,7 @@ def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
         raise NotImplementedUsageError.of(
             "reshard_after_forward as a number works with one mesh only.",
             expected="True, False or None with a shard_placement_fn that returns other meshes",
-            got=repr(args.reshard_after_forward),
+            got=repr(reshard_after_forward),
             where="argument 'reshard_after_forward' of fully_shard",
             fix="pass True or False, or shard these parameters by a call of their own",
         )
@@ -135,6 +150,69 @@ def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
         reshard,
         partial_ranks,
         allow_unused,
+    )
+
+
+def _root_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return ``modules``, each once, without those that are inside others."""
+    inside = {child for module in modules for child in module.modules() if child is not module}
+    return tuple(module for module in dict.fromkeys(modules) if module not in inside)
+
+
+def _managed_by(
+    roots: tuple[nn.Module, ...],
+    ignored: Collection[nn.Parameter],
+    is_closed: Callable[[nn.Module], bool],
+) -> Managed:
+    """Return what a call for ``roots`` manages.
+
+    ignored: parameters that it leaves alone. is_closed: modules, other than the roots, that are not
+    entered, because another call manages them.
+    """
+    names: dict[nn.Module, list[str]] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module not in roots and is_closed(module):
+            return
+        names.setdefault(module, []).append(name)
+        for attribute, child in _torch_private.children_of(module):
+            visit(child, f"{name}.{attribute}" if name else attribute)
+
+    for number, root in enumerate(roots):
+        visit(root, "" if len(roots) == 1 else str(number))
+
+    slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    buffers: dict[torch.Tensor, None] = {}
+    for module in names:
+        for attribute, parameter in _torch_private.parameters_of(module).items():
+            if parameter is not None and parameter not in ignored:
+                slots.setdefault(parameter, []).append((module, attribute))
+        buffers.update((buffer, None) for buffer in module.buffers(recurse=False))
+    params = [
+        OrigParam(
+            parameter,
+            ParamSlots(
+                tuple(its),
+                tuple(
+                    f"{name}.{attribute}" if name else attribute
+                    for module, attribute in its
+                    for name in names[module]
+                ),
+            ),
+        )
+        for parameter, its in slots.items()
+    ]
+    modules = [m for m in names if not _is_ignored(m, ignored)] if ignored else list(names)
+    return Managed(roots, modules, params, list(buffers))
+
+
+def _is_ignored(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
+    """True if a module has parameters, all of them ignored, and no buffers."""
+    parameters = list(module.parameters())
+    return (
+        bool(parameters)
+        and all(parameter in ignored for parameter in parameters)
+        and next(iter(module.buffers()), None) is None
     )
 
 

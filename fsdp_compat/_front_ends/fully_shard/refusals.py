@@ -14,8 +14,7 @@ from ..._state import older_optimizers
 from ..._stores.placement import SpmdMesh
 from ...errors import AssertedUsageError, UsageError, wrong_type
 from ..flat.flat_unit import is_wrapped, is_wrapper
-from .managed import Managed
-from .meshes import WHERE
+from .arguments import WHERE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -97,7 +96,8 @@ def _other_owner(module: nn.Module) -> str | None:
 
 
 def refuse_parameters(
-    managed: Managed,
+    roots: Sequence[nn.Module],
+    params: Sequence[OrigParam],
     owner_of: Callable[[nn.Module, str], object | None],
     owned: set[int],
 ) -> None:
@@ -106,8 +106,8 @@ def refuse_parameters(
     owner_of: the call of ``fully_shard`` that owns an attribute of a module, or None. owned: the
     ids of the sharded parameters of such calls.
     """
-    where = f"fully_shard({', '.join(type(root).__name__ for root in managed.roots)})"
-    for param in managed.params:
+    where = f"fully_shard({', '.join(type(root).__name__ for root in roots)})"
+    for param in params:
         parameter = param.parameter
         if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_inference():
             _refuse_unusable(param, where)

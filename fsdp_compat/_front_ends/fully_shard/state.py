@@ -34,8 +34,7 @@ from ...api import StateDictType
 from ...errors import StateError
 from .. import data_parallel
 from .api import MixedPrecisionPolicy
-from .arguments import precision_of
-from .meshes import data_group_of, partial_mesh_of
+from .arguments import data_group_of, partial_mesh_of, precision_of
 from .param_group import ParamGroup
 from .plan import Owners, Plan, PlannedStore
 from .whole_state import put_rows_in, refuse_part, taken

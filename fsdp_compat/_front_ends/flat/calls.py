@@ -1,10 +1,12 @@
-"""``clip_grad_norm_`` of a wrapper, and the checks of its arguments."""
+"""Calls on a whole model between its passes: ``register_comm_hook``, ``clip_grad_norm_`` and
+``summon_full_params``."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +15,114 @@ from torch import nn
 from ... import _torch_private
 from ..._engine import grad_norm, rendezvous
 from ..._engine.group import Group
-from ..._state.units import is_lazy
-from ...errors import UsageError, ValueStateError
-from .flat_unit import flat_unit_of, require_root
+from ..._engine.reduce_policy import CommHook
+from ..._state.summon import Options, full_parameters
+from ..._state.units import is_lazy, model_unit_of, model_units_in, refuse_extensions, runtimes_of
+from ...errors import (
+    AssertedStateError,
+    NotImplementedUsageError,
+    UsageError,
+    ValueStateError,
+    require_bools,
+    require_module,
+    takes,
+    wrong_type,
+)
+from .flat_unit import FlatUnit, flat_unit_of, require_root
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Generator[None, None, None]:
+    """Expose full parameters, in the dtype of the shards, inside the context. Modules that
+    fully_shard was applied to show plain Parameters then.
+
+    Args:
+        module: the model, or a module in it.
+        recurse: include all sharded modules below ``module``.
+        writeback: keep the changes made inside. Without sharding (one rank, NO_SHARD) they are
+            kept in any case.
+        rank0_only: only rank 0 sees full parameters, the other ranks still see their shards.
+            Requires ``writeback=False``; with several ranks, changes on rank 0 are dropped.
+        offload_to_cpu: put the full parameters on the CPU.
+        with_grads: expose full gradients, too.
+
+    Collective: all ranks.
+    """
+    where = "summon_full_params"
+    require_module(module, where)
+    require_bools(
+        where,
+        recurse=recurse,
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+    )
+    if writeback and rank0_only:
+        raise NotImplementedUsageError.of(
+            "summon_full_params cannot write back with rank0_only=True.",
+            expected="rank0_only=True with writeback=False, or rank0_only=False",
+            got="rank0_only=True, writeback=True",
+            where="summon_full_params(...)",
+            fix="pass writeback=False",
+        )
+    units = model_units_in(module)
+    if not recurse:
+        own = model_unit_of(module)
+        units = [each for each in units if each is own or each.unit.is_root]
+    refuse_extensions((group for each in units for group in each.unit.groups), where)
+    for runtime in runtimes_of(units):
+        runtime.require_idle(where, AssertedStateError)
+        runtime.rest()
+    rendezvous.require_all_ranks(
+        where, (group for each in units if not each.unit.summoned for group in each.unit.groups)
+    )
+    serve_only = rank0_only and not all(each.mesh.is_first for each in units)
+    options = Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)
+    with full_parameters([each.unit for each in units], options):
+        yield
+
+
+# -- gradients
+
+
+def register_comm_hook(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
+    """Implement ``FullyShardedDataParallel.register_comm_hook``."""
+    runtime = own.runtime
+    _refuse_hook(hook, {group.shard.ranks > 1 for group in runtime.groups})
+    require_root(own.unit, "register_comm_hook()", AssertedStateError)
+    runtime.require_idle("register_comm_hook")
+    if any(group.gradients.policy.hook is not None for group in runtime.groups):
+        raise AssertedStateError.of(
+            "A communication hook is registered already.",
+            expected="one call of register_comm_hook per model",
+            got=f"a second call, with {hook!r}",
+            where=own.unit.label,
+            fix="register one hook that does both",
+        )
+    runtime.set_comm_hook(CommHook(state, hook))
+
+
+def _refuse_hook(hook: Any, split: set[bool]) -> None:
+    """Raise UsageError unless ``hook`` can be a communication hook.
+
+    split: for each group, whether its gradients are split over ranks.
+    """
+    if split == {True}:
+        expected = "hook(state, grad, output)"
+    elif split == {False}:
+        expected = "hook(state, grad)"
+    else:
+        expected = "hook(state, grad, output=None), because only some units are sharded"
+    if not callable(hook) or not all(takes(hook, 3 if is_split else 2) for is_split in split):
+        raise wrong_type("hook", f"a function {expected}", hook, "register_comm_hook(state, hook)")
 
 
 @torch.no_grad()

@@ -1,0 +1,242 @@
+"""The handle of a flat parameter, as torch's FSDP1 has it, for client libraries.
+
+Composer, verl and litgpt read, cast and move parameters through it. Training never calls it, so
+that replacing one of its methods changes nothing there."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+
+from ..._engine import dtypes, rendezvous
+from ..._engine.group import Group
+from ..._engine.unit import Residency
+from ..._state.summon import Options, full_parameters
+from ..._stores.flat_parameter import FlatParameter
+from ..._stores.flat_store import FlatStore
+from ...errors import StateError
+from . import conversion
+from .flat_unit import FlatUnit
+
+# The handles made so far. A handle refers to its store and its unit only weakly.
+_made: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
+
+# What ``FlatParamHandle.unshard`` has to undo.
+_shown: weakref.WeakKeyDictionary[FlatUnit, contextlib.ExitStack] = weakref.WeakKeyDictionary()
+
+# Attributes of torch's handle that have no meaning here.
+_INSTEAD = {
+    "_all_gather_flat_param": "call unshard()",
+    "_alloc_padded_unsharded_flat_param": "call unshard()",
+    "_use_sharded_views": "move the shard with flat_param_to(device)",
+    "_use_unsharded_views": "open FullyShardedDataParallel.summon_full_params(module)",
+    "_use_unsharded_flat_param": "call unshard()",
+    "_training_state": "read module.training_state",
+    "pre_unshard": "call unshard()",
+    "post_unshard": "call unshard()",
+    "post_reshard": "call reshard()",
+    "sharded_grad": "read flat_param.grad",
+    "shard": "wrap the module in FullyShardedDataParallel",
+}
+
+
+def handles_of(own: FlatUnit) -> list[FlatParamHandle]:
+    """Return the handles of a unit, one for each of its parameter groups."""
+    for store in own.stores:
+        if store not in _made:
+            _made[store] = FlatParamHandle(own, store)
+    return [_made[store] for store in own.stores]
+
+
+def handle_of(own: FlatUnit) -> FlatParamHandle | None:
+    """Return the handle of the unit's trainable parameters, or of its frozen ones if none is
+    trainable; None for a unit without parameters."""
+    handles = handles_of(own)
+    return next((each for each in handles if each.is_trainable), handles[0] if handles else None)
+
+
+class FlatParamHandle:
+    """Stands for torch's handle of a flat parameter."""
+
+    def __init__(self, own: FlatUnit, store: FlatStore) -> None:
+        self._unit, self._store = weakref.ref(own), weakref.ref(store)
+        # With use_orig_params=True: created on first use, then kept.
+        self._stand_in: FlatParameter | None = None
+
+    @property
+    def _owner(self) -> FlatUnit:
+        owner = self._unit()
+        if owner is None:
+            raise self._gone()
+        return owner
+
+    def _gone(self) -> StateError:
+        return StateError.of(
+            "The model of this handle has been garbage-collected.",
+            expected="a model that lives as long as its handles are used",
+            got="a handle of a deleted model",
+            where="a handle of a FullyShardedDataParallel",
+            fix="keep the model, and get its handles from it when you need them",
+        )
+
+    @property
+    def _flat_store(self) -> FlatStore:
+        store = self._store()
+        if store is None:
+            raise self._gone()
+        return store
+
+    @property
+    def _group(self) -> Group:
+        return next(group for group in self._owner.unit.groups if group.store is self._flat_store)
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(
+            sharded_param.requires_grad for sharded_param, _ in self._flat_store.sharded_params
+        )
+
+    @property
+    def flat_param(self) -> FlatParameter:
+        """The FlatParameter. With use_orig_params=True, an object over the same memory that the
+        optimizer does not hold."""
+        store = self._flat_store
+        if store.flat_parameter is not None:
+            return store.flat_parameter
+        if self._stand_in is None:
+            self._stand_in = FlatParameter(self._memory)
+            self._stand_in.describe(store.layout, store.rank)
+        flat = self._stand_in
+        if flat.requires_grad is not self.is_trainable:
+            flat.requires_grad_(self.is_trainable)
+        return flat
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        """What the flat parameter views: the shard; with use_orig_params=True without the padding
+        at its end, which belongs to no parameter."""
+        store = self._flat_store
+        if store.flat_parameter is not None:
+            return store.shard.detach()
+        parts = [
+            store.layout.part_in_shard(index, store.rank).stop
+            for index in range(len(store.layout.params))
+            if store.layout.part(index, store.rank)
+        ]
+        return store.shard.detach()[: max(parts, default=0)]
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the shard. Setting it before the first forward converts all shards of the
+        unit; collective."""
+        return self._flat_store.dtype
+
+    @_orig_param_dtype.setter
+    @torch.no_grad()
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        own = self._owner
+        handles = [each for each in handles_of(own) if not dtypes.is_packed(each._flat_store.dtype)]
+        # Clients have already converted `flat_param.data` by now.
+        converted = [each._restore_data() for each in handles]
+        conversion.convert([own], {each._flat_store: dtype for each in handles})
+        for each, data in zip(handles, converted, strict=True):
+            if data is not None:
+                each._memory.copy_(data)
+            if each._stand_in is not None:
+                each._stand_in.data = each._memory
+
+    def _restore_data(self) -> torch.Tensor | None:
+        """Make the flat parameter view the shard again. Return the data that a client assigned to
+        it meanwhile, if it has the shard's shape."""
+        flat, shard = self._flat_store.flat_parameter, self._memory
+        flat = self._stand_in if flat is None else flat
+        if flat is None or (flat.data_ptr() == shard.data_ptr() and flat.dtype == shard.dtype):
+            return None
+        data, flat.data = flat.data, shard
+        return data if data.shape == shard.shape else None
+
+    @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        return self._group.gather_dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._group.reduce_dtype
+
+    @property
+    def _offload_params(self) -> bool:
+        return self._owner.settings.offload
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._flat_store.flat_parameter is None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes with the parameters."""
+        return self._owner.settings.device
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        return self._group.shard.ranks > 1
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` has the size of one of several shards."""
+        return self.uses_sharded_strategy and tensor.shape == self.flat_param.shape
+
+    def needs_unshard(self) -> bool:
+        """True unless the unit's parameters are unsharded."""
+        unit = self._owner.unit
+        return unit.residency is not Residency.UNSHARDED and not unit.summoned
+
+    def unshard(self) -> None:
+        """Unshard the unit's parameters, until ``reshard``: in forward and backward as these do,
+        between them as summon_full_params(writeback=False) does. Collective."""
+        own = self._owner
+        if not self.needs_unshard():
+            return
+        if own.runtime.runs:
+            own.unit.unshard()
+            own.unit.wait_for_unshard()
+            return
+        own.runtime.rest([own.unit])
+        rendezvous.require_all_ranks("unshard", own.unit.groups)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                full_parameters([own.unit], Options(False, False, False, False, False))
+            )
+            _shown[own] = stack.pop_all()
+
+    def reshard(self, free_unsharded_flat_param: bool = True) -> None:
+        """Free the unit's unsharded parameters, unless its forward is running."""
+        if free_unsharded_flat_param:
+            if (shown := _shown.pop(self._owner, None)) is not None:
+                shown.close()
+            self._owner.unit.reshard()
+
+    def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
+        """The unsharded parameters one after the other, in the memory that modules compute with;
+        empty unless forward or backward have unsharded them."""
+        group = self._group
+        if self._owner.unit.residency is Residency.UNSHARDED:
+            return group.memory.all_gather_output.detach()
+        return torch.empty(0, dtype=group.gather_dtype, device=group.device)
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move this rank's shard and its gradients as ``Tensor.to`` would. Move it back before the
+        model runs."""
+        store = self._flat_store
+        empty = torch.empty(0, dtype=store.dtype, device=store.shard.device)
+        device = empty.to(*args, **kwargs).device
+        conversion.move(self._owner, self._group, device)
+        if self._stand_in is not None:
+            self._stand_in.data = self._memory
+
+    def __getattr__(self, name: str) -> Any:
+        instead = _INSTEAD.get(name, "use public methods of FullyShardedDataParallel")
+        raise AttributeError(
+            f"fsdp_compat's handle of a flat parameter has no {name!r}. To do: {instead}."
+        )
