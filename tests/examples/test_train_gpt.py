@@ -96,10 +96,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls() -> None:
     [
         (["--steps", "0"], "--steps: expected at least 1, got 0"),
         (["--steps", "many"], "--steps: invalid int value: 'many'"),
-        (["--dim", "30", "--heads", "4"], "--heads: expected a divisor of --dim 30, got 4"),
-        (["--save-every", "-1"], "--save-every: expected at least 0, got -1"),
         (["--batch", "0"], "--batch: expected at least 1, got 0"),
-        (["--lr", "nan"], "--lr: expected a positive number, got nan"),
         (["--strategy", "HYBRID"], "--strategy: invalid choice: 'HYBRID'"),
         (["--context", "1000000"], "--context: expected less than"),
         (["--resume"], "--resume: needs the --checkpoint-dir"),
@@ -121,14 +118,6 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(default: FULL_SHARD)" in text
     assert "(default: 200)" in text
     assert "None" not in text
-
-
-def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
-    (tmp_path / "step-00000009").mkdir()
-    with pytest.raises(train_gpt.RunError, match="got a directory without one"):
-        train_gpt.starting_point(tmp_path, resume=True, settings={})
-    assert train_gpt.starting_point(tmp_path, resume=False, settings={"dim": 1}) is None
-    assert json.loads((tmp_path / "settings.json").read_text()) == {"dim": 1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -171,20 +160,9 @@ def _train_until_signal(arguments: list[str], number: signal.Signals, step: int)
 def _refusal(arguments: list[str]) -> str:
     try:
         _train(arguments)
-    except train_gpt.RunError as error:
+    except SystemExit as error:
         return str(error)
     raise AssertionError(f"rank {dist.get_rank()} was not refused")
-
-
-def _main(arguments: list[str]) -> tuple[int, str]:
-    """Run the whole program in the process group that exists; return its status and stderr."""
-    errors = io.StringIO()
-    with (
-        mock.patch.object(train_gpt, "init_distributed", lambda: torch.device("cpu")),
-        mock.patch.object(dist, "destroy_process_group"),
-        contextlib.redirect_stderr(errors),
-    ):
-        return train_gpt.main(arguments), errors.getvalue()
 
 
 def trained(num_ranks: int, directory: Path, *arguments: str) -> dict[str, Losses]:
@@ -239,7 +217,7 @@ def test_losses_do_not_depend_on_ranks_or_strategy(
 def test_losses_do_not_depend_on_unequal_or_empty_parts_of_the_batch(
     batch: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    options = ["--steps", "4", "--batch", str(batch), "--tie-embeddings", "--validate-every", "2"]
+    options = ["--steps", "4", "--batch", str(batch), "--validate-every", "2"]
     expected = trained(1, tmp_path, *options)
     actual = trained(num_ranks, tmp_path, *options)
     assert_same_curve(actual["train"], expected["train"])
@@ -261,29 +239,23 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         losses = trained(num_ranks, tmp_path, "--steps", steps, *directory, *options, *resume)
         assert_same_curve(losses["train"], one_process["train"][: int(steps)])
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["settings.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10))]
+    assert names == [f"step-{step:08d}" for step in (2, 4, 6, 8, 10)]
+    assert losses["starts"] == [[0, 2], [2, 3], [4, 1], [6, 2]]
 
 
 def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: Path) -> None:
-    run = four_steps
+    run, none = four_steps, tmp_path / "none"
+    incomplete = tmp_path / "incomplete"
+    (incomplete / "step-00000009").mkdir(parents=True)
     cases = (
-        (
-            ["--checkpoint-dir", str(tmp_path / "none"), "--resume"],
-            f"expected a complete checkpoint in {tmp_path / 'none'}",
-        ),
+        (["--checkpoint-dir", str(none), "--resume"], f"{none}: expected a complete checkpoint"),
+        (["--checkpoint-dir", str(incomplete), "--resume"], "expected a complete checkpoint"),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
-            f"--dim: expected 32 as in {run}/settings.json, got 64",
+            "step-00000004 cannot be loaded",
         ),
-        (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "--seed: expected 0"),
-        (
-            ["--checkpoint-dir", str(run), "--resume", "--tie-embeddings"],
-            "--tie-embeddings: expected False",
-        ),
-        (
-            ["--checkpoint-dir", str(run)],
-            f"expected no checkpoint for a new run, got {run}/step-00000004",
-        ),
+        (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "'seed': 0} as before, got"),
+        (["--checkpoint-dir", str(run)], f"none for a new run, got {run}/step-00000004"),
     )
     for options, message in cases:
         told = run_ranks(2, _refusal, [*SMALL, *options])
@@ -320,7 +292,7 @@ def test_a_damaged_checkpoint_ends_the_run_on_all_ranks(four_steps: Path, tmp_pa
     options = ["--steps", "5", "--checkpoint-dir", str(run), "--resume"]
     told = run_ranks(2, _refusal, [*SMALL, *options])
     assert told[0] == told[1]
-    assert told[0].startswith(f"--resume: {run}/step-00000004 cannot be loaded. Remove it")
+    assert told[0].startswith(f"--resume: {run}/step-00000004 cannot be loaded.")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -331,23 +303,10 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all(
     options = [*SMALL, "--checkpoint-dir", str(run)]
     (status, output), other = run_ranks(2, _train_until_signal, options, number, 3)
     assert (status, other) == (128 + number, (128 + number, ""))
-    saved = f"{run}/step-00000003"
-    assert output == f"stopped after step 3: saved {saved}; to continue, add --resume\n"
-    assert sorted(path.name for path in run.iterdir()) == ["settings.json", "step-00000003"]
+    assert output.endswith("\nstopped after step 3; to continue a saved run, add --resume\n")
+    assert [path.name for path in run.iterdir()] == ["step-00000003"]
     resumed = trained(3, tmp_path, "--steps", "5", "--checkpoint-dir", str(run), "--resume")
     assert_same_curve(resumed["train"], one_process["train"][:5])
-
-
-def test_a_run_that_cannot_resume_ends_on_all_ranks_without_a_traceback(tmp_path: Path) -> None:
-    directory = str(tmp_path / "none")
-    ended = run_ranks(2, _main, [*SMALL, "--checkpoint-dir", directory, "--resume"])
-    assert [status for status, _ in ended] == [1, 1]
-    for rank, (_, errors) in enumerate(ended):
-        assert errors.startswith(
-            f"train_gpt.py, rank {rank}: --resume: expected a complete checkpoint in {directory}, "
-            "got no such directory"
-        )
-        assert len(errors.splitlines()) == 1
 
 
 # --- whole programs, started as users do ----------------------------------------------------------
@@ -385,7 +344,7 @@ def test_python_alone_trains_plots_and_samples(
     assert code == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sampled = printed.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
-    assert 2 <= len(sampled) <= 5  # of 5 bytes, several can be one character
+    assert len(sampled) == 5
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert_same_curve(losses["train"], one_process["train"][:3])
 
@@ -418,10 +377,9 @@ def test_torchrun_trains_and_saves_when_it_is_terminated(
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode == 1  # torchrun's
-    stopped = r"stopped after step (\d+): saved run/(step-\d+); to continue, add --resume"
-    (step, name), *others = re.findall(stopped, output.decode())
-    assert not others
-    assert [path.name for path in (tmp_path / "run").glob("*step-*")] == [name]
+    (step,) = re.findall(r"stopped after step (\d+); to continue", output.decode())
+    names = [path.name for path in (tmp_path / "run").glob("*step-*")]
+    assert names == [f"step-{int(step):08d}"]
 
     losses = json.loads((tmp_path / "losses.json").read_text())["train"]
     assert len(losses) == int(step)
