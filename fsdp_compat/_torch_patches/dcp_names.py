@@ -109,7 +109,8 @@ def unflattened(
     """Undo ``flattened`` for the parameters of one optimizer."""
     known = {
         names.public(name)
-        for param in _parameters_of(optimizer)
+        for group in optimizer.param_groups
+        for param in group["params"]
         for param_names in names_in(held, param)
         for name in param_names
     }
@@ -137,10 +138,6 @@ def unflattened(
         found = [settings[name] for name in listed if name in settings]
         groups.append({**(found[0] if found else {}), "params": listed})
     return {"state": entries, "param_groups": groups}
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _split(name: str, known: Collection[str]) -> tuple[str | None, str]:

@@ -16,31 +16,23 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """torch's StateDictOptions, with our names."""
+    """torch's StateDictOptions."""
 
-    full: bool = False
+    full_state_dict: bool = False
     cpu_offload: bool = False
-    ignore_frozen: bool = False
-    keep_prefixes: bool = True
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
     strict: bool = True
-    from_rank0: bool = False
-    flatten: bool = False
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
 
     @property
     def on_rank0(self) -> bool:
         """True if only rank 0 gets a dict, or needs one."""
-        return self.full and (self.cpu_offload or self.from_rank0)
+        return self.full_state_dict and (self.cpu_offload or self.broadcast_from_rank0)
 
 
-_FIELDS = {
-    "full_state_dict": "full",
-    "cpu_offload": "cpu_offload",
-    "ignore_frozen_params": "ignore_frozen",
-    "keep_submodule_prefixes": "keep_prefixes",
-    "strict": "strict",
-    "broadcast_from_rank0": "from_rank0",
-    "flatten_optimizer_state_dict": "flatten",
-}
+_FIELDS = {field.name for field in dataclasses.fields(Options)}
 _IGNORED = {"dsd_fqn_modifiers"}  # state dicts have the names that their modules' own hooks give
 
 
@@ -50,19 +42,13 @@ def resolve(options: Any, call: str) -> Options:
     if not dataclasses.is_dataclass(options) or isinstance(options, type):
         raise wrong_type("options", "a StateDictOptions, or None", options, call)
     for field in dataclasses.fields(options):
-        if (
-            field.name not in (*_FIELDS, *_IGNORED)
-            and getattr(options, field.name) != field.default
-        ):
+        known = field.name in _FIELDS | _IGNORED
+        if not known and getattr(options, field.name) != field.default:
             raise unknown_argument(f"options.{field.name}", call)
     found = Options(
-        **{
-            ours: bool(getattr(options, field))
-            for field, ours in _FIELDS.items()
-            if hasattr(options, field)
-        }
+        **{name: bool(getattr(options, name)) for name in _FIELDS if hasattr(options, name)}
     )
-    if found.from_rank0 and not found.full:
+    if found.broadcast_from_rank0 and not found.full_state_dict:
         raise UsageError.of(
             "Loading from rank 0 needs a full state dict.",
             expected="full_state_dict=True with broadcast_from_rank0=True",

@@ -46,7 +46,7 @@ from .dcp_options import Options, resolve
 @contextlib.contextmanager
 def _form(model: nn.Module, options: Options, model_on_rank0: bool) -> Generator[None, None, None]:
     """Inside of it, our state dicts have the form that was asked for."""
-    if options.full:
+    if options.full_state_dict:
         kind = StateDictType.FULL_STATE_DICT
         config: Any = FullStateDictConfig(
             offload_to_cpu=options.cpu_offload, rank0_only=model_on_rank0
@@ -72,7 +72,7 @@ def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
 
     live: the storages of which nothing goes out with ``cpu_offload``, only copies.
     """
-    if options.full and _torch_private.is_dtensor(value):
+    if options.full_state_dict and _torch_private.is_dtensor(value):
         value = value.full_tensor()
     if (
         not options.cpu_offload
@@ -158,7 +158,7 @@ def _get_model(
 ) -> dict[str, Any]:
     names = Names(model)
     prefixes = [names.of_module[module] for module in submodules or () if module in names.of_module]
-    frozen = _frozen(model, names) if options.ignore_frozen else set()
+    frozen = _frozen(model, names) if options.ignore_frozen_params else set()
 
     def is_wanted(name: str) -> bool:
         return name not in frozen and (
@@ -166,17 +166,17 @@ def _get_model(
         )
 
     get = _torch_private.unpatched(model, "state_dict")
-    if options.full and model_unit_of(model) is not None and (frozen or submodules):
+    if options.full_state_dict and model_unit_of(model) is not None and (frozen or submodules):
         get = functools.partial(
             get, filter=lambda name: is_wanted(names.public(name))
         )  # what is not wanted is not gathered
-    with _form(model, options, model_on_rank0=options.full and options.cpu_offload):
+    with _form(model, options, model_on_rank0=options.full_state_dict and options.cpu_offload):
         state = get()
     live = _live_storages(model) if options.cpu_offload else ()
     found: collections.OrderedDict[str, Any] = collections.OrderedDict(
         (names.public(key), _finished(value, options, live)) for key, value in state.items()
     )
-    if options.full and options.cpu_offload and not _is_first(model):
+    if options.full_state_dict and options.cpu_offload and not _is_first(model):
         return {}
     if not submodules:
         setattr(found, "_metadata", getattr(state, "_metadata", None))
@@ -188,7 +188,7 @@ def _get_model(
         )
     for name in [name for name in found if not is_wanted(name)]:
         del found[name]
-    if not options.keep_prefixes:
+    if not options.keep_submodule_prefixes:
         for prefix in prefixes:
             for name in [name for name in found if prefix and _is_below(name, prefix)]:
                 found[name[len(prefix) + 1 :]] = found.pop(name)
@@ -234,7 +234,7 @@ def _get_optimizers(
         ]
     if options.on_rank0 and not _is_first(model):
         return {}
-    return flattened(result) if options.flatten else result
+    return flattened(result) if options.flatten_optimizer_state_dict else result
 
 
 # --- into the model and the optimizer -------------------------------------------------------------

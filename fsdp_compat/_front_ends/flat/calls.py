@@ -144,7 +144,8 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     grads = [(group, grad_norm.gradients_of(group)) for group in groups]
     norm = grad_norm.norm_of(grads, others, norm_type, own.device)
     managed = [grad for _, of_group in grads for grad in of_group]
-    if not others and (_expects_gradients(groups) if not managed else _has_unreduced(groups)):
+    has_unreduced = any(group.gradients.received for group in groups)
+    if not others and (has_unreduced if managed else _expects_gradients(groups)):
         warnings.warn(
             "clip_grad_norm_() found "
             + ("gradients of no_sync(), which are not reduced yet" if managed else "no gradients")
@@ -163,10 +164,6 @@ def _expects_gradients(groups: Iterable[Group]) -> bool:
         for group in groups
         for param, _ in group.store.sharded_params
     )
-
-
-def _has_unreduced(groups: Iterable[Group]) -> bool:
-    return any(group.gradients.received for group in groups)
 
 
 def _refuse_in_place(module: nn.Module) -> None:

@@ -83,7 +83,7 @@ def _parts(wrapper: nn.Module) -> tuple[Any, ...]:
     return (
         _attributes(wrapper),
         own.stores,
-        PortableSettings.of(own.settings),
+        _portable(own.settings),
         own.unit.buffers,
         own.attribute_order,
         own.form,
@@ -104,7 +104,7 @@ def restore(wrapper: nn.Module, parts: tuple[Any, ...]) -> None:
     """Rebuild a wrapper from its pickled parts. Collective: each rank loads its own."""
     attributes, stores, settings, buffers, order, form = parts
     wrapper.__dict__.update(attributes)
-    _build(wrapper, stores, settings.resolved(), buffers, order, form)
+    _build(wrapper, stores, _settings_of(*settings), buffers, order, form)
 
 
 def _build(
@@ -172,77 +172,46 @@ def _require_rest(wrapper: nn.Module, what: str) -> None:
 # -- settings in a pickle
 
 
-@dataclasses.dataclass(frozen=True)
-class PortableMesh:
-    """A device mesh without its process groups, so that it can be pickled."""
-
-    device_type: str
-    ranks: list[Any]  # global ranks, nested like the mesh
-    names: tuple[str, ...] | None
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> PortableMesh:
-        return cls(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
-
-    def over(self, groups: list[dist.ProcessGroup | None]) -> DeviceMesh:
-        """Return the mesh over ``groups``: (replica group, shard group). A 1-D mesh uses the last
-        one."""
-        if isinstance(self.ranks[0], int):
-            group: Any = groups[-1]
-            return DeviceMesh.from_group(
-                group, self.device_type, self.ranks, mesh_dim_names=self.names
-            )
-        names = self.names or ("replica", "shard")  # torch requires names here
-        return DeviceMesh.from_group(groups, self.device_type, self.ranks, mesh_dim_names=names)  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass(frozen=True)
-class PortableSettings:
-    """Settings that can be pickled."""
-
-    rest: Settings
-    # (name of the process group, its ranks, this rank on the axis or None if it does not matter) of
-    # the shard axis and the replica axis.
-    axes: tuple[tuple[str | None, tuple[int, ...], int | None], ...]
-    group: tuple[str, tuple[int, ...]]  # its name, and its ranks
-    device_mesh: PortableMesh | None = None
-
-    @classmethod
-    def of(cls, settings: Settings) -> PortableSettings:
-        """Leave out what only construction uses, and name the process groups."""
-        changes: dict[str, Any] = {
-            "param_init_fn": None,
-            "ignored_modules": frozenset(),
-            "ignored_parameters": frozenset(),
-            "mesh": None,
-            "group": None,
-            "device_mesh": None,
-        }
+def _portable(settings: Settings) -> tuple[Any, ...]:
+    """Return the arguments of ``_settings_of`` in another process: process groups by name, and
+    nothing that only construction uses."""
+    changes: dict[str, Any] = {
+        "param_init_fn": None,
+        "ignored_modules": frozenset(),
+        "ignored_parameters": frozenset(),
+        "mesh": None,
+        "group": None,
+        "device_mesh": None,
+    }
+    shard, replica = settings.mesh.shard, settings.mesh.replica
+    group, mesh = settings.group, settings.device_mesh
+    return (
+        dataclasses.replace(settings, **changes),
+        (_name_of(shard.group), shard.members, shard.rank),
         # Replicas hold equal values, so any of them may load another one's pickle.
-        shard, replica = (
-            (_name_of(axis.group), axis.members, rank)
-            for axis, rank in (
-                (settings.mesh.shard, settings.mesh.shard.rank),
-                (settings.mesh.replica, None),
-            )
-        )
-        mesh = None if settings.device_mesh is None else PortableMesh.of(settings.device_mesh)
-        group = settings.group.group_name, axis_of(settings.group).members
-        return cls(dataclasses.replace(settings, **changes), (shard, replica), group, mesh)
-
-    def resolved(self) -> Settings:
-        """Return the settings with this process's groups; raises UsageError if no group has the
-        name and the ranks, or if the shards are another rank's."""
-        group = group_by_name(*self.group)
-        shard, replica = (axis_by_name(*axis) for axis in self.axes)
-        assert group is not None
-        device_mesh = (
-            None if self.device_mesh is None else self.device_mesh.over([replica.group, group])
-        )
-        return dataclasses.replace(
-            self.rest, mesh=Mesh(shard, replica), group=group, device_mesh=device_mesh
-        )
+        (_name_of(replica.group), replica.members, None),
+        (group.group_name, axis_of(group).members),
+        None if mesh is None else (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names),
+    )
 
 
 def _name_of(group: dist.ProcessGroup | None) -> str | None:
     return None if group is None else group.group_name
+
+
+def _settings_of(
+    rest: Settings, shard_axis: Any, replica_axis: Any, of_group: Any, of_mesh: Any
+) -> Settings:
+    """Return settings with this process's groups; raises UsageError if no group has the name and
+    the ranks, or if the shards are another rank's."""
+    group = group_by_name(*of_group)
+    assert group is not None
+    shard, replica = axis_by_name(*shard_axis), axis_by_name(*replica_axis)
+    mesh = None
+    if of_mesh is not None:
+        device_type, ranks, names = of_mesh
+        groups: Any = group
+        if not isinstance(ranks[0], int):  # 2-D, for which torch requires names
+            groups, names = [replica.group, group], names or ("replica", "shard")
+        mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+    return dataclasses.replace(rest, mesh=Mesh(shard, replica), group=group, device_mesh=mesh)

@@ -61,9 +61,6 @@ class PlannedStore:
     params: list[OrigParam]
     placements: list[RowPlacement]
 
-    def without_parameters(self) -> PlannedStore:
-        return dataclasses.replace(self, params=[], placements=[])
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,13 +30,13 @@ from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import older_optimizers, raw_optimizer_state
 from ..._state.units import ModelUnit, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
+from ..._stores.placement import DataMesh
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
-from ...errors import StateError
+from ...errors import StateError, UsageError, explain
 from .. import data_parallel
-from .api import MixedPrecisionPolicy
+from .api import DataParallelMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy
 from .arguments import data_group_of, partial_mesh_of, precision_of
-from .param_group import ParamGroup
 from .plan import Owners, Plan, PlannedStore
 from .whole_state import put_rows_in, refuse_part, taken
 
@@ -44,12 +45,12 @@ _STATE = "_fsdp_compat_state"  # the attribute of a root module that holds its S
 _owned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-@dataclasses.dataclass(frozen=True)
-class _OwnStore:
-    """A store, and how it was planned."""
+class _OwnStore(typing.NamedTuple):
+    """A store, and what it was planned for."""
 
     store: RowStore
-    planned: PlannedStore
+    mesh: DataMesh
+    gather_dtype: torch.dtype | None  # None: that of the shard
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,12 +76,12 @@ class ShardedModules:
     @property
     def has_one_mesh(self) -> bool:
         """True if all parameters are sharded over the same ranks."""
-        return len({id(own.planned.mesh) for own in self.stores}) < 2
+        return len({id(own.mesh) for own in self.stores}) < 2
 
     @property
     def has_replicas(self) -> bool:
         """True if a parameter is replicated over ranks."""
-        return any(own.planned.mesh.replicate_dim is not None for own in self.stores)
+        return any(own.mesh.replicate_dim is not None for own in self.stores)
 
     @property
     def holds_all_reduce(self) -> bool:
@@ -155,9 +156,9 @@ class ShardedModules:
                 stores.append(own)
                 continue
             if rest := [index for index in range(len(store.orig_params)) if index not in late]:
-                stores.append(_OwnStore(store.take_apart(RowStore, rest), own.planned))
-            extended = ExtensionStore.of(store, late, _context_of(own.planned, self.plan))
-            stores.append(_OwnStore(extended, own.planned))
+                stores.append(own._replace(store=store.take_apart(RowStore, rest)))
+            extended = ExtensionStore.of(store, late, _context_of(own, self.plan))
+            stores.append(own._replace(store=extended))
         has_changed, self.stores = stores != self.stores, stores
         return has_changed
 
@@ -182,15 +183,15 @@ class ShardedModules:
     def _precision(self, own: _OwnStore) -> Precision:
         dtype, policy = own.store.dtype, self.plan.policy
         if not isinstance(own.store, ExtensionStore):
-            return precision_of(dtype, own.planned.gather_dtype, policy)
+            return precision_of(dtype, own.gather_dtype, policy)
         # Bytes travel, whatever the dtype of the values and their gradients.
-        values = precision_of(own.store.reduce_form().dtype, own.planned.gather_dtype, policy)
+        values = precision_of(own.store.reduce_form().dtype, own.gather_dtype, policy)
         return dataclasses.replace(values, gather=dtype)
 
     def _make_group(self, own: _OwnStore) -> Group:
         group = Group(
             own.store,
-            own.planned.mesh.engine_mesh(),
+            own.mesh.engine_mesh(),
             self._precision(own),
             self.plan.device,
             self.plan.offload.to_cpu,
@@ -354,6 +355,68 @@ class ShardedModules:
             self.runtime.stale = True
 
 
+@dataclasses.dataclass(unsafe_hash=True)
+class ParamGroup:
+    """What clients read and set of torch's FSDPParamGroup: dinov3 keeps roots that only infer
+    resharding after forward by setting ``post_forward_mesh_info``."""
+
+    _state: ShardedModules
+
+    @property
+    def mesh_info(self) -> DataParallelMeshInfo:
+        """The mesh that parameters are sharded over."""
+        return self._state.plan.info
+
+    @property
+    def is_unsharded(self) -> bool:
+        unit = self._state.unit
+        return unit is not None and unit.residency is Residency.UNSHARDED
+
+    @property
+    def post_forward_mesh_info(self) -> DataParallelMeshInfo | None:
+        """The mesh that parameters are sharded over between forward and backward: that of
+        ``mesh_info``, or a smaller one. None: they stay unsharded.
+
+        May be set to one of these.
+        """
+        conduct = self._state.conduct
+        if not conduct.reshard_after_forward:
+            return None
+        if conduct.partial_ranks:
+            return HSDPMeshInfo(conduct.partial_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return self.mesh_info
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, info: Any) -> None:
+        conduct, mesh = self._state.conduct, getattr(info, "mesh", None)
+        if info is not None and (
+            mesh is None or mesh not in (self.mesh_info.mesh, conduct.partial_mesh)
+        ):
+            raise UsageError.of(
+                "Parameters cannot be resharded to this mesh after forward.",
+                expected="None, mesh_info, or what post_forward_mesh_info was before",
+                got=repr(info),
+                where="post_forward_mesh_info",
+                fix="pass the number of ranks as reshard_after_forward to fully_shard",
+            )
+        self._state.is_auto = False
+        conduct.reshard_after_forward = info is not None
+        if info is not None and mesh != conduct.partial_mesh:
+            conduct.partial_ranks, conduct.partial_mesh = 0, None
+
+    def __getattr__(self, name: str) -> typing.NoReturn:
+        raise AttributeError(
+            explain(
+                f"A parameter group of fsdp_compat has no {name!r}.",
+                expected="mesh_info, post_forward_mesh_info or is_unsharded",
+                got=f"the attribute {name!r} of torch's FSDPParamGroup",
+                where="module._get_fsdp_state()._fsdp_param_group",
+                fix="read module.parameters(), which are DTensors while the module is sharded, and "
+                "use the methods of FSDPModule: unshard(), reshard(), finalize_backward()",
+            )
+        )
+
+
 def _leave_stale_runtimes(units: Sequence[Unit]) -> None:
     """Take units out of runtimes that also have units whose parameters were replaced since."""
     runtimes = {unit.runtime for unit in units if unit.runtime is not None}
@@ -375,7 +438,7 @@ def _require_alike(states: Mapping[ShardedModules, str], where: str) -> None:
             continue
         state.follow_params()
         for own in state.stores:
-            mesh, store = own.planned.mesh.engine_mesh(), own.store
+            mesh, store = own.mesh.engine_mesh(), own.store
             key = mesh.shard.members, mesh.replica.members
             facts = by_mesh.setdefault(key, (mesh, state.plan.device, []))[-1]
             if key not in seen:
@@ -479,7 +542,10 @@ def apply(plan: Plan) -> ShardedModules:
         is_auto=plan.reshard is None,
     )
     with torch.inference_mode(False), torch.no_grad():
-        state.stores = [_OwnStore(_make_store(planned, plan), planned) for planned in plan.stores]
+        state.stores = [
+            _OwnStore(_make_store(planned, plan), planned.mesh, planned.gather_dtype)
+            for planned in plan.stores
+        ]
         for buffer in plan.managed.buffers:
             if buffer.device != plan.device and not buffer.is_meta:
                 buffer.data = buffer.to(plan.device)
@@ -502,7 +568,6 @@ def apply(plan: Plan) -> ShardedModules:
         _torch_private.note_composable(module, "fully_shard")
     register(state.modules[0], state.model_unit)
     state.plan = plan.without_parameters()  # they hold the memory of whole parameters
-    state.stores = [_OwnStore(own.store, own.planned.without_parameters()) for own in state.stores]
     return state
 
 
@@ -511,8 +576,8 @@ def _shard_group(plan: Plan) -> dist.ProcessGroup | None:
     return None if mesh.shard_dim is None else mesh.mesh.get_group(mesh.shard_dim)
 
 
-def _context_of(planned: PlannedStore, plan: Plan) -> Context:
-    return Context(planned.mesh.shard_mesh, plan.policy, plan.device, planned.gather_dtype)
+def _context_of(of: _OwnStore | PlannedStore, plan: Plan) -> Context:
+    return Context(of.mesh.shard_mesh, plan.policy, plan.device, of.gather_dtype)
 
 
 def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
