@@ -94,9 +94,9 @@ class FullyShardedDataParallel(ClientAttributes):
         sync_module_states: overwrite parameters and buffers with those of the group's first rank
             before sharding.
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
-        limit_all_gathers: at most two units are gathered at a time, with either value. On the CPU,
-            True allows one gradient buffer at a time; False lets one unit's gradients be reduced
-            while the next unit's are computed, as devices with streams always do.
+        limit_all_gathers: on the CPU, True keeps one gradient buffer at a time, and False overlaps
+            reducing one unit's gradients with computing the next unit's, as devices with streams
+            always do. At most two units are gathered either way.
         use_orig_params: expose the module's own Parameter objects, as views of the shard, to the
             optimizer instead of FlatParameters. Needed to change ``requires_grad`` of some of a
             unit's parameters: with False a layer inside a unit has no parameters between steps, so
@@ -143,7 +143,7 @@ class FullyShardedDataParallel(ClientAttributes):
         allow_unused_units: bool = False,
         keep_units_below: int = 0,
     ) -> None:
-        kwargs = {
+        kwargs = {  # all other arguments: there are no other local names yet
             name: value
             for name, value in dict(locals()).items()
             if name not in ("self", "module", "auto_wrap_policy", "__class__")

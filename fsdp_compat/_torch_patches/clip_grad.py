@@ -20,23 +20,20 @@ from .._engine.group import Group
 from .._engine.runtime import live_runtimes
 from .._front_ends.flat.calls import checked_norm_type
 
-_undo: Callable[[], None] | None = None
+_undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
     """Make torch.nn.utils.clip_grad_norm_ and get_total_norm compute the norm of sharded gradients
     over all ranks."""
-    global _undo
-    if _undo is None:
-        _undo = _torch_private.replace_clipping(_clip, _total_norm)
+    if not _undo:
+        _undo.append(_torch_private.replace_clipping(_clip, _total_norm))
 
 
 def undo() -> None:
     """Restore torch's functions."""
-    global _undo
-    if _undo is not None:
-        _undo()
-        _undo = None
+    while _undo:
+        _undo.pop()()
 
 
 class _Clipped(threading.local):

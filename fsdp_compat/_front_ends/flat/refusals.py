@@ -54,20 +54,10 @@ def refuse_module(module: nn.Module) -> None:
             where="FullyShardedDataParallel(module, ...)",
             fix="leave it unwrapped; it still runs inside a wrapped module",
         )
+    where = f"FullyShardedDataParallel({type(module).__name__})"
     for name, parameter in module.named_parameters():
-        lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-        if lazy or parameter.is_inference():
-            raise UsageError.of(
-                f"Parameter {clean_name(name)!r} cannot be sharded: "
-                + ("it has no shape yet." if lazy else "it was created in inference mode."),
-                expected="parameters that have a shape and work with autograd",
-                got=f"a {type(parameter).__name__} of a "
-                f"{type(module.get_submodule(name.rpartition('.')[0])).__name__}",
-                where=f"FullyShardedDataParallel({type(module).__name__})",
-                fix="run one forward before wrapping"
-                if lazy
-                else "create the module outside torch.inference_mode()",
-            )
+        owner = module.get_submodule(name.rpartition(".")[0])
+        refuse_unusable(clean_name(name), parameter, owner, where, "wrapping")
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise UsageError.of(
             "The output projection of nn.MultiheadAttention cannot be a unit.",
@@ -75,6 +65,25 @@ def refuse_module(module: nn.Module) -> None:
             got="a module whose weight the attention reads directly",
             where="FullyShardedDataParallel(module, ...)",
             fix="wrap the nn.MultiheadAttention, or a module around it",
+        )
+
+
+def refuse_unusable(
+    name: str, parameter: nn.Parameter, module: nn.Module, where: str, before: str
+) -> None:
+    """Raise UsageError for a parameter of ``module`` that neither front end can shard. before: what
+    would shard it."""
+    lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+    if lazy or parameter.is_inference():
+        raise UsageError.of(
+            f"Parameter {name!r} cannot be sharded: "
+            + ("it has no shape yet." if lazy else "it was created in inference mode."),
+            expected="parameters that have a shape and work with autograd",
+            got=f"a {type(parameter).__name__} of a {type(module).__name__}",
+            where=where,
+            fix=f"run one forward before {before}"
+            if lazy
+            else "create the module outside torch.inference_mode()",
         )
 
 

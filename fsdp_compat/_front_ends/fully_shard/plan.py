@@ -55,8 +55,7 @@ class PlannedStore:
     """Parameters that will share a store."""
 
     mesh: DataMesh
-    dtype: torch.dtype  # of the shard
-    gather_dtype: torch.dtype | None  # None: that of the shard
+    gather_dtype: torch.dtype | None  # None: the parameters' own
     is_extended: bool  # the parameters' tensors say what an all-gather sends
     params: list[OrigParam]
     placements: list[RowPlacement]
@@ -237,9 +236,7 @@ def _stores(
             extended,
             _torch_private.placement(parameter),
         )
-        store = stores.setdefault(
-            key, PlannedStore(placed.mesh, parameter.dtype, gather, extended, [], [])
-        )
+        store = stores.setdefault(key, PlannedStore(placed.mesh, gather, extended, [], []))
         store.params.append(param)
         store.placements.append(_row_placement(param, placed))
     return list(stores.values())

@@ -14,6 +14,7 @@ from ..._state import older_optimizers
 from ..._stores.placement import SpmdMesh
 from ...errors import AssertedUsageError, UsageError, wrong_type
 from ..flat.flat_unit import is_wrapped, is_wrapper
+from ..flat.refusals import refuse_unusable
 from .arguments import WHERE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -109,8 +110,7 @@ def refuse_parameters(
     where = f"fully_shard({', '.join(type(root).__name__ for root in roots)})"
     for param in params:
         parameter = param.parameter
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_inference():
-            _refuse_unusable(param, where)
+        refuse_unusable(param.name, parameter, param.slots[0][0], where, "fully_shard")
         if any(owner_of(module, attribute) is not None for module, attribute in param.slots):
             raise AssertedUsageError.of(
                 "A parameter is sharded already, by a call for a module around this one.",
@@ -138,20 +138,6 @@ def refuse_parameters(
                 where=where,
                 fix="shard the model first",
             )
-
-
-def _refuse_unusable(param: OrigParam, where: str) -> None:
-    lazy = isinstance(param.parameter, nn.parameter.UninitializedParameter)
-    raise UsageError.of(
-        f"Parameter {param.name!r} cannot be sharded: "
-        + ("it has no shape yet." if lazy else "it was created in inference mode."),
-        expected="parameters that have a shape and work with autograd",
-        got=f"a {type(param.parameter).__name__} of a {type(param.slots[0][0]).__name__}",
-        where=where,
-        fix="run one forward before fully_shard"
-        if lazy
-        else "create the module outside torch.inference_mode()",
-    )
 
 
 def refuse_dtensors(params: Sequence[OrigParam], device: torch.device) -> None:
