@@ -1,7 +1,7 @@
 """The command ``fsdp-compat``, which is also ``python -m fsdp_compat``.
 
-``run`` runs a program that uses torch's FSDP on fsdp_compat instead. ``migrate`` rewrites its
-source, and needs libcst. The others work on checkpoints and need the extra ``cli``:
+``run`` runs a program that uses torch's FSDP on fsdp_compat, and ``migrate`` rewrites its source.
+The other commands work on checkpoints and need the extra ``cli``, see
 `checkpoint/_tools/commands.py`."""
 
 from __future__ import annotations
