@@ -213,13 +213,13 @@ def remove_leftovers(folder: Path) -> None:
             if _REMOVED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
             elif _FRESH.fullmatch(path.name):
-                with _disowned(path) as is_left:
+                with disowned(path) as is_left:
                     if is_left:
                         remove(path)
 
 
 @contextlib.contextmanager
-def _disowned(path: Path) -> Iterator[bool]:
+def disowned(path: Path) -> Iterator[bool]:
     """Yield whether a fresh directory has no living owner. It cannot get one inside the with
     block."""
     inside = list(path.iterdir())

@@ -272,9 +272,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _no_checkpoint(path: Path) -> CheckpointError:
     got, fix = "no such directory", "pass latest(folder) or the path that save returned"
-    if path.is_file():
-        got = "a file"
-    elif path.is_dir():
+    if path.is_dir():
         got = "a directory without one"
         steps = sorted(file.parent.name for file in path.glob(f"step-*/{MANIFEST}"))
         if steps:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch import nn
 from .. import errors
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
-from ._blocks import BLOCK_NBYTES, Tick, make_directories, sync_directory
+from ._blocks import BLOCK_NBYTES, Tick, sync_directory
+from ._directory import Fresh, disowned, make_fresh
 from ._header import TensorInfo
 from ._held_parts import HeldPart, managed_parts, unmanaged_tensors
 from ._named_groups import named_groups
@@ -61,7 +63,7 @@ def save_safetensors(
     """
     call = "checkpoint.save_safetensors"
     units, ranks = ranks_of(model, call)
-    with ranks.taking_part():
+    with ranks.taking_part(), contextlib.ExitStack() as leaving:
         problem: BaseException | None = None
         files: _WeightFiles | None = None
         try:
@@ -95,6 +97,7 @@ def save_safetensors(
                 fix="pass the same arguments on all ranks, and a path on a shared file system",
             )
         assert files is not None
+        leaving.callback(files.discard)
         token = told[0][1]
         # The first rank creates the files before the others open them.
         nbytes = 0  # that this rank has written
@@ -125,7 +128,7 @@ def save_safetensors(
                     path,
                     "remove the files that already have their names",
                 )
-            files.remove(token)
+            files.discard()
         all_ranks_or_raise(ranks, problem, None, call)
         return [Path(path) / name for name in files.names]
 
@@ -174,6 +177,7 @@ class _WeightFiles:
         is_first: bool,
     ) -> None:
         self._path = path
+        self._fresh: Fresh | None = None  # on the first rank
         order = {name: position for position, name in enumerate(names_before(model))}
         parts = [
             *managed_parts(named_groups(units_of(model))),
@@ -198,19 +202,24 @@ class _WeightFiles:
         """Bytes of the tensors in all files."""
         return sum(info.nbytes for image in self._images for info in image.tensors.values())
 
-    def _partial(self, name: str, token: str) -> Path:
-        return self._path / f".{name}.{token}"
+    def _hidden(self, token: str) -> Path:
+        """Return the directory that the files are in until they get their names."""
+        return self._path / f".weights-{token}"
 
     def described(self) -> list[object]:
         """Return what must be the same on all ranks."""
         return [(image.name, image.header, list(image.tensors)) for image in self._images]
 
     def create(self, token: str, shown: bool) -> int:
-        """Create the files under hidden names, with their headers and in their final length; return
-        0, the number of bytes of tensors that are written."""
-        make_directories(self._path)
+        """Create the files, hidden, with their headers and in their final length; return 0, the
+        number of bytes of tensors that are written. Remove what killed saves have left."""
+        self._fresh = make_fresh(self._hidden(token))
+        for left in self._path.glob(f".weights-{'[0-9a-f]' * 32}"):
+            with contextlib.suppress(OSError), disowned(left) as is_left:
+                if is_left:
+                    shutil.rmtree(left, ignore_errors=True)
         for image in self._images:
-            image.write_header(self._partial(image.name, token))
+            image.write_header(self._hidden(token) / image.name)
         return 0
 
     def write(self, token: str, shown: bool) -> int:
@@ -220,7 +229,7 @@ class _WeightFiles:
         total = sum(held.values.nbytes for held in own)
         with progress_bar(shown, "save weights", total) as tick:
             for image in self._images:
-                descriptor = os.open(self._partial(image.name, token), os.O_WRONLY)
+                descriptor = os.open(self._hidden(token) / image.name, os.O_WRONLY)
                 try:
                     for held in own:
                         if (info := image.tensors.get(held.names[0])) is not None:
@@ -233,16 +242,16 @@ class _WeightFiles:
     def publish(self, token: str) -> None:
         """Give the files their names, the index last."""
         if self._images[1:]:
-            write_index(self._images, self._partial(INDEX, token))
+            write_index(self._images, self._hidden(token) / INDEX)
         for name in self.names:
-            self._partial(name, token).rename(self._path / name)
+            (self._hidden(token) / name).rename(self._path / name)
         sync_directory(self._path)
 
-    def remove(self, token: str) -> None:
-        """Remove the hidden files that were not published."""
-        for name in self.names:
-            with contextlib.suppress(OSError):
-                self._partial(name, token).unlink()
+    def discard(self) -> None:
+        """Remove what was not published."""
+        if self._fresh is not None:
+            shutil.rmtree(self._fresh.path, ignore_errors=True)
+            self._fresh.release()
 
 
 def _stored_dtype(held: HeldPart, dtype: torch.dtype | None) -> torch.dtype:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.checkpoint import _safetensors_save, load_safetensors, save_safetensors
+from fsdp_compat.checkpoint._directory import make_fresh
 from fsdp_compat.checkpoint._held_parts import managed_parts
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -956,6 +957,22 @@ def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: P
             "bytes without a writer": ("CheckpointError", "bytes written by all ranks"),
         },
     )
+
+
+def _after_a_killed_save(folder: Path) -> None:
+    lefts = [folder / f".weights-{digit * 32}" for digit in "01"]
+    killed, living = map(make_fresh, lefts)
+    assert killed is not None and living is not None
+    killed.release()
+    save_safetensors(folder, FSDP(Small()))
+    assert names_in(folder) == [lefts[1].name, "model.safetensors"]
+    living.release()
+
+
+def test_a_save_removes_what_killed_ones_left_and_nothing_of_those_that_run(
+    tmp_path: Path,
+) -> None:
+    run_ranks(1, _after_a_killed_save, tmp_path)
 
 
 def _progress(folder: Path, capture: Path) -> str:

@@ -4,7 +4,7 @@ place, which the next run removes if the process is killed."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import glob
 import os
 import shutil
 import uuid
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import UsageError
-from .._blocks import make_directories, sync_directory
+from .._blocks import sync_directory
+from .._directory import disowned, make_fresh
 
-_OWNER = "owner"  # a file that is locked as long as the process lives
 _CONTENT = "content"
 
 
@@ -39,37 +39,31 @@ def published(target: Path, call: str) -> Iterator[Path]:
     """
     require_free(target, call)
     folder = target.absolute().parent
-    make_directories(folder)
-    _remove_leftovers(folder, target.name)
-    hidden = folder / f".{_short(target.name)}.{uuid.uuid4().hex}.part"
-    hidden.mkdir()
+    fresh = make_fresh(folder / f".{_short(target.name)}.{uuid.uuid4().hex}.part")
+    assert fresh is not None  # nothing else has its name
+    content = fresh.path / _CONTENT
     try:
-        with open(hidden / _OWNER, "xb") as owner:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = hidden / _CONTENT
-            yield content
-            if content.is_dir():
-                sync_directory(content)
-            require_free(target, call)
-            content.rename(target)
-            sync_directory(folder)
+        _remove_leftovers(folder, target.name)
+        yield content
+        if content.is_dir():
+            sync_directory(content)
+        require_free(target, call)
+        content.rename(target)
+        sync_directory(folder)
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(fresh.path, ignore_errors=True)
+        fresh.release()
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
     """Remove what killed processes have left of earlier attempts at the same target."""
-    for hidden in folder.glob(f".{_escaped(_short(name))}.{'[0-9a-f]' * 32}.part"):
-        with contextlib.suppress(OSError), open(hidden / _OWNER, "rb") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its process lives
-            shutil.rmtree(hidden, ignore_errors=True)
+    pattern = f".{glob.escape(_short(name))}.{'[0-9a-f]' * 32}.part"
+    for hidden in folder.glob(pattern):
+        with contextlib.suppress(OSError), disowned(hidden) as is_left:
+            if is_left:
+                shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _short(name: str) -> str:
     """Return a name to which 39 bytes can be added."""
     return name if len(name.encode()) <= 200 else name[:50]
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{character}]" if character in "[*?" else character for character in name)
