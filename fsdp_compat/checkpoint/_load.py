@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require
 from ._rename import Rename, check_weights_arguments
 from ._report import LoadReport, deliver, require_report
 from ._source import open_source
-from ._texts import brief
+from ._texts import brief, joined
 from ._tools.shapes import Shape, Shapes
 
 
@@ -169,6 +170,9 @@ def _load(
                 "during a save, pass latest(folder, model)",
             )
         deliver(plan.report, report, strict, call, path)
+        if ranks.number == 0 and plan.source.archive.left_out:
+            left = joined(plan.source.archive.left_out, 8, "; ")
+            warnings.warn(f"{call}: not read from {path}: {left}", stacklevel=3)
         extra = None
         try:
             extra = plan.apply(progress and ranks.number == 0)

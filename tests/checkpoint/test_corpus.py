@@ -204,3 +204,16 @@ def test_every_checkpoint_loads_into_a_model_that_is_sharded_in_any_way(
     kind: str, ranks: int
 ) -> None:
     run_ranks(ranks, _load_all, kind)
+
+
+def _load_with_values_that_are_not_read() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.load(CORPUS / "clients/accelerate-full", ours("rows")[0])
+    return [str(each.message) for each in caught if "not read from" in str(each.message)]
+
+
+def test_the_first_rank_warns_of_what_a_load_does_not_read() -> None:
+    first, second = run_ranks(2, _load_with_values_that_are_not_read)
+    assert len(first) == 1 and "random_states_0.pkl: state of one process" in first[0]
+    assert not second
