@@ -54,7 +54,7 @@ class ShardedGrads:
             position
             for position, (param, indices) in enumerate(store.sharded_params)
             if not (is_dtensor or param.numel())
-            and any(unsharded_params[index].numel() for index in indices)
+            and any(map(torch.Tensor.numel, map(unsharded_params.__getitem__, indices)))
         )
         self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
         self._notes: list[_Note | None] = []  # by position; None: does not require gradients

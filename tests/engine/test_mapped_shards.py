@@ -518,20 +518,20 @@ def trains_at_a_limit(limit: int, forks: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("environment", "limit", "where", "named"),
+    ("environment", "limit", "named"),
     [
-        (MAPPED, resource.RLIMIT_NOFILE, "cannot be mapped again", "rank 1: no more file desc"),
-        (MAPPED, resource.RLIMIT_AS, "of rank 0 cannot be read", "no more address space"),
-        (COPIED, resource.RLIMIT_NOFILE, "of rank 0 cannot be read", "no more file descriptors"),
+        (MAPPED, resource.RLIMIT_NOFILE, "no more file descriptors"),
+        (MAPPED, resource.RLIMIT_AS, "no more address space"),
+        (COPIED, resource.RLIMIT_NOFILE, "no more file descriptors"),
     ],
 )
 def test_a_rank_that_reaches_a_limit_trains_on_or_is_named_with_the_limit(
-    environment: dict[str, str], limit: int, where: str, named: str
+    environment: dict[str, str], limit: int, named: str
 ) -> None:
     environment = MAPPED | environment
     assert run_ranks(2, trains_at_a_limit, limit, False, environment=environment) == ["", ""]
     for error in run_ranks(2, trains_at_a_limit, limit, True, environment=environment):
-        assert where in error and named in error
+        assert f"rank 1 cannot read the memory of rank 0: {named}" in error
 
 
 def wraps_at_a_limit() -> None:

@@ -148,7 +148,8 @@ class SameHostTransport(GlooTransport):
         try:
             return peer.memory.view(location, like.numel(), sent.dtype)
         except OSError as error:
-            text = f"the memory of rank {rank} cannot be read: {refusal_of(error)}"
+            who = self.members[self.rank]
+            text = f"rank {who} cannot read the memory of rank {rank}: {refusal_of(error)}"
             self.connections.fail(what, cause=text)
 
     def _first(self, kind: int, source: int, numel: int) -> int:
