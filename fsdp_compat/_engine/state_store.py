@@ -168,8 +168,9 @@ class StateStore(ParamStore, typing.Protocol):
         shard = self.shard.detach() if shard is None else shard
         for index, whole in enumerate(wholes):
             source, target = self.rows_of_whole(index, whole), self.own_part(shard, index)
-            is_there = source.data_ptr() == target.data_ptr() and source.is_contiguous()
-            if target.numel() and not (target.is_meta or is_there):
+            if target.is_meta or not target.numel():
+                continue
+            if source.data_ptr() != target.data_ptr() or not source.is_contiguous():
                 as_bytes(target).copy_(as_bytes(source))
 
     def own_part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
