@@ -5,8 +5,8 @@ little-endian; the JSON text, which maps each tensor's name to its dtype, shape 
 the text, and ``__metadata__`` to texts; then the tensors, without gaps. The library writes whole
 tensors from memory. Here each process writes its own bytes, so the header is made separately.
 
-Files that the library refuses are refused here. Files that it reads are read alike, except for the
-ambiguous ones, in which a name occurs twice in one object."""
+Files whose tensors do not lie without gaps are refused, as by the library, and so are those in
+which a name occurs twice in one object. Of other JSON, what Python's parser reads is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,8 +34,6 @@ from ._texts import (
 )
 
 METADATA = "__metadata__"
-_MAY_BE_HALF = re.compile(rb"\\u[dD]")
-_ODD_NUMBER = re.compile(rb"-0|[0-9]{21}")
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -170,12 +167,7 @@ def parse_header(
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
     try:
-        hooks = {"parse_int": _whole} if _ODD_NUMBER.search(text) else {}
-        described = parse_json(text, parse_float=_finite, parse_constant=_refuse_constant, **hooks)
-        if _MAY_BE_HALF.search(text):
-            json.dumps(described, ensure_ascii=False).encode(
-                "utf-8"
-            )  # raises for half of a surrogate pair
+        described = parse_json(text, parse_constant=_refuse_constant)
         return _parsed(described, 8 + len(text), nbytes)
     except (ValueError, RecursionError) as error:
         raise _not_safetensors(path, brief(error)) from error
@@ -233,18 +225,6 @@ def _offsets(name: str, facts: Any) -> tuple[int, int]:
         )
         raise ValueError(f"{name!r}: {error}; {said}") from error
     return first, stop
-
-
-def _whole(text: str) -> int | float:
-    """Parse an integer as the library does: -0, and a number of more than 64 bits, is a float."""
-    return _finite(text) if text == "-0" or len(text) > 20 else int(text)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError("a number out of range")
-    return number
 
 
 def _refuse_constant(text: str) -> None:
