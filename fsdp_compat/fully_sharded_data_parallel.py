@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_patches, _torch_private
 from ._engine import hooks, rendezvous
-from ._engine.forward_methods import run_as_forward
-from ._engine.runtime import Runtime, runtime_of
+from ._engine.runtime import Runtime, run_as_forward, runtime_of
 from ._engine.state_store import FLAT_PARAM
 from ._engine.unit import Unit
 from ._front_ends.flat import calls, construction, conversion, copying
@@ -29,7 +28,7 @@ from ._state import optim_calls as optim
 from ._state import optim_legacy as legacy
 from ._state.optim_legacy import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
-from ._stores.flat_parameter import FlatParameter
+from ._stores.flat_store import FlatParameter
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .errors import (
     UsageError,

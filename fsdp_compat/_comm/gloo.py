@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .divergence.waits import COLLECTIVE
 from .gloo_connections import OverConnections, all_or_nothing
-from .summation import sum_in_rank_order
 from .transport import VALUES, Handle, Kind, as_bytes
+
+_CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: it stays in the cache until it is divided
 
 
 class GlooTransport(OverConnections):
@@ -179,3 +180,33 @@ class GlooTransport(OverConnections):
         works, _, message = self.connections.sent[tag, number]
         self.connections.wait(works, message, what)
         self.connections.sent.pop((tag, number), None)
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], total: Tensor, divisor: Tensor | None) -> None:
+    """Add ``parts`` in rank order into ``total``, which may be one of them, and divide by
+    ``divisor``: the same bits on every rank.
+
+    At least in fp32: in bf16, 256 + 1 is 256.
+    """
+    numel, wide = total.numel(), torch.promote_types(total.dtype, torch.float32)
+    # a separate accumulator, unless the first addition may overwrite ``total``
+    separate = total.dtype != wide or any(part.data_ptr() == total.data_ptr() for part in parts[2:])
+    step = _CHUNK_NUMEL * max(torch.get_num_threads(), 1)
+    for start in range(0, numel, step):
+        chunk, addends = total, list(parts)
+        if numel > step:
+            chunk = total[start : start + step]
+            addends = [part[start : start + step] for part in parts]
+        result = torch.empty(chunk.shape, dtype=wide, device="cpu") if separate else chunk
+        if addends[0].dtype == addends[1].dtype == wide:
+            torch.add(addends[0], addends[1], out=result)
+            rest = addends[2:]
+        else:
+            result.copy_(addends[0])
+            rest = addends[1:]
+        for part in rest:
+            result.add_(part)
+        if divisor is not None:
+            result.div_(divisor)
+        if separate:
+            chunk.copy_(result)

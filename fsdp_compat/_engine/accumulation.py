@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import _torch_private
 from .bulk_dict import exhaust
-from .reduce_policy import ReduceAxes
+from .conduct import ReduceAxes
 from .store import ParamStore
 
 _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
@@ -57,7 +57,7 @@ class ShardedGrads:
             and any(map(torch.Tensor.numel, map(unsharded_params.__getitem__, indices)))
         )
         self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
-        self._notes: list[_Note | None] = []  # by position; None: does not require gradients
+        self.notes: list[_Note | None] = []  # by position; None: does not require gradients
         if grad_dtype is not None:
             for param in self._params:
                 grad, param.grad = param.grad, None  # an existing gradient is converted
@@ -112,39 +112,35 @@ class ShardedGrads:
 
     # -- accumulation without communication
 
-    @property
-    def has_notes(self) -> bool:
-        return bool(self._notes)
-
     def note(self) -> None:
         """Note every ``.grad`` after a backward without communication: see the head of this file.
 
         Parameters that this rank has no part of get a gradient too, until the next reduction: what
         zero_grad clears is cleared on all ranks.
         """
-        self._notes = []
+        self.notes = []
         if self._is_dtensor:
             return
         for param in self._params:
             if not param.requires_grad:
-                self._notes.append(None)
+                self.notes.append(None)
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=self._dtype)
             grad = param.grad
-            self._notes.append(_Note(grad, grad._version))
+            self.notes.append(_Note(grad, grad._version))
 
     def take_cleared(self) -> tuple[list[int], list[int]]:
         """Forget the notes. Return the positions of sharded parameters whose gradients were
         replaced or set to None since ``note``, which is the same on all ranks, and of those whose
         gradients were written to and are zero now, which depends on this rank's part."""
         replaced, zeroed = list[int](), list[int]()
-        for position, (param, note) in enumerate(zip(self._params, self._notes, strict=True)):
+        for position, (param, note) in enumerate(zip(self._params, self.notes, strict=True)):
             if note is None:
                 continue
             if param.grad is not note.grad:
                 replaced.append(position)
             elif note.grad._version != note.version and not note.grad.any():
                 zeroed.append(position)
-        self._notes = []
+        self.notes = []
         return replaced, zeroed

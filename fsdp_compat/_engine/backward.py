@@ -28,9 +28,9 @@ from .. import _torch_private
 from .._comm.divergence import progress
 from ..errors import StateError
 from . import hooks
-from .checks import Checks, refuse_summoned_backward
+from .checks import Checks
 from .communicators import Communicators
-from .device import ComputeStreams, reduce_stream
+from .device import ComputeStreams, side_stream
 from .gathering import Gathering
 from .gradients import Gradients, InFlightReductions
 from .group import Group
@@ -73,7 +73,7 @@ class BackwardRunner:
         self._units, self._communicators, self._checks = units, communicators, checks
         self._gathering, self._streams = gathering, streams
         self._prefetches_late = prefetches_late and not self._allow_unused_units
-        self._side = reduce_stream(units[0].options.device)
+        self._side = side_stream(units[0].options.device, "reduce")
         self.reductions = InFlightReductions(
             None if self._allow_unused_units else max_inflight_reductions, self._side is not None
         )
@@ -149,7 +149,15 @@ class BackwardRunner:
         call has run (where autograd has a thread for each device: everything on this device).
         Collective."""
         if call.summoned or unit.view.summoned:
-            refuse_summoned_backward(unit)
+            raise StateError.of(
+                "Backward reached a forward that ran inside summon_full_params.",
+                expected="forward and backward outside the context: gradients cannot reach the "
+                "parameters that it shows",
+                got="a backward through a forward inside it",
+                where=unit.label,
+                fix="leave the context before the forward; for evaluation inside it use "
+                "torch.no_grad()",
+            )
         backward = self._current() or self._backward()
         if call.seen_by == backward.serial:  # several outputs, one event
             return
@@ -246,7 +254,8 @@ class BackwardRunner:
         self._join(side=True)
         with torch.no_grad():
             self._gathering.end_backward()
-            late = self._checks.groups_with_gradients()  # after post-backward of their unit, or not
+            # those that came after post-backward of their unit, or without one
+            late = self._checks.changes.groups_with_gradients()
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
                     unit.calls

@@ -56,7 +56,7 @@ class ExternalChanges:
         memories = [memory for group in groups for memory in group.memories]
         unsharded = [param for memory in memories for param in memory.unsharded_params]
         self._trainable = [*sharded, *unsharded]
-        self._sharded = Addresses(sharded)
+        self.sharded = Addresses(sharded)
         self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
         self._noted: list[bool] | None = None  # requires_grad
         # Sharded parameters with the unsharded ones that have their values. Where the user may
@@ -103,18 +103,14 @@ class ExternalChanges:
         return (
             not self.groups_with_gradients()
             and list(map(_requires_grad, self._trainable)) == self._noted
-            and not self._sharded.changed()
+            and not self.sharded.changed()
             and not self._unsharded.changed()
         )
-
-    def sharded_params_are_intact(self) -> bool:
-        """True if no sharded parameter was given other memory since ``note``."""
-        return not self._sharded.changed()
 
     def note(self) -> None:
         """All units were checked, and repaired."""
         self._noted = list(map(_requires_grad, self._trainable))
-        self._sharded.note()
+        self.sharded.note()
         self._unsharded.note()
 
 
@@ -123,7 +119,7 @@ class Checks:
 
     def __init__(self, root: Unit, units: Sequence[Unit], communicators: Communicators) -> None:
         self._root, self._units, self._communicators = root, units, communicators
-        self._changes = ExternalChanges(())
+        self.changes = ExternalChanges(())
         # Every parameter and buffer has values: checked before the first forward. In a simulation
         # on the meta device none has; front ends that shard in place leave it to the user.
         self._has_values = root.options.device.type == "meta" or not any(
@@ -132,19 +128,15 @@ class Checks:
 
     def take(self, groups: Iterable[Group]) -> None:
         """Check ``groups`` from now on."""
-        self._changes = ExternalChanges(groups)
-
-    def groups_with_gradients(self) -> set[Group]:
-        """Return the groups with small parameters on which autograd has left gradients."""
-        return self._changes.groups_with_gradients()
+        self.changes = ExternalChanges(groups)
 
     def before_forward(self) -> None:
         """Collective, in the first forward."""
-        self._changes.follow_writes()
-        if not self._changes.is_intact():
+        self.changes.follow_writes()
+        if not self.changes.is_intact():
             self._check_units()
             if not any(unit.view.summoned for unit in self._units):  # these were not checked
-                self._changes.note()
+                self.changes.note()
         if not self._has_values:
             device = self._root.options.device
             agreement.require_units_alike(self._units, device, self._root.label)
@@ -202,8 +194,8 @@ class Checks:
         In other units the new values count, as they are gathered again; but autograd refuses
         backward where the graph has saved parameters that were written to (``follow_writes``).
         """
-        written = self._changes.follow_writes()
-        moved = not self._changes.sharded_params_are_intact()
+        written = self.changes.follow_writes()
+        moved = self.changes.sharded.changed()
         for unit in self._units:
             kept = unit.residency is Residency.UNSHARDED
             for group in () if unit.view.summoned else unit.groups:
@@ -238,17 +230,6 @@ def require_own(units: Iterable[Unit]) -> None:
             group.store.check(group.name)
 
 
-def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoReturn:
-    """``what`` was called inside forward or backward."""
-    raise error.of(
-        f"{what} was called while the model runs.",
-        expected="a call between steps",
-        got="a call inside forward or backward",
-        where=where,
-        fix="call it before forward, or after backward has returned",
-    )
-
-
 def refuse_meta(
     fn: Callable[[torch.Tensor], torch.Tensor], shards: Iterable[torch.Tensor], where: str
 ) -> None:
@@ -266,36 +247,14 @@ def refuse_meta(
             )
 
 
-def refuse_summoned(what: str, where: str) -> typing.NoReturn:
-    """``what`` was called inside summon_full_params."""
-    raise StateError.of(
-        f"{what} was called inside summon_full_params, where parameters and gradients are whole.",
-        expected="a call outside the context",
-        got="a call inside it",
+def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoReturn:
+    """``what`` was called inside forward or backward."""
+    raise error.of(
+        f"{what} was called while the model runs.",
+        expected="a call between steps",
+        got="a call inside forward or backward",
         where=where,
-        fix="leave the context first",
-    )
-
-
-def refuse_summoned_backward(unit: Unit) -> typing.NoReturn:
-    raise StateError.of(
-        "Backward reached a forward that ran inside summon_full_params.",
-        expected="forward and backward outside the context: gradients cannot reach the "
-        "parameters that it shows",
-        got="a backward through a forward inside it",
-        where=unit.label,
-        fix="leave the context before the forward; for evaluation inside it use torch.no_grad()",
-    )
-
-
-def refuse_late_hook(where: str) -> typing.NoReturn:
-    """A communication hook was registered after a backward inside no_sync."""
-    raise StateError.of(
-        "Gradients were already received.",
-        expected="a communication hook that is registered before the first backward",
-        got="gradients of a backward inside no_sync",
-        where=where,
-        fix="register the hook right after wrapping",
+        fix="call it before forward, or after backward has returned",
     )
 
 

@@ -23,24 +23,11 @@ class Communicators:
     def take(self, groups: Iterable[Group]) -> None:
         """Use those of ``groups`` from now on."""
         groups = list(groups)
-        self._communicators = list(
-            {
-                id(communicator): communicator
-                for group in groups
-                for communicator in (
-                    group.shard,
-                    group.replica,
-                    *(() if group.partial is None else (group.partial.communicator,)),
-                )
-                if communicator.ranks > 1
-            }.values()
-        )
+        found = [each for group in groups for each in (group.shard, group.replica)]
+        found += [group.partial.communicator for group in groups if group.partial is not None]
+        self._communicators = list(dict.fromkeys(each for each in found if each.ranks > 1))
         self.have_tags = all(communicator.has_tags for communicator in self._communicators)
-        self._offloads = list(
-            {
-                id(group.offload): group.offload for group in groups if group.offload.is_offloaded
-            }.values()
-        )
+        self._offloads = [group.offload for group in groups if group.offload.is_offloaded]
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Collective. Return for each flag whether it is set on any rank. One byte per flag. what:

@@ -105,15 +105,9 @@ def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
 
 
 @functools.cache
-def gather_stream(device: torch.device) -> SideStream | None:
-    """Return the stream that sends shards of a device; None if it has no streams."""
-    return SideStream(device) if has_streams(device) else None
-
-
-@functools.cache
-def reduce_stream(device: torch.device) -> SideStream | None:
-    """Return the stream that takes, reduces and accumulates gradients on a device; None if it has
-    no streams."""
+def side_stream(device: torch.device, use: typing.Literal["gather", "reduce"]) -> SideStream | None:
+    """Return the stream of a device that sends shards (gather), or the one that takes, reduces and
+    accumulates gradients (reduce); None if it has no streams."""
     return SideStream(device) if has_streams(device) else None
 
 
@@ -156,7 +150,7 @@ class OffloadPolicy:
         """Wait for all reads of the shard and all copies."""
 
 
-class _OnHost(OffloadPolicy):
+class OnHost(OffloadPolicy):
     """Shards, gradients and with them the optimizer live on the CPU. If the CPU computes as well,
     the same copies are made."""
 
@@ -190,8 +184,3 @@ class _OnHost(OffloadPolicy):
 
 
 ON_DEVICE = OffloadPolicy()
-
-
-def offload_policy(device: torch.device, offload: bool) -> OffloadPolicy:
-    """Return the policy for shards of a group that computes on ``device``."""
-    return _OnHost(device) if offload else ON_DEVICE

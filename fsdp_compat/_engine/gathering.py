@@ -50,10 +50,7 @@ class Order:
 
     def first_after_root(self) -> Unit | None:
         """The first unit of the pass that is not the root."""
-        for unit in self._now or self._last:
-            if not unit.is_root:
-                return unit
-        return None
+        return next((unit for unit in self._now or self._last if not unit.is_root), None)
 
 
 def end_gathers(

@@ -16,11 +16,10 @@ from torch import nn
 from .. import _torch_private
 from .accumulation import ShardedGrads
 from .bulk_dict import exhaust
-from .conduct import Conduct
-from .device import reduce_stream
+from .conduct import CommHook, Conduct, ReduceAxes, ReducePolicy, predivisor
+from .device import side_stream
 from .dtypes import Precision
 from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction
-from .reduce_policy import CommHook, ReduceAxes, ReducePolicy, predivisor
 from .storage import GroupMemory
 from .store import ParamStore, ReduceForm
 
@@ -60,7 +59,7 @@ class Gradients:
         unit, if the user may change it; sharded parameters are DTensors then."""
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; the runtime sets it.
-        self.limit_in_flight: Callable[[], None] = _no_limit
+        self.limit_in_flight: Callable[[], None] = lambda: None
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         whole = memories[0].unsharded_params
         self.sharded = ShardedGrads(store, whole, grad_dtype, is_dtensor=conduct is not None)
@@ -69,7 +68,7 @@ class Gradients:
         self.axes = axes
         self._store, self._memories, self._conduct = store, memories, conduct or Conduct()
         self.reduce_dtype, self._grad_dtype, self._device = precision.reduce, grad_dtype, device
-        self._side = reduce_stream(device)
+        self._side = side_stream(device, "reduce")
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
         params = [
             (index, param)
@@ -230,7 +229,7 @@ class Gradients:
         What is received decides what is reduced, so it must not depend on values, which differ
         between ranks: gradients that are zero now are zeroed here too, and stay received.
         """
-        if self._buffer is None or not self.sharded.has_notes:
+        if self._buffer is None or not self.sharded.notes:
             return
         replaced, zeroed = self.sharded.take_cleared()
         for position in zeroed:
@@ -338,10 +337,6 @@ def _advance(groups: Iterable[Gradients], *stages: Left) -> list[Gradients]:
             else:
                 gradients.finish_reduction()
     return left
-
-
-def _no_limit() -> None:
-    pass
 
 
 _GRAD = itertools.repeat("grad")

@@ -11,12 +11,11 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._comm.transport import Handle, Transport
 from ..errors import AssertedStateError
-from .conduct import Conduct
-from .device import gather_stream, offload_policy, reduce_stream
+from .conduct import Conduct, ReduceAxes
+from .device import ON_DEVICE, OffloadPolicy, OnHost, side_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import Gradients, is_large
 from .partial import PartialShard
-from .reduce_policy import ReduceAxes
 from .storage import GroupMemory
 from .store import ParamStore
 from .user_changes import RequiresGrad
@@ -42,7 +41,7 @@ class Group:
         if the user may change it; sharded parameters are DTensors then.
         """
         self.store, self.device, self.conduct = store, device, conduct
-        self.offload = offload_policy(device, offload)
+        self.offload: OffloadPolicy = OnHost(device) if offload else ON_DEVICE
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
             GroupMemory(store, mesh.shard.ranks, dtype, device, self.offload.is_offloaded)
@@ -68,7 +67,7 @@ class Group:
         # begins with all units unsharded, though, a buffer for gradients wider than the parameters
         # is not allocated before the first unit is resharded: post-backward moves them. A side
         # stream takes all gradients together.
-        streamed = reduce_stream(device) is None and (
+        streamed = side_stream(device, "reduce") is None and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         )
         large = {
@@ -136,9 +135,9 @@ class Group:
             if mapped.is_due:
                 return
         memory.allocate()
-        if self.store.extension is not None:
-            self.store.extension.pack()
-        side = gather_stream(self.device)
+        if self.store.has_extension:
+            self.store.pack()
+        side = side_stream(self.device, "gather")
         if side is None:
             self._begin_all_gather()
             return
@@ -149,7 +148,7 @@ class Group:
         shard, memory, conduct = self.store.shard, self.memory, self.conduct
         if conduct is not None and conduct.custom_all_gather is not None:
             _gather_by_custom(conduct, shard, memory, self.shard.rank)
-            side = gather_stream(self.device)
+            side = side_stream(self.device, "gather")
             self._wait_for_custom = None if side is None else side.mark()
             return
         self._all_gather = self.shard.begin_gather(

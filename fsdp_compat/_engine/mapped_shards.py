@@ -1,4 +1,4 @@
-"""Passes over units that read every rank's shard where it is mapped (_comm/same_host/mapping.py):
+"""Passes over units that read every rank's shard where it is mapped (_comm/same_host/peers.py):
 parameters view the mapping, or are copied out of it.
 
 Such a unit sends nothing when it is unsharded, so that no rank waits there. Instead the ranks meet
@@ -167,7 +167,7 @@ def _can_map(group: Group) -> bool:
         and not group.offload.is_offloaded
         and not memory.aliased
         and is_in_pages(store.numel, store.dtype)
-        and store.extension is None
+        and not store.has_extension
         # parameters of one byte are copied as bytes, and not cast
         and (
             group.gather_dtype == store.dtype

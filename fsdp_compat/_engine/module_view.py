@@ -8,6 +8,7 @@ import itertools
 import typing
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, swap_of
 from .dtypes import ComputeDtype
-from .placeholders import Placeholders, ViewedUnit
+from .placeholders import Placeholders
 from .store import ModuleSlot
 
 
@@ -30,7 +31,7 @@ class ModuleView:
 
     def __init__(
         self,
-        unit: ViewedUnit,
+        unit: Any,
         unsharded: Sequence[Sequence[ModuleSlot]],
         sharded: Sequence[ModuleSlot],
         is_guarded: bool = True,

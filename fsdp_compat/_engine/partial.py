@@ -12,8 +12,7 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import axis_of
 from .._comm.transport import Handle, Transport
-from .segments import Segments
-from .storage import GroupMemory, Storage
+from .storage import GroupMemory, Segments, Storage
 from .store import ParamStore
 
 

@@ -28,15 +28,6 @@ _READ, _ASSIGNMENT = "its attribute {!r}", "an assignment to its attribute {!r}"
 _FREEZING = (_READ.format("requires_grad_"), _ASSIGNMENT.format("requires_grad"))
 
 
-class ViewedUnit(typing.Protocol):
-    """A unit, as errors about its placeholders describe it."""
-
-    label: str
-
-    @property
-    def module(self) -> nn.Module: ...
-
-
 class UsedWhileSharded(StateError, AttributeError):
     """A parameter was used while its unit is sharded. Also an AttributeError, so that ``hasattr``
     and ``getattr`` with a default work."""
@@ -49,10 +40,8 @@ class ShardedPlaceholder:
     # __weakref__: RNNs keep weak references to their weights.
     __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")
 
-    def __init__(
-        self, unit: ViewedUnit, module: nn.Module, attribute: str, like: torch.Tensor
-    ) -> None:
-        """like: has the shape and dtype of the whole parameter."""
+    def __init__(self, unit: Any, module: nn.Module, attribute: str, like: torch.Tensor) -> None:
+        """unit: a Unit. like: has the shape and dtype of the whole parameter."""
         self._unit, self._module = weakref.ref(unit), weakref.ref(module)
         self._attribute = attribute
         self._like, self._device = torch.empty_like(like, device="meta"), like.device
@@ -165,7 +154,7 @@ class Placeholders:
 
     def __init__(
         self,
-        unit: ViewedUnit,
+        unit: Any,
         unsharded: Sequence[ModuleSlot],
         sharded: Sequence[ModuleSlot],
         is_guarded: bool = True,

@@ -16,10 +16,9 @@ import torch
 
 from .. import _torch_private
 from ..errors import StateError
+from .conduct import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
 from .device import has_streams, read_later, run_on
-from .reduce_policy import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
-from .segments import Segments
-from .storage import Storage
+from .storage import Segments, Storage
 from .store import ParamStore, ReduceForm
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +20,13 @@ from .._comm.divergence import progress
 from ..errors import StateError
 from . import hooks
 from .backward import BackwardRunner, ThreadedBackwardRunner
-from .checks import Checks, refuse_in_pass, refuse_late_hook, refuse_summoned, require_own
+from .checks import Checks, refuse_in_pass, require_own
 from .communicators import Communicators
+from .conduct import CommHook
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
 from .gathering import Gathering, Prefetch
 from .group import Group
-from .reduce_policy import CommHook
 from .unit import Call, Residency, Unit
 
 
@@ -293,7 +295,13 @@ class Runtime:
     def set_comm_hook(self, hook: CommHook) -> None:
         """Sum and average gradients by the user's hook."""
         if any(group.gradients.received for group in self.groups):
-            refuse_late_hook(self.root.label)
+            raise StateError.of(
+                "Gradients were already received.",
+                expected="a communication hook that is registered before the first backward",
+                got="gradients of a backward inside no_sync",
+                where=self.root.label,
+                fix="register the hook right after wrapping",
+            )
         for group in self.groups:
             group.gradients.set_hook(hook)
 
@@ -351,7 +359,14 @@ class Runtime:
         """Raise StateError if ``what`` is called inside summon_full_params, or after parameters
         were replaced."""
         if any(unit.view.summoned for unit in self.units):
-            refuse_summoned(what, self.root.label)
+            raise StateError.of(
+                f"{what} was called inside summon_full_params, where parameters and gradients are "
+                "whole.",
+                expected="a call outside the context",
+                got="a call inside it",
+                where=self.root.label,
+                fix="leave the context first",
+            )
         require_own(self.units)
 
 
@@ -367,3 +382,32 @@ def runtime_of(unit: Unit) -> Runtime:
     """Return the runtime that manages a unit."""
     assert isinstance(unit.runtime, Runtime)
     return unit.runtime
+
+
+def run_as_forward(
+    locate: Callable[[], tuple[Runtime, Unit]],
+    method: Callable[..., Any],
+    *,
+    synced: bool | None,
+) -> Callable[..., Any]:
+    """Return a function that runs a method of a unit's module like its forward.
+
+    locate: returns the unit and its runtime. synced: see ``register_fsdp_forward_method``.
+
+    Collective: each call of the returned function.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        runtime, unit = locate()
+        in_rounds = not torch.is_grad_enabled() if synced is None else synced
+        output = runtime.run_method(unit, method, args, kwargs, in_rounds)
+        return _items(runtime, unit, output) if inspect.isgenerator(output) else output
+
+    return functools.update_wrapper(run, method)
+
+
+def _items(runtime: Runtime, unit: Unit, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
+    """Yield a generator's items. Each step runs like a forward and is collective."""
+    end = object()
+    while (item := runtime.run(unit, next, (generator, end), {})) is not end:
+        yield item

@@ -14,7 +14,6 @@ from .._comm.communicator import allocate_shard
 from .._comm.host_memory import HUGE_NBYTES, prefer_huge_pages
 from .._comm.transport import Mapping
 from .device import has_streams
-from .segments import Segments
 from .store import ParamStore
 
 _version = operator.attrgetter("_version")
@@ -30,6 +29,39 @@ def new_shard(
     if device.type == "cpu" and ranks > 1 and not pin:
         return allocate_shard(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
+
+
+class Segments(Sequence[torch.Tensor]):
+    """The views [S] of a buffer [ranks * S], by rank, made at the first access and kept.
+
+    The gloo transport uses all of them at every step; a backend with collectives of its own uses
+    one or two, and with 16,384 ranks the views of all ranks would take more memory than a shard.
+    """
+
+    __slots__ = ("_buffer", "_made", "_ranks", "_size")
+
+    def __init__(self, buffer: torch.Tensor, ranks: int) -> None:
+        self._buffer, self._ranks, self._size = buffer, ranks, buffer.numel() // ranks
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    @typing.overload
+    def __getitem__(self, rank: int) -> torch.Tensor: ...
+
+    @typing.overload
+    def __getitem__(self, rank: slice) -> list[torch.Tensor]: ...
+
+    def __getitem__(self, rank: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(self._ranks))]
+        found = self._made.get(rank)
+        if found is None:
+            if not 0 <= rank < self._ranks:  # ends the iteration of Sequence
+                raise IndexError(f"rank {rank} of {self._ranks}")
+            found = self._made[rank] = self._buffer.narrow(0, rank * self._size, self._size)
+        return found
 
 
 class Storage:
@@ -131,7 +163,7 @@ class GroupMemory:
         """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
         ``device``."""
         self.aliased = (
-            ranks == 1 and dtype == store.dtype and not is_offloaded and store.extension is None
+            ranks == 1 and dtype == store.dtype and not is_offloaded and not store.has_extension
         )
         numel = ranks * store.numel
         self.all_gather_output = (  # [ranks * S]
@@ -141,7 +173,7 @@ class GroupMemory:
         self._buffer = Storage(self.all_gather_output)
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
         self._copy: _Copy | _Split | None = None
-        self._extension = store.extension
+        self._unpack = store.unpack if store.has_extension else None
         if not store.params_view_output:
             self._own_storages = list(
                 {
@@ -248,8 +280,8 @@ class GroupMemory:
         """After an all-gather: copy its output into the parameters, unless they view it."""
         if self._copy is not None:
             self._copy_out(self._copy)
-            if self._extension is not None:
-                self._extension.unpack(self.unsharded_params)
+            if self._unpack is not None:
+                self._unpack(self.unsharded_params)
             self._buffer.free()
 
     def copy_mapped(self) -> None:

@@ -110,16 +110,6 @@ class ReduceForm(typing.Protocol):
         raise StateError(f"internal: a {type(self).__name__} has no marks")
 
 
-class Extension(typing.Protocol):
-    """Tensor subclasses with their own way to all-gather (fsdp_pre_all_gather)."""
-
-    def pack(self) -> None:
-        """Write what this rank sends into the shard."""
-
-    def unpack(self, unsharded_params: Sequence[nn.Parameter]) -> None:
-        """The all-gather's output was copied out: rebuild the unsharded parameters."""
-
-
 class PartialRows(typing.NamedTuple):
     """The rows of unsharded parameters that one of n ranks keeps after forward, so that backward
     all-gathers among these n."""
@@ -149,12 +139,23 @@ class ParamStore(typing.Protocol):
     # Modules show parts of parameters while sharded: they refuse calls and state dicts of their own
     # then. False: modules show DTensors, which other code can use.
     is_guarded: bool = True
-    extension: Extension | None = None
+    # Tensor subclasses all-gather in their own way (fsdp_pre_all_gather): the engine calls ``pack``
+    # before each all-gather, and ``unpack`` after its output was copied out.
+    has_extension: bool = False
+
+    def pack(self) -> None:
+        """Write what this rank sends into the shard."""
+        raise StateError(f"internal: a {type(self).__name__} has no extension")
+
+    def unpack(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        """Rebuild the unsharded parameters."""
+        raise StateError(f"internal: a {type(self).__name__} has no extension")
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         """Further mesh axes that every parameter is split over (tensor parallelism). Norms sum over
-        them too."""
+        them too; those of DTensors are whole already."""
+        return ()
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         """Called once per dtype computed in. full: [ranks * S]."""

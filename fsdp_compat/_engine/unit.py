@@ -143,7 +143,7 @@ class Unit:
         if conduct is not None:
             conduct.unit = self
             conduct.freshness = Freshness([group.store for group in groups])
-        self.owner: Callable[[], nn.Module | None] = _no_owner  # weak: the wrapper, if any
+        self.owner: Callable[[], nn.Module | None] = lambda: None  # weak: the wrapper, if any
         self.runtime: Any = None  # a Runtime, which sets this and the next
         self.label = "a unit"  # for errors
         self.running = 0  # forward calls that have begun and not ended
@@ -345,7 +345,3 @@ class Unit:
         for call in self.calls:
             call.unit = None
         self.calls.clear()
-
-
-def _no_owner() -> None:
-    return None

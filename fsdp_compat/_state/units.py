@@ -340,7 +340,7 @@ def refuse_extensions(groups: Iterable[Group], where: str) -> None:
     """Raise UsageError for parameters that all-gather in their own way: their whole values can be
     computed with, not saved."""
     for group in groups:
-        if group.store.extension is not None:
+        if group.store.has_extension:
             raise UsageError.of(
                 "Whole values of tensor subclasses with fsdp_pre_all_gather are not available.",
                 expected="plain parameters",

@@ -17,7 +17,6 @@ from .. import _torch_private
 from .._engine.dtypes import as_bytes
 from .._engine.ownership import OrigParam
 from .._engine.storage import new_shard
-from .._engine.store import Extension
 from .._layout.rows import Cut
 from .._layout.spec import aligned, row_major_strides
 from ..errors import (
@@ -84,6 +83,8 @@ class ExtensionStore(RowStore):
     shard is bytes: before each all-gather it is filled with what the subclasses send. So the
     group's all-gather is one of torch.uint8.
     """
+
+    has_extension = True
 
     def __init__(
         self,
@@ -209,10 +210,6 @@ class ExtensionStore(RowStore):
         )
 
     # -- the seam
-
-    @property
-    def extension(self) -> Extension:  # type: ignore[override]  # not a reference to itself
-        return self
 
     @torch.no_grad()
     def pack(self) -> None:

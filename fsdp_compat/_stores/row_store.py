@@ -23,7 +23,6 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
-from .._comm.mesh import Axis
 from .._engine.dtypes import as_bytes
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
@@ -34,10 +33,8 @@ from .._layout.rows import Cut
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, UsageError
-from .placement import RowPlacement
-from .row_params import RowParam, require_one_kind, with_own_storage
-from .row_reduce import RowReduceForm
-from .row_views import RowViews, own_rows
+from .placement import RowParam, RowPlacement, require_one_kind, with_own_storage
+from .row_views import RowReduceForm, RowViews, own_rows
 
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
 _requires_grad = operator.attrgetter("requires_grad")
@@ -119,10 +116,6 @@ class RowStore(StateStore):
         self._addresses = Addresses(self._sharded)
 
     # -- the seam
-
-    @property
-    def tensor_parallel_axes(self) -> Sequence[Axis]:
-        return ()  # norms of DTensors are whole
 
     @property
     def params_view_output(self) -> bool:

@@ -33,14 +33,14 @@ TAG, LONG, AT_ONCE_S = 5, datetime.timedelta(seconds=60), 10.0
 
 
 def table_of_this_process() -> Table:
-    return Table(shared_memory.token())
+    return Table(shared_memory.arena().token)
 
 
 def opened(table: Table, pid: int | None = None) -> PeerTable:
     """Return the table as a peer sees it. pid: of the process that is said to own it."""
     file, process = table.file, Process.with_id(pid or os.getpid())
     assert file is not None and process is not None
-    memory = PeerMemory(os.getpid(), shared_memory.token())
+    memory = PeerMemory(os.getpid(), shared_memory.arena().token)
     return PeerTable(memory.open(file.fd, file.number), process)
 
 
@@ -126,7 +126,7 @@ def exchanges_numbers() -> list[tuple[int, ...]]:
     rank, table = dist.get_rank(), table_of_this_process()
     assert table.file is not None
     cards: list[tuple[Any, ...]] = [()] * 2
-    own = Process.own(), shared_memory.token(), table.file.fd, table.file.number
+    own = Process.own(), shared_memory.arena().token, table.file.fd, table.file.number
     dist.all_gather_object(cards, own)
     process, token, fd, number = cards[1 - rank]
     peer = PeerTable(PeerMemory(process.pid, token).open(fd, number), process)

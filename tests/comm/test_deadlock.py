@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fsdp_compat import ShardingStrategy, StateError, UsageError
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.divergence import deadlock, progress
-from fsdp_compat._comm.divergence.cycles import find_cycle
+from fsdp_compat._comm.divergence.deadlock import find_cycle
 from fsdp_compat._comm.divergence.status_store import Post, StatusStore
 from fsdp_compat._comm.divergence.waits import (
     COLLECTIVE,

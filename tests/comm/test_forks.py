@@ -211,7 +211,7 @@ def reads_after_forks() -> list[float]:
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
-    peer = PeerMemory(os.getpid(), shared_memory.token())
+    peer = PeerMemory(os.getpid(), shared_memory.arena().token)
     return [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found]
 
 

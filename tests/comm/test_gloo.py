@@ -22,7 +22,7 @@ from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrate
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.messages import MessageTransport
-from fsdp_compat._comm.same_host import arena, peers, shared_memory
+from fsdp_compat._comm.same_host import peers, shared_memory
 from fsdp_compat._comm.same_host.peers import PeerMemory
 from fsdp_compat._comm.same_host.transport import SameHostTransport
 from tests.comm.test_deadlock import assert_alike, message_of
@@ -96,7 +96,7 @@ def totalled(
 def no_room() -> Iterator[None]:
     """Shared memory is full, and the system gives no more."""
     with (
-        mock.patch.object(arena.Chunk, "take", return_value=None),
+        mock.patch.object(shared_memory.Chunk, "take", return_value=None),
         mock.patch.object(os, "memfd_create", side_effect=OSError(24, "no descriptors")),
     ):
         yield
@@ -171,7 +171,7 @@ def exchanges_without_memfd(ranks: tuple[int, ...]) -> type:
             make = os.memfd_create
             stack.callback(setattr, os, "memfd_create", make)
             del os.memfd_create
-            stack.enter_context(mock.patch.object(shared_memory, "_arena", arena.Arena()))
+            stack.enter_context(mock.patch.object(shared_memory, "_arena", shared_memory.Arena()))
         return exchanges_everything(dtypes=DTYPES[:1])[0]
 
 
@@ -512,9 +512,9 @@ def test_freed_block_is_reused_and_zeros_are_zero() -> None:
 def test_arena_returns_pages_beyond_its_limit_to_the_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine = arena.Arena()
+    mine = shared_memory.Arena()
     monkeypatch.setattr(shared_memory, "_arena", mine)
-    monkeypatch.setattr(arena, "KEPT_NBYTES", 8 << 20)
+    monkeypatch.setattr(shared_memory, "KEPT_NBYTES", 8 << 20)
     blocks = [shared_memory.allocate(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
     held = [os.fstat(mine.chunks[0].fd).st_blocks * 512]
     blocks.clear()
@@ -525,7 +525,7 @@ def test_arena_returns_pages_beyond_its_limit_to_the_system(
 
 
 def test_arena_merges_adjacent_free_ranges() -> None:
-    mine = arena.Arena()
+    mine = shared_memory.Arena()
     blocks = [mine.take(1 << 20, False) for _ in range(4)]
     for index in (0, 2, 1, 3):
         blocks[index] = None
@@ -535,13 +535,13 @@ def test_arena_merges_adjacent_free_ranges() -> None:
 
 
 def test_tensors_are_ordinary_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = arena.Arena()
+    mine = shared_memory.Arena()
     monkeypatch.setattr(shared_memory, "_arena", mine)
 
     def refuse(*args: Any) -> None:
         raise OSError("no descriptors")
 
-    monkeypatch.setattr(arena, "Chunk", refuse)
+    monkeypatch.setattr(shared_memory, "Chunk", refuse)
     assert shared_memory.first_location() is None
     tensor = shared_memory.allocate(NUMEL, torch.float32, zero=True)
     assert shared_memory.locate(tensor) is None

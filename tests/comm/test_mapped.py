@@ -11,10 +11,10 @@ import torch
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.host_memory import is_in_pages
 from fsdp_compat._comm.mesh import mesh_from_group
-from fsdp_compat._comm.same_host import mapping as mapped
+from fsdp_compat._comm.same_host import peers as mapped
 from fsdp_compat._comm.same_host import shared_memory
-from fsdp_compat._comm.same_host.mapping import MappedFiles, map_shards
 from fsdp_compat._comm.same_host.memory_files import PAGE_NBYTES
+from fsdp_compat._comm.same_host.peers import MappedFiles, map_shards
 from fsdp_compat.errors import UsageError
 from tests.support.ranks import run_ranks
 

@@ -16,10 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compat import StateError
-from fsdp_compat._comm.divergence import deadlock, inquiry, progress, store_rendezvous
-from fsdp_compat._comm.divergence.inquiry import Inquiry
+from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
 from fsdp_compat._comm.divergence.processes import Process
-from fsdp_compat._comm.divergence.status_store import Answer, Post, StatusStore
+from fsdp_compat._comm.divergence.status_store import Answer, Inquiry, Post, StatusStore
 from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous, Turn
 from fsdp_compat._comm.divergence.waits import RENDEZVOUS, Activity, Report, Wait
 from tests.support.simulation import Simulation
@@ -103,7 +102,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
     simulation = Simulation()
     monkeypatch.setattr(store_rendezvous, "time", simulation)
     monkeypatch.setattr(deadlock, "time", simulation)
-    monkeypatch.setattr(inquiry, "time", simulation)
+    monkeypatch.setattr(status_store, "time", simulation)
     monkeypatch.setenv("FSDP_COMPAT_MEET_TIMEOUT", str(IDLE_S))
     monkeypatch.setattr(progress, "place", lambda: "train.py:1 in main()")
     yield simulation

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
-from fsdp_compat._comm.same_host import mapping as mapped
+from fsdp_compat._comm.same_host import peers as mapped
 from fsdp_compat._comm.same_host import shared_memory, transport
-from fsdp_compat._comm.same_host.arena import CHUNK_NBYTES, Arena
+from fsdp_compat._comm.same_host.shared_memory import CHUNK_NBYTES, Arena
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends import test_calls, test_entry_points, test_random_programs

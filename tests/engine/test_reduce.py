@@ -13,8 +13,8 @@ from torch import nn
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.transport import Handle, Traffic, Transport
+from fsdp_compat._engine.conduct import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
-from fsdp_compat._engine.reduce_policy import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of
 from tests.support.ranks import run_ranks

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_compat._engine.storage import GroupMemory
 from fsdp_compat._engine.store import ParamStore, ReduceForm
-from fsdp_compat._stores.flat_parameter import FlatParameter
+from fsdp_compat._stores.flat_store import FlatParameter
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError
 from tests.support.engine_build import CPU, STORES, gather_form, make_store, members_of

@@ -3,7 +3,7 @@ what.
 
 A background thread looks at what this process waits for (waits.py). When a wait has lasted
 ``PATIENCE`` seconds, it publishes the wait in the status store, with how often this rank has begun
-each message, and searches the posts of other ranks for a circle (cycles.py). A wait in a circle is
+each message, and searches the posts of other ranks for a circle. A wait in a circle is
 ended, and all communication of the process fails with it: see ``give_up``. So does a wait for a
 rank that has gone, because gloo does not tell every message, and a child of a killed process may
 hold its connections open. A rendezvous in a circle is refused alone, because nothing has been sent
@@ -11,15 +11,31 @@ in it.
 
 The same thread tells other ranks what this process is doing (progress.py) when they ask, so that a
 rank that is late can be told from a rank that will never come. A long wait that may still end is
-reported as a warning, with the answers of the ranks that it waits for (inquiry.py). The thread has
+reported as a warning, with the answers of the ranks that it waits for (``Inquiry``). The thread has
 its own connection to the store, because the main thread may be waiting in the other one. While no
 rank asks and nothing waits, it measures nothing and makes one request, which only reads, every
-``quiet_s()`` seconds."""
+``quiet_s()`` seconds.
+
+Circles. A rank *lacks* what another rank waits for while it has begun it less often than the
+waiting rank.
+
+A circle that the search finds is real, however old a post is. A waiting rank starts nothing. If
+rank B has not yet started what A waits for, and B itself waits, then A's wait ends after B's. In a
+circle of such waits no wait can be the first to end. The same holds for a chain that ends at a wait
+over connections of which some rank has failed: every exchange needs that rank. A rank that computes
+has no post, and a message in flight was begun; so neither a slow rank nor a slow network looks like
+a circle. All this needs ranks that communicate from one thread: while several threads do,
+the thread does not search.
+
+A rank that waits in a rendezvous has sent nothing yet. If a circle passes through such ranks, only
+they get an error and the waits of the others go on, because a refused rank can still do what they
+wait for."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -34,10 +50,8 @@ import torch.distributed as dist
 from ... import _torch_private
 from ..environment import quiet_s, warn_after_s
 from . import progress
-from .cycles import find_cycle
-from .inquiry import MAX_ASKED, Inquiry
 from .processes import Process
-from .status_store import Answer, Post, StatusStore, status_store
+from .status_store import MAX_ASKED, Answer, Inquiry, Post, StatusStore, status_store
 from .waits import Report, Wait, Waiter, Waiting
 
 PATIENCE = 5.0  # seconds in the same wait before it is published
@@ -260,6 +274,42 @@ atexit.register(lambda: _watcher.end())
 def watch(waiter: Waiter) -> None:
     """Watch the waits of a waiter for as long as other code holds it."""
     _watcher.watch(waiter)
+
+
+def find_cycle(store: StatusStore, own: Post) -> Report | None:
+    """Return why a wait can never end, or None if it may end."""
+    path: dict[int, Post] = {}  # by rank, in the order of the search
+    done: set[int] = set()  # ranks that lead to no circle
+
+    def with_path(report: Report) -> Report:
+        lines = {rank: post.wait.text for rank, post in path.items()}
+        return dataclasses.replace(report, lines={**report.lines, **lines})
+
+    def search(post: Post) -> Report | None:
+        wait = post.wait
+        path[wait.rank] = post
+        failed = None if wait.can_be_refused else store.failure_of(wait.name)
+        if failed is not None:
+            return with_path(failed)
+        for rank in wait.peers:
+            peer = path.get(rank) or (None if rank in done else store.post_of(rank))
+            if peer is None or not peer.lacks(wait):
+                continue
+            if rank not in path:
+                found = search(peer)
+                if found is not None:
+                    return found
+                continue
+            ranks = list(path)
+            circle = ranks[ranks.index(rank) :]
+            refused = [rank for rank in circle if path[rank].wait.can_be_refused]
+            if not refused or own.wait.rank in refused:
+                return with_path(Report({}))
+        del path[wait.rank]
+        done.add(wait.rank)
+        return None
+
+    return search(own)
 
 
 def _report_of_lost(waiter: Waiter, wait: Wait, store: StatusStore) -> Report | None:

@@ -66,8 +66,3 @@ class Process:
             or fields[_START_TIME] != self.started
             or (fields[_STACK] != self.stack and "0" not in (fields[_STACK], self.stack))
         )
-
-    def is_known_to_have_ended(self) -> bool:
-        """False for a live process, and for a process of another machine."""
-        own = Process.own()
-        return own is not None and own.machine == self.machine and self.has_ended()

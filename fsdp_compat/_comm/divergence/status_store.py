@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import time
 import typing
 
 from ... import _torch_private
+from ..environment import idle_limit_s
 from .processes import Process
 from .waits import Report, Wait
+
+MAX_ASKED = 64  # of the missing ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +135,9 @@ class StatusStore:
 
     def is_gone(self, rank: int) -> bool:
         """True if the process of a rank is known to have ended. Only ranks on its host can tell."""
-        value = self._get(f"process/{rank}")
-        return value is not None and Process(*value).is_known_to_have_ended()
+        value, own = self._get(f"process/{rank}"), Process.own()
+        process = value and Process(*value)
+        return bool(process and own and own.machine == process.machine and process.has_ended())
 
     def fate_of(self, rank: int) -> str:
         """Return why a rank is not there any more, as far as that is known."""
@@ -148,3 +153,37 @@ def status_store() -> StatusStore | None:
     """Return the status store of the default process group, or None if there is no such group."""
     store = _torch_private.default_store()
     return None if store is None else StatusStore(store)
+
+
+class Inquiry:
+    """What a waiting rank knows about the missing ones. The thread of deadlock.py answers on
+    these."""
+
+    def __init__(self, store: StatusStore, name: str) -> None:
+        """name: of the connections that the call will use."""
+        self._store, self._name = store, name
+        # by rank: number of its last answer, and when that was received
+        self._last: dict[int, tuple[int, float]] = {}
+
+    def of(self, rank: int) -> tuple[str, bool]:
+        """Ask a missing rank once more. Return what it does, in words, and whether waiting for it
+        is pointless."""
+        number, now = self._store.ask(rank), time.monotonic()
+        answer = self._store.answer_of(rank)
+        if answer is not None and answer.ended:
+            return f"it {answer.text}", True
+        failed = self._store.failure_of(self._name)
+        if failed is not None:
+            return f"its communication has failed ({failed})", True
+        last, since = self._last.setdefault(rank, (number - 1, now))
+        if answer is None or answer.number <= last:  # nothing new
+            if self._store.is_gone(rank):
+                return "its process ended without a message, as a killed one does", True
+            return f"it has not answered for {now - since:.0f} s", False
+        self._last[rank] = (answer.number, now)
+        is_idle = answer.idle_s >= idle_limit_s()
+        if is_idle:
+            duration = f", and has made no progress for {answer.idle_s:.0f} s"
+        else:
+            duration = f", for at least {answer.since_s:.1f} s" if answer.since_s else ""
+        return f"it {answer.text}{duration}", is_idle

@@ -39,8 +39,7 @@ from ... import _torch_private
 from ...errors import StateError
 from ..environment import checks_calls, idle_limit_s
 from . import deadlock, progress
-from .inquiry import MAX_ASKED, Inquiry
-from .status_store import StatusStore
+from .status_store import MAX_ASKED, Inquiry, StatusStore
 from .waits import RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
 
 ASK_S = 1.0  # at most, between two questions to a missing rank

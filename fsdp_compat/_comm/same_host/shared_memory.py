@@ -1,18 +1,274 @@
-"""Tensors in memory that the other ranks of this host can read.
+"""Tensors in memory that the other ranks of this host can read: ``allocate`` puts them into blocks
+of this process's arena, and ``locate`` says where a tensor lies. Where the system has no more
+descriptors or addresses, new tensors are ordinary memory.
 
-``allocate`` puts tensors into blocks of this process's arena (arena.py), and ``locate`` says where
-a tensor lies.
+The blocks lie in a few large files. These are sparse memfds without a name, mapped shared. A peer
+opens them through ``/proc``, so that nothing has to be agreed on, /dev/shm can have any size, and a
+killed process leaves nothing behind. A block is handed out as a buffer of exactly its size, and
+returns when the buffer dies. Its pages are kept for the next block, because a page fault costs
+several times as much as filling the page.
 
-Where the system has no more descriptors or addresses, new tensors are ordinary memory."""
+Forks. A child must see the memory as it was at the fork, as it does with ordinary memory. A private
+mapping of a shared file would show what is written to the file later. So nothing is written to the
+file later: a fork *freezes* every file with a live block. Parent and child both map it privately
+from then on, which copies the pages that either writes to, and the parent puts a new file under the
+free addresses of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. A
+fork then costs a few system calls and no copy, however many there are; a child that does not touch
+the weights needs no memory; and all forks between two gathers together cost one copy of this rank's
+shards.
+
+Alternatives that were considered: a copy at each fork costs each worker of a DataLoader the memory
+and time of a full copy; leaving the pages out of the child (MADV_DONTFORK) ends it with a
+segmentation fault; and torch has no CPU storage that raises when it is read. Children forked by C
+code run no Python hooks. They lack the blocks, so that they cannot read torn weights or write to
+the parent's, and get a segmentation fault if they try."""
 
 from __future__ import annotations
 
+import bisect
+import collections
+import contextlib
+import ctypes
+import mmap
 import os
+import threading
 import typing
+import weakref
 
 import torch
 
-from .arena import Arena
+from .memory_files import (
+    DONTFORK,
+    FIXED,
+    NORESERVE,
+    PAGE_NBYTES,
+    REMOVE,
+    SHARED,
+    TOKEN_NBYTES,
+    MappedFile,
+    SealedFile,
+    advise,
+    are_supported,
+    map_memory,
+    refusal_of,
+    unmap_in,
+)
+
+# Pages of freed blocks that are kept for the next block; the rest goes back to the system.
+KEPT_NBYTES = 1 << 30
+# Of address space, at least: a chunk is as large as all before it together, so that there are few.
+CHUNK_NBYTES = 1 << 30
+
+
+class Chunk:
+    """A range of addresses and the file mapped there, whose pages are allocated when written to.
+
+    ``frozen`` blocks are private mappings of an earlier file (see the top of this module). A chunk
+    may lose its file at a fork; then all its blocks are private and it hands out no more.
+    """
+
+    def __init__(self, index: int, nbytes: int, token: bytes) -> None:
+        """Raises OSError if the system refuses."""
+        self.index, self.nbytes = index, nbytes
+        self._token = token
+        self.file: SealedFile | None = SealedFile(nbytes, token)
+        # before forks; a peer may have their descriptors and not have opened them yet
+        self.old_files: list[SealedFile] = []
+        self._memory = MappedFile(self.file.fd, self.file.number)
+        self.address, self.view = self._memory.address, self._memory.view
+        self.taken: dict[int, int] = {}  # by start: size
+        self.frozen: list[int] = []  # starts, in order
+        self.free = [(PAGE_NBYTES, nbytes)]  # (start, end), sorted; adjacent ranges are merged
+        self.top = PAGE_NBYTES  # memory above was never written to: it is zero
+
+    @property
+    def fd(self) -> int:
+        assert self.file is not None
+        return self.file.fd
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of a new block, or None if no free range is large enough."""
+        for index, (start, end) in enumerate(self.free):
+            if end - start >= nbytes:
+                self.free[index : index + 1] = (
+                    [(start + nbytes, end)] if end - start > nbytes else []
+                )
+                self.taken[start] = nbytes
+                return start
+        return None
+
+    def put(self, start: int, nbytes: int) -> None:
+        del self.taken[start]
+        if self.file is None:
+            return
+        if start in self.frozen:
+            self._share(start, start + nbytes)
+            self.frozen.remove(start)
+        end = start + nbytes
+        index = bisect.bisect(self.free, (start, end))
+        if index < len(self.free) and self.free[index][0] == end:
+            end = self.free.pop(index)[1]
+        if index and self.free[index - 1][1] == start:
+            index -= 1
+            start = self.free.pop(index)[0]
+        self.free.insert(index, (start, end))
+
+    def forget_pages(self, start: int, nbytes: int) -> None:
+        """Return pages of the file to the system; they read as zeros then. The pages of a frozen
+        block do not belong to the file."""
+        if start not in self.frozen:
+            with contextlib.suppress(OSError):  # another thread is forking
+                advise(self.address + start, nbytes, REMOVE)
+
+    def freeze(self) -> int:
+        """Prepare for a fork, see the top of this module. Return how many bytes of free blocks were
+        returned to the system.
+
+        Raises OSError if the system refuses. Then the chunk has lost its file.
+        """
+        live = sorted(self.taken.keys() - set(self.frozen))
+        if not live or self.file is None:
+            return 0
+        old, free = self.file, self.free
+        self.old_files.append(old)
+        # in case anything below fails
+        self.frozen, self.file, self.free = sorted(self.taken), None, []
+        private = mmap.MAP_PRIVATE | FIXED | NORESERVE
+        for start in live:
+            map_memory(self.address + start, self.taken[start], private, old.fd, start)
+        new = SealedFile(self.nbytes, self._token)
+        forgotten = 0
+        for start, end in free:
+            if start < self.top:
+                forgotten += min(end, self.top) - start
+                advise(self.address + start, min(end, self.top) - start, REMOVE)
+            map_memory(self.address + start, end - start, SHARED | FIXED, new.fd, start)
+            advise(self.address + start, end - start, DONTFORK)
+        self.file, self.free = new, free
+        self.top = max(start + size for start, size in self.taken.items())
+        return forgotten
+
+    def thaw(self, offset: int) -> bool:
+        """Move the block at this offset into the file. Return False if that is impossible."""
+        index = bisect.bisect(self.frozen, offset) - 1
+        if self.file is None:
+            return False
+        if index < 0 or offset >= self.frozen[index] + self.taken[self.frozen[index]]:
+            return True
+        start = self.frozen[index]
+        end = start + self.taken[start]
+        try:
+            written = start
+            while written < end:
+                written += os.pwrite(self.file.fd, self.view[written:end], written)
+            self._share(start, end)
+        except OSError:
+            return False
+        del self.frozen[index]
+        return True
+
+    def _share(self, start: int, end: int) -> None:
+        assert self.file is not None
+        map_memory(self.address + start, end - start, SHARED | FIXED, self.file.fd, start)
+        advise(self.address + start, end - start, DONTFORK)
+
+
+class Arena:
+    """The blocks of one process."""
+
+    def __init__(self) -> None:
+        self.pid, self.token = os.getpid(), os.urandom(TOKEN_NBYTES)  # that files begin with
+        self.chunks: list[Chunk] = []
+        self.is_supported, self.refusal = are_supported(), "no files in memory"  # the last one
+        self.lock = threading.RLock()
+        # A block may die inside any allocation, even one of the arena's own: it waits here for the
+        # next call of `take`.
+        self._returned: collections.deque[tuple[Chunk, int, int]] = collections.deque()
+        self._kept_nbytes = 0  # approximately: pages of free blocks
+
+    def open(self) -> None:
+        """Make the first chunk, if that is possible."""
+        if not self.chunks:
+            with self.lock:
+                self._grow(0)
+
+    def take(self, nbytes: int, zero: bool) -> memoryview | None:
+        """Return a block, which is freed when its last reference dies, or None if there is no more
+        memory."""
+        size = _in_pages(nbytes)
+        with self.lock:
+            self._take_back()
+            found = self._find(size) or (self._find(size) if self._grow(size) else None)
+            if found is None:
+                return None
+            chunk, start = found
+            written = min(start + size, chunk.top) - start
+            chunk.top = max(chunk.top, start + size)
+            if written > 0:
+                self._kept_nbytes = max(self._kept_nbytes - written, 0)
+        block = chunk.view[start : start + nbytes]
+        weakref.finalize(block, self._give_back, chunk, start, size).atexit = False
+        if zero and written > 0:
+            ctypes.memset(chunk.address + start, 0, min(written, nbytes))
+        return block
+
+    def _take_back(self) -> None:
+        while self._returned:
+            chunk, start, size = self._returned.popleft()
+            chunk.put(start, size)
+
+    def _find(self, size: int) -> tuple[Chunk, int] | None:
+        for chunk in self.chunks:
+            start = chunk.take(size)
+            if start is not None:
+                return chunk, start
+        return None
+
+    def _grow(self, size: int) -> bool:
+        """Add a chunk. Return False if the system refuses."""
+        if not self.is_supported:
+            return False
+        needed, all_before = _in_pages(size) + PAGE_NBYTES, sum(each.nbytes for each in self.chunks)
+        for nbytes in (max(needed, CHUNK_NBYTES, all_before), needed):
+            try:
+                self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
+                return True
+            except OSError as error:
+                self.refusal = refusal_of(error)
+        return False
+
+    def _give_back(self, chunk: Chunk, start: int, size: int) -> None:
+        if os.getpid() != self.pid:
+            unmap_in(os.getpid(), chunk.address + start, size)
+            return
+        if self._kept_nbytes + size > KEPT_NBYTES:
+            chunk.forget_pages(start, size)
+        else:
+            self._kept_nbytes += size
+        self._returned.append((chunk, start, size))
+
+    def chunk_of(self, address: int) -> Chunk | None:
+        for chunk in self.chunks:
+            if chunk.address <= address < chunk.address + chunk.nbytes:
+                return chunk
+        return None
+
+    def freeze(self) -> None:
+        self._take_back()
+        for chunk in self.chunks:
+            with contextlib.suppress(OSError):  # the fork proceeds
+                self._kept_nbytes = max(self._kept_nbytes - chunk.freeze(), 0)
+
+    def leave(self) -> None:
+        """In a child: close the parent's files. Private mappings stay."""
+        for chunk in self.chunks:
+            chunk.file = None
+            chunk.old_files.clear()
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
 
 _num_forks = 0
 _arena = Arena()
@@ -111,14 +367,9 @@ def first_location() -> Location | None:
     return None
 
 
-def refusal() -> str:
-    """Return why the system has refused memory last."""
-    return _arena.refusal
-
-
-def token() -> bytes:
-    """Return the token that every file of this process's memory begins with."""
-    return _arena.token
+def arena() -> Arena:
+    """Return the blocks of this process."""
+    return _arena
 
 
 def forget_old_files() -> None:

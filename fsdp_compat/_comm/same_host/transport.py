@@ -15,9 +15,8 @@ from ..mesh import Axis
 from ..transport import VALUES, Handle, Kind, Mapping, Work
 from . import counters, peers, shared_memory
 from .counters import Table
-from .mapping import map_shards, writes_are_found
 from .memory_files import refusal_of
-from .peers import Message, Peer
+from .peers import Message, Peer, map_shards, writes_are_found
 
 
 def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
@@ -57,7 +56,7 @@ class SameHostTransport(GlooTransport):
         peers: dict[int, Peer],
         maps: bool,
     ) -> None:
-        """table: of this rank. maps: large shards may be mapped (mapping.py)."""
+        """table: of this rank. maps: large shards may be mapped (peers.py)."""
         super().__init__(axis, device, connections)
         self._table, self._peers, self.maps = table, peers, maps
         # no method: connections in a cycle would live on, and then be freed in a forked process
@@ -100,7 +99,7 @@ class SameHostTransport(GlooTransport):
             location = shared_memory.locate(block)
         if location is None:
             rank = self.members[self.rank]
-            error = f"rank {rank} can get no more shared memory: {shared_memory.refusal()}"
+            error = f"rank {rank} can get no more shared memory: {shared_memory.arena().refusal}"
             connections.fail(what, cause=error)
         last = connections.activity.counts.get(tag, 0)
         if (tag, last) in connections.sent:  # whose place the message takes

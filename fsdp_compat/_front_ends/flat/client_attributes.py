@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._engine.gathering import Prefetch
-from ..._stores.flat_parameter import FlatParameter
+from ..._stores.flat_store import FlatParameter
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .flat_param_handle import FlatParamHandle, handle_of, handles_of
 from .flat_unit import FlatUnit, flat_units_in

@@ -20,8 +20,7 @@ from ..._engine.ownership import OrigParam, assign_owners, group_members, named_
 from ..._engine.preparation import Preparation
 from ..._engine.state_store import flat_param_name
 from ..._state.units import FSDP_WRAPPED_MODULE, attribute_order_of
-from ..._stores.flat_parameter import FlatParameter
-from ..._stores.flat_store import FlatStore
+from ..._stores.flat_store import FlatParameter, FlatStore
 from ...api import MixedPrecision, as_ours
 from ...errors import UsageError
 from ...wrap import (

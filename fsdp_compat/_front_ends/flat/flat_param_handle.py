@@ -15,8 +15,7 @@ from ..._engine import dtypes, rendezvous
 from ..._engine.group import Group
 from ..._engine.unit import Residency
 from ..._state.summon import Options, full_parameters
-from ..._stores.flat_parameter import FlatParameter
-from ..._stores.flat_store import FlatStore
+from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
 from . import conversion
 from .flat_unit import FlatUnit

@@ -17,8 +17,7 @@ from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit, UnitOptions
 from ..._state import older_optimizers
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
-from ..._stores.flat_parameter import FlatParameter
-from ..._stores.flat_store import FlatStore
+from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
 from .settings import Settings
 

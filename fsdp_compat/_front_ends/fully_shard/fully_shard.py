@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._engine.forward_methods import run_as_forward
+from ..._engine.runtime import run_as_forward
 from ...errors import UsageError
 from . import state
 from .api import (

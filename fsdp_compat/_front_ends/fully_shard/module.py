@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from ..._engine.checks import refuse_meta
-from ..._engine.reduce_policy import CustomReduceScatter
+from ..._engine.conduct import CustomReduceScatter
 from ..._engine.runtime import runtime_of
 from ..._state.model_loading import not_loaded
 from ...errors import (

@@ -19,12 +19,11 @@ from ... import _torch_private
 from ..._comm.mesh import Mesh
 from ..._engine import agreement, hooks, rendezvous
 from ..._engine.checks import refuse_in_pass
-from ..._engine.conduct import Conduct
+from ..._engine.conduct import Conduct, ReducePolicy
 from ..._engine.dtypes import Precision
 from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
 from ..._engine.partial import PartialShard
-from ..._engine.reduce_policy import ReducePolicy
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import older_optimizers, raw_optimizer_state
