@@ -278,6 +278,8 @@ def _no_checkpoint(path: Path) -> CheckpointError:
         if steps:
             got = f"a folder of checkpoints: {', '.join(steps[-4:])}"
             fix = f"pass latest({str(path)!r}), or one of these: {str(path / steps[-1])!r}"
+    elif path.exists():
+        got = "a file"
     return CheckpointError.of(
         "There is no checkpoint at this path.",
         expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...), or a "

@@ -306,10 +306,10 @@ def tells_lies(lie: str) -> tuple[str, str]:
     [
         (
             "offset",
-            "the memory of rank 1 cannot be read: 4800004 bytes at 1099511627776 do not lie in a "
-            "chunk",
+            "rank 0 cannot read the memory of rank 1: 4800004 bytes at 1099511627776 do not lie in "
+            "a chunk",
         ),
-        ("pipe", "the memory of rank 1 cannot be read: descriptor"),
+        ("pipe", "rank 0 cannot read the memory of rank 1: descriptor"),
         ("small", "is a file that may shrink"),
         (
             "dtype",
