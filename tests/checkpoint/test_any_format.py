@@ -36,8 +36,11 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
 
 
-def trained(model: nn.Module, make: Callable[..., Any] = torch.optim.Adam) -> Any:
-    optimizer = make(model.parameters(), lr=0.5)
+def trained(
+    model: nn.Module, make: Callable[..., Any] = torch.optim.Adam, backwards: bool = False
+) -> Any:
+    """backwards: the optimizer has the parameters in reverse."""
+    optimizer = make([*model.parameters()][:: -1 if backwards else 1], lr=0.5)
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 1.0 + number)
     optimizer.step()
@@ -114,17 +117,18 @@ def test_a_rank_reads_its_own_part_and_its_share_of_the_records_with_checksums(
 
 def _numbered(folder: Path) -> None:
     expected = {name: value + 0 for name, value in layers().state_dict().items()}
-    for front_end in ("flat", "rows"):
+    for front_end, name in (("flat", "numbers"), ("rows", "numbers"), ("rows", "backwards")):
         model = sharded(front_end, layers())
-        optimizer = trained(model, torch.optim.SGD)
-        extra = checkpoint.load(folder / "numbers.pt", model, optimizer)
+        optimizer = trained(model, torch.optim.SGD, name == "backwards")
+        extra = checkpoint.load(folder / f"{name}.pt", model, optimizer)
         assert extra == {"epoch": 3}
         found = state_of(model, optimizer)
         for number, name in enumerate(expected):
             assert torch.all(found[f"{name}.exp_avg"] == 0.1 * (1.0 + number)), name
-        with pytest.raises(CheckpointError, match="is numbered, and does not fit") as raised:
-            checkpoint.load(folder / "fewer.pt", model, optimizer)
-        assert all(fact in str(raised.value) for fact in FACTS)
+        for file in ("fewer.pt", "groups.pt"):
+            with pytest.raises(CheckpointError, match="is numbered, and does not fit") as raised:
+                checkpoint.load(folder / file, model, optimizer)
+            assert all(fact in str(raised.value) for fact in FACTS)
 
 
 def test_numbered_state_goes_to_the_parameters_in_the_order_of_the_optimizer(
@@ -134,6 +138,12 @@ def test_numbered_state_goes_to_the_parameters_in_the_order_of_the_optimizer(
     optimizer = trained(model)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     torch.save(states, tmp_path / "numbers.pt")
+    backwards = trained(layers(), backwards=True).state_dict()
+    torch.save({**states, "optimizer": backwards}, tmp_path / "backwards.pt")
+    (group,) = states["optimizer"]["param_groups"]
+    halves = [{**group, "params": group["params"][part]} for part in (slice(2), slice(2, None))]
+    two = {**states["optimizer"], "param_groups": halves}
+    torch.save({**states, "optimizer": two}, tmp_path / "groups.pt")
     states["optimizer"]["param_groups"][0]["params"].pop()
     del states["optimizer"]["state"][LAYERS - 1]
     torch.save(states, tmp_path / "fewer.pt")
