@@ -210,8 +210,7 @@ def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
         got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
         where="device_mesh=",
         fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two "
-        "dimensions of a named mesh: "
-        "mesh['replica', 'shard']",
+        "dimensions of a named mesh: mesh['replica', 'shard']",
     )
 
 
