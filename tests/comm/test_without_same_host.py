@@ -18,7 +18,7 @@ SELECTED = (
     "engine/test_reduce.py",
     "engine/test_counts.py::test_three_ranks_send_to_two_peers_each",
     "engine/test_counts.py::test_hybrid_shard_also_all_reduces_shards",
-    "frontends/test_random_programs.py",
+    "frontends/parity/test_random_programs.py",
 )
 
 

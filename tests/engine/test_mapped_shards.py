@@ -30,7 +30,8 @@ from fsdp_compat._comm.same_host import shared_memory, transport
 from fsdp_compat._comm.same_host.shared_memory import CHUNK_NBYTES, Arena
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
-from tests.frontends import test_calls, test_entry_points, test_random_programs
+from tests.frontends.parity import test_random_programs
+from tests.frontends.training import test_calls, test_entry_points
 from tests.support.models import Block
 from tests.support.parity import make_pair
 from tests.support.ranks import run_ranks

@@ -42,7 +42,7 @@ from tests.support.faults import (
 )
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE_S = 0.3
 HERE = re.escape(str(ROOT / "tests"))
 BOTH_WORLDS = pytest.mark.parametrize("ranks", [2, 3])

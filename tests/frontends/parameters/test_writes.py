@@ -196,9 +196,7 @@ def train_adversaries(model: nn.Module, inner: Adversaries, batches: list[Tensor
 def trains_adversaries(strategy: str) -> None:
     torch.manual_seed(0)
     plain = Adversaries()
-    model = FSDP(
-        Adversaries(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
-    )
+    model = FSDP(Adversaries(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
     model.load_state_dict(plain.state_dict())
     batches = [torch.randn(3, WIDTH) for _ in range(3)]  # the same on all ranks
     train_adversaries(plain, plain, batches)

@@ -27,7 +27,7 @@ from fsdp_compat import CPUOffload, FullyShardedDataParallel, MixedPrecision, Us
 from fsdp_compat._engine.state_store import store_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORLD_SIZES = (8, 16384)
 DIM = 16384  # a block has 2 * 2**28 + 4 * 2**14 elements, without padding on both of these
 
