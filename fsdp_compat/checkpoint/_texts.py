@@ -3,6 +3,7 @@ that."""
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import reprlib
@@ -15,14 +16,6 @@ from ..errors import CheckpointError, UsageError
 
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
 
 def open_file(path: Path) -> int:
     """Open a regular file for reading; return its descriptor. Raises OSError, and CheckpointError
@@ -30,12 +23,12 @@ def open_file(path: Path) -> int:
 
     Other kinds are not even opened: a FIFO would wait for a writer, a device may do anything.
     """
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    if kind != stat.S_IFREG:
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
         raise CheckpointError.of(
             f"{path.name} is not a regular file.",
             expected="a file, or a link to one",
-            got=_KINDS.get(kind, "something else"),
+            got="a directory" if stat.S_ISDIR(mode) else "a FIFO, a socket or a device",
             where=str(path),
             fix="restore the file from an intact copy; nothing was loaded",
         )
@@ -47,8 +40,7 @@ def read_text(path: Path) -> bytes:
     is too long."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > MAX_TEXT_NBYTES:
-            raise ValueError(f"{nbytes} bytes of text; the limit is {MAX_TEXT_NBYTES}")
+        _require_short(nbytes)
         return file.read(nbytes)
 
 
@@ -56,20 +48,20 @@ def parse_json(text: bytes, **hooks: Any) -> Any:
     """Return the value of a JSON text in UTF-8. Keys of an object must differ. hooks: of
     ``json.loads``, such as ``parse_int``. Raises ValueError, and RecursionError for a text that is
     nested too deeply."""
-    _require_short(text)
+    _require_short(len(text))
     return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, **hooks)
 
 
-def _require_short(text: bytes) -> None:
-    if len(text) > MAX_TEXT_NBYTES:
-        raise ValueError(f"{len(text)} bytes of text; the limit is {MAX_TEXT_NBYTES}")
+def _require_short(nbytes: int) -> None:
+    if nbytes > MAX_TEXT_NBYTES:
+        raise ValueError(f"{nbytes} bytes of text; the limit is {MAX_TEXT_NBYTES}")
 
 
 def require_readable(text: bytes) -> None:
     """Raise UsageError for a text that is about to be written, if ``parse_json`` would refuse
     it."""
     try:
-        _require_short(text)
+        _require_short(len(text))
     except ValueError as error:
         raise UsageError.of(
             "The text of the file would be too large to be read again.",
@@ -83,15 +75,17 @@ def require_readable(text: bytes) -> None:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(twice, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"{reprlib.repr(twice)} occurs twice in one object")
     return found
 
 
 def brief(error: BaseException) -> str:
     """Return an error as one line of limited length: it may quote the content of a file."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

@@ -2,13 +2,12 @@
 class that the file names.
 
 Kept, with their type and order:
-- None, bool, int (of any size), float, complex, str, bytes, bytearray;
-- dense tensors of any device, which are read to the CPU; the JSON holds their names;
-- NumPy arrays of numbers;
+- None, bool, int (of any size), float, complex, str, bytes, bytearray, torch.dtype, torch.device;
+- dense tensors of any device, which are read to the CPU, and NumPy arrays of numbers; the JSON
+  holds their names;
 - list, tuple, torch.Size, set, frozenset, deque, dict, OrderedDict and Counter of these; keys and
   elements of sets are numbers, texts, bytes, None, dtypes, devices, and tuples and frozensets of
-  these;
-- torch.dtype and torch.device, by name.
+  these.
 Kept as the plain type: a NumPy number as a Python number, a named tuple as a tuple, a defaultdict
 as a dict, a subclass of Tensor (such as Parameter) as a Tensor.
 
@@ -33,7 +32,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from .. import _torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._header import dtype_name, dtype_of
-from ._texts import brief, listed, parse_json, shape_in, text_in
+from ._texts import brief, listed, parse_json, shape_in, shortened, text_in
 
 Put = Callable[[torch.Tensor], str]  # stores a plain tensor, returns its name
 # Returns what stands for the tensor of a name, dtype and shape: it may be read later.
@@ -41,35 +40,39 @@ Get = Callable[[str, torch.dtype, tuple[int, ...]], Any]
 
 MAX_LEVELS = 64  # of nested containers; each takes at most three levels of JSON
 
-_SEQUENCES: dict[str, type[Any]] = {
-    "@tuple": tuple,
-    "@set": set,
-    "@frozenset": frozenset,
-    "@size": torch.Size,
+
+def _base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _of_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+# Values that are one text or a pair of numbers: by tag, the type, to JSON, and from JSON.
+_LEAVES: dict[str, tuple[type[Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "@int": (int, hex, lambda text: int(text, 16)),
+    "@bytes": (bytes, _base64, _of_base64),
+    "@bytearray": (bytearray, _base64, lambda text: bytearray(_of_base64(text))),
+    "@complex": (
+        complex,
+        lambda value: [value.real, value.imag],
+        lambda parts: complex(*map(float, listed(parts))),
+    ),
+    "@dtype": (torch.dtype, dtype_name, lambda name: dtype_of(name, of_tensor=False)),
+    "@device": (torch.device, str, lambda text: torch.device(text_in(text))),
 }
-_TAG_OF_SEQUENCE: dict[type[Any], str] = {kind: tag for tag, kind in _SEQUENCES.items()}
-_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
-    "@dict": dict,
-    "@ordered": collections.OrderedDict,
-    "@counter": lambda items: collections.Counter(dict(items)),
-}
-_TAG_OF_MAPPING: dict[type[Any], str] = {
-    dict: "@dict",
+_MAPPINGS = {"@dict": dict, "@ordered": collections.OrderedDict, "@counter": collections.Counter}
+_SETS = {"@set": set, "@frozenset": frozenset}
+_SEQUENCES = {"@tuple": tuple, "@size": torch.Size}
+_TAGS: dict[type[Any], str] = {
+    **{kind: tag for tag, (kind, _, _) in _LEAVES.items()},
+    **{kind: tag for tags in (_MAPPINGS, _SETS, _SEQUENCES) for tag, kind in tags.items()},
     collections.defaultdict: "@dict",  # its factory is code, and not kept
-    collections.OrderedDict: "@ordered",
-    collections.Counter: "@counter",
+    collections.deque: "@deque",
+    list: "",
 }
-_KEYS = (
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    complex,
-    torch.dtype,
-    torch.device,
-)  # of keys and of elements of sets
+_KEYS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 
 
 def encode(value: Any, where: str, put: Put) -> Any:
@@ -81,75 +84,51 @@ def encode(value: Any, where: str, put: Put) -> Any:
 def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
     """around: the ids of the containers that the value is in."""
     kind = type(value)
-    if value is None or kind in (bool, float, str):
+    if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 1 << 63):
         return value
-    if kind is int:
-        return value if abs(value) < 1 << 63 else {"@int": hex(value)}
+    if (tag := _TAGS.get(kind)) in _LEAVES:
+        return {tag: _LEAVES[tag][1](value)}
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, where, put)
+    if kind.__module__.partition(".")[0] == "numpy":
+        return _encoded_numpy(value, where, put)
+    if kind is type(torch.__version__):  # a subclass of str
+        return str(value)
+    if kind not in _TAGS and not isinstance(value, tuple):
+        raise _not_data(where, _name(kind))
     if id(value) in around:
         raise _not_data(where, "a value that contains itself")
     if len(around) > MAX_LEVELS:
         raise _not_data(where, f"a value nested more than {MAX_LEVELS} levels deep")
-    around = (*around, id(value))
+    return _encoded_container(value, where, put, (*around, id(value)))
+
+
+def _encoded_container(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
+    kind = type(value)
+    tag = _TAGS.get(kind, "@tuple")  # a named tuple becomes a tuple
+
+    def item(key: Any, content: Any) -> Any:
+        return _encoded(content, f"{where}[{key!r}]", put, around)
+
+    def key(content: Any, what: str) -> Any:
+        if not _may_be_key(content):
+            raise _not_data(f"{what} of {where}", _name(type(content)))
+        return _encoded(content, f"{what} of {where}", put, around)
+
+    if tag in _MAPPINGS:
+        if kind is dict and all(type(name) is str and not name.startswith("@") for name in value):
+            return {name: item(name, content) for name, content in value.items()}
+        return {tag: [[key(name, "a key"), item(name, each)] for name, each in value.items()]}
+    if tag in _SETS:
+        return {tag: [key(each, "an element") for each in value]}
+    items = [item(number, each) for number, each in enumerate(value)]
     if kind is list:
-        return [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)]
-    if kind in _TAG_OF_MAPPING:
-        if kind is dict and all(type(key) is str and not key.startswith("@") for key in value):
-            return {
-                key: _encoded(item, f"{where}[{key!r}]", put, around) for key, item in value.items()
-            }
-        items = [
-            [
-                _encoded_key(key, f"a key of {where}", put, around),
-                _encoded(item, f"{where}[{key!r}]", put, around),
-            ]
-            for key, item in value.items()
-        ]
-        return {_TAG_OF_MAPPING[kind]: items}
-    if kind in (set, frozenset):
-        return {
-            _TAG_OF_SEQUENCE[kind]: [
-                _encoded_key(item, f"an element of {where}", put, around) for item in value
-            ]
-        }
-    if kind in _TAG_OF_SEQUENCE or isinstance(value, tuple):  # a named tuple becomes a tuple
-        tag = _TAG_OF_SEQUENCE.get(kind, "@tuple")
-        return {
-            tag: [
-                _encoded(item, f"{where}[{i}]", put, around)
-                for i, item in enumerate(tuple.__iter__(value))
-            ]
-        }
-    if kind is collections.deque:
-        return {
-            "@deque": [
-                [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)],
-                value.maxlen,
-            ]
-        }
-    if kind in (bytes, bytearray):
-        return {f"@{kind.__name__}": base64.b64encode(value).decode()}
-    if kind is complex:
-        return {"@complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype):
-        return {"@dtype": dtype_name(value)}
-    if isinstance(value, torch.device):
-        return {"@device": str(value)}
-    if kind.__module__.partition(".")[0] == "numpy":
-        return _encoded_numpy(value, where, put)
-    if kind is type(torch.__version__):  # TorchVersion, a subclass of str
-        return str.__str__(value)
-    raise _not_data(where, f"a {kind.__module__}.{kind.__qualname__}")
-
-
-def _encoded_key(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
-    if not _may_be_key(value):
-        raise _not_data(where, f"a {type(value).__module__}.{type(value).__qualname__}")
-    return _encoded(value, where, put, around)
+        return items
+    return {tag: [items, value.maxlen] if tag == "@deque" else items}
 
 
 def _may_be_key(value: Any) -> bool:
+    """Return whether a value may be a key or an element of a set."""
     if type(value) in (frozenset, tuple):
         return all(map(_may_be_key, value))
     return type(value) in _KEYS
@@ -157,18 +136,14 @@ def _may_be_key(value: Any) -> bool:
 
 def _encoded_tensor(value: torch.Tensor, where: str, put: Put) -> Any:
     value = value.detach()
-    if isinstance(value, ShardedTensor) or not _torch_private.is_plain(value):
-        raise _not_data(where, f"a {type(value).__name__}, sharded over the ranks")
-    if hasattr(value, "__tensor_flatten__"):
-        raise _not_data(where, f"a {type(value).__name__}, made of several tensors")
-    strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
-    if value.is_meta or not strided or (value.numel() and not value.untyped_storage().data_ptr()):
-        raise _not_data(
-            where,
-            f"a tensor of {value.layout}, {value.dtype}"
-            if not strided
-            else "a tensor without values",
-        )
+    is_one = not (isinstance(value, ShardedTensor) or hasattr(value, "__tensor_flatten__"))
+    if not is_one or not _torch_private.is_plain(value):
+        raise _not_data(where, f"a {type(value).__name__}, sharded or made of several tensors")
+    is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
+    if not is_dense or value.is_meta:
+        raise _not_data(where, f"a tensor of {value.layout}, {value.dtype}, on {value.device}")
+    if value.numel() and not value.untyped_storage().data_ptr():
+        raise _not_data(where, "a tensor without values")
     plain = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     return {"@tensor": [put(plain), dtype_name(plain.dtype), list(plain.shape)]}
 
@@ -183,10 +158,8 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
             if isinstance(item, (bool, int, float, complex, str, bytes)):
                 return _encoded(item, where, put, ())
         elif isinstance(value, numpy.ndarray):
-            native = numpy.array(
-                value, dtype=value.dtype.newbyteorder("="), order="C", copy=True, subok=False
-            )
-            tensor = torch.from_numpy(native)
+            native = value.dtype.newbyteorder("=")
+            tensor = torch.from_numpy(numpy.array(value, native, order="C", subok=False))
             return {"@array": [put(tensor), dtype_name(tensor.dtype), list(tensor.shape)]}
     except (TypeError, ValueError) as error:
         raise _not_data(where, f"a {type(value).__name__} of {value.dtype}") from error
@@ -209,40 +182,25 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         return [_decoded(item, where, get) for item in value]
     if not isinstance(value, Mapping):
         return value
-    single: tuple[str, Any] = next(iter(value.items())) if len(value) == 1 else ("", None)
-    tag, content = single
+    tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
     if not tag.startswith("@"):
         return {key: _decoded(item, f"{where}[{key!r}]", get) for key, item in value.items()}
+    if tag in _LEAVES:
+        return _LEAVES[tag][2](content)
+    if tag in ("@tensor", "@array"):
+        name, dtype, shape = listed(content)
+        tensor = get(text_in(name), dtype_of(dtype), shape_in(shape))
+        return tensor if tag == "@tensor" else tensor.numpy()
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag](
-            [
-                (_as_key(_decoded(key, where, get)), _decoded(item, where, get))
-                for key, item in listed(content)
-            ]
-        )
-    if tag in ("@set", "@frozenset"):
-        return _SEQUENCES[tag](_as_key(_decoded(item, where, get)) for item in listed(content))
+        pairs = _decoded([listed(pair) for pair in listed(content)], where, get)
+        return _MAPPINGS[tag]({_as_key(key): item for key, item in pairs})
+    if tag in _SETS:
+        return _SETS[tag](map(_as_key, _decoded(listed(content), where, get)))
     if tag in _SEQUENCES:
         return _SEQUENCES[tag](_decoded(listed(content), where, get))
     if tag == "@deque":
         items, maxlen = listed(content)
         return collections.deque(_decoded(listed(items), where, get), maxlen)
-    if tag in ("@tensor", "@array"):
-        name, dtype, shape = listed(content)
-        tensor = get(text_in(name), dtype_of(dtype), shape_in(shape))
-        return tensor if tag == "@tensor" else tensor.numpy()
-    if tag == "@int":
-        return int(content, 16)
-    if tag in ("@bytes", "@bytearray"):
-        found = base64.b64decode(content, validate=True)
-        return found if tag == "@bytes" else bytearray(found)
-    if tag == "@complex":
-        real, imag = listed(content)
-        return complex(float(real), float(imag))
-    if tag == "@dtype":
-        return dtype_of(content, of_tensor=False)
-    if tag == "@device":
-        return torch.device(text_in(content))
     raise _unreadable(
         where,
         "a number, a text, a tensor or a container",
@@ -275,13 +233,17 @@ def _as_key(value: Any) -> Any:
     return value
 
 
+def _name(kind: type[Any]) -> str:
+    return f"a {kind.__module__}.{kind.__qualname__}"
+
+
 def _not_data(where: str, got: str) -> UsageError:
     return UsageError.of(
         "A value cannot be saved: checkpoints do not use pickle.",
         expected="None, numbers, strings, tensors, arrays, and lists, tuples, sets and dicts "
         "of these",
         got=got,
-        where=where if len(where) <= 300 else f"{where[:300]}...",
+        where=shortened(where),
         fix="save its data: state_dict() of an object, asdict() of a dataclass, the value of "
         "an enum",
     )
@@ -292,6 +254,6 @@ def _unreadable(where: str, expected: str, got: str) -> CheckpointError:
         "A value of the checkpoint cannot be read.",
         expected=expected,
         got=got,
-        where=where if len(where) <= 300 else f"{where[:300]}...",
+        where=shortened(where),
         fix="load an older checkpoint, or use the version that saved this one; nothing was loaded",
     )
