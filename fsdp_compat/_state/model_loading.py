@@ -22,7 +22,7 @@ from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageErro
 from .model_state import inner_prefix, sharded_names
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of
 from .reading_values import is_sharded, is_tensor, materialised
-from .sharded_values import BoxedTensor
+from .sharded_values import BoxedTensor, cut_of
 from .unit_loading import check_unit, load_unit, other_local, wrong_value
 from .units import (
     FSDP_WRAPPED_MODULE,
@@ -99,8 +99,7 @@ def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterato
                 value = next((state_dict[key] for key in keys if key in state_dict), None)
                 if is_sharded(value):
                     if not (
-                        isinstance(value, BoxedTensor)
-                        and value.is_cut_as(*store.cut(index), group.shard.members)
+                        isinstance(value, BoxedTensor) and value.cut.is_as(cut_of(group, index))
                     ):
                         yield group
                     break

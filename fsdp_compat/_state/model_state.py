@@ -27,7 +27,8 @@ from .sharded_values import (
     BoxedTensor,
     LocalPart,
     copied,
-    local_value,
+    cut_of,
+    flat_cut,
     mesh_sharded_value,
     sharded_value,
 )
@@ -355,11 +356,9 @@ def _shard_entries(
     store, to_cpu = store_of(group), own.form.state_dict_config.offload_to_cpu
     is_view = as_views and not to_cpu and own.wanted is everything
     for index, names in _chosen(store, [prefix], own.wanted).items():
-        run, parallel = store.local_part(index), store.parallel[index]
+        run = store.local_part(index)
         run = run if is_view else copied(run, to_cpu)
-        value = sharded_value(
-            *store.cut(index), store.rank, run, group.shard.members, own.group, parallel
-        )
+        value = sharded_value(cut_of(group, index, own.group), run)
         if isinstance(value, BoxedTensor):
             value.is_view = is_view
         for name in names:
@@ -402,5 +401,5 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
             part = section.layout.part_in_shard(index - section.first_param, store.rank)
             for name in names:
                 yield name, shard[part.slice].as_subclass(LocalPart)
-        flat = local_value(section.layout, store.rank, shard, group.shard.members, own.group)
-        yield prefix + flat_name, flat
+        cut = flat_cut(group, section, own.group)
+        yield prefix + flat_name, sharded_value(cut, shard[: cut.part.numel])

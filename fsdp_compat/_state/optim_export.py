@@ -45,7 +45,7 @@ from .optim_contents import (
     snapshot,
 )
 from .rank_local import gather_states, rank_local_names, rank_local_states, warn_of_layout
-from .sharded_values import copied, mesh_sharded_value, sharded_value
+from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions, require_idle, units_of
 
 
@@ -425,16 +425,10 @@ class _GroupStates:
 
     def _boxes(self, key: Any, dtype: torch.dtype | None, holders: _Params) -> _Named:
         """A rank without a part of a parameter has boxes without elements, as in torch."""
-        store, members = self.store, self.group.shard.members
+        store = self.store
         nothing = store.shard.new_empty(0, dtype=dtype)
         for param in holders:
             value = self.states[param].get(key, nothing).detach().reshape(-1)
             for index, name in self.ownership.held[param].names:
                 run = copied(value[store.part_in_sharded_param(index).slice], self.form.to_cpu)
-                parallel = store.parallel[index]
-                yield (
-                    name,
-                    sharded_value(
-                        *store.cut(index), store.rank, run, members, self.form.group, parallel
-                    ),
-                )
+                yield name, sharded_value(cut_of(self.group, index, self.form.group), run)

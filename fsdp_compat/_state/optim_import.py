@@ -17,7 +17,7 @@ from torch import nn
 from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.group import Group
-from .._engine.state_store import StateStore, store_of
+from .._engine.state_store import store_of
 from ..errors import (
     CheckpointError,
     FsdpCompatError,
@@ -43,7 +43,7 @@ from .optim_contents import (
 from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
 from .reading_values import dtype_of, is_sharded, read_part, shape_of, unfit
-from .sharded_values import copied
+from .sharded_values import copied, cut_of
 from .units import model_units_in, names_before, require_idle, units_of
 
 
@@ -471,7 +471,7 @@ class _Loading:
     def _add_cut(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, key: Any) -> None:
         """Add one per-element state. Parameters that the dict has no such state for get
         zeros."""
-        store, members = store_of(group), group.shard.members
+        store = store_of(group)
         found = [
             (param, index, self.plan.entries[name][key])
             for param in states
@@ -486,9 +486,9 @@ class _Loading:
                 states[param][key] = torch.zeros_like(param.detach(), dtype=dtype_of(value))
             own = states[param][key]
             if _torch_private.is_dtensor(own):
-                _take_rows(own, value, store, index, members)
+                _take_rows(own, value, group, index)
                 continue
-            run = read_part(value, *store.cut(index), store.rank, members, store.parallel[index])
+            run = read_part(value, cut_of(group, index))
             own.view(-1)[store.part_in_sharded_param(index).slice].copy_(run)
 
     def _add_restored(self, state: dict[Any, Any], group: Group, names: Sequence[str]) -> None:
@@ -519,12 +519,11 @@ class _Loading:
         return groups
 
 
-def _take_rows(
-    own: Any, value: Any, store: StateStore, index: int, members: tuple[int, ...]
-) -> None:
+def _take_rows(own: Any, value: Any, group: Group, index: int) -> None:
     """Copy this rank's rows of a state of parameter ``index`` into the DTensor ``own``. Collective
     if the value is sharded in another way."""
-    parallel, local = store.parallel[index], _torch_private.local_part(own)
+    store, local = store_of(group), _torch_private.local_part(own)
+    parallel = store.parallel[index]
     if _torch_private.is_dtensor(value) and (
         (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
     ):
@@ -533,5 +532,5 @@ def _take_rows(
         whole = value if parallel is None else parallel.part(value)
         local.copy_(store.rows_of_whole(index, whole).view(local.shape))
     else:
-        run = read_part(value, *store.cut(index), store.rank, members, parallel)
+        run = read_part(value, cut_of(group, index))
         local.copy_(run.view(local.shape))

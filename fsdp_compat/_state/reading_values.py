@@ -1,11 +1,11 @@
-"""Values of state dicts: sharded and local values of parameters, and reading any value as a run of
-elements."""
+"""Reading any value of a state dict as a run of elements: a plain tensor, a sharded one, or a lazy
+one."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import typing
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,44 +15,40 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .. import _torch_private
 from .._comm.backend import gather_in_group
-from .._engine.tensor_parallel import TensorParallel
 from .._layout.spec import FlatLayout
 from ..errors import CheckpointError
-from .sharded_values import BoxedTensor, flat_of_parameters, place_of
+from .sharded_values import BoxedTensor, Cut, FlatOfParameters
 
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
     """True if ``value`` is the flat tensor of ``layout`` in a local state dict: of the same
     parameters, over as many ranks. Its shards may be padded otherwise. Alike on all ranks."""
-    flat = flat_of_parameters(layout)
-    if isinstance(value, BoxedTensor):
-        return value.is_flat_of(layout)
-    if not isinstance(value, ShardedTensor):
-        return bool(
-            _torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
-        )
-    if tuple(value.metadata().size) != flat.params[0].shape:
-        return False
-    found = _described(value)
+    flat = FlatOfParameters.of(layout)
     [numel] = flat.params[0].shape
-    size = found[0][1] if found else 0
-    return found == _parts(flat) or (
-        -(-numel // flat.ranks) <= size < flat.shard_numel
-        and found == _parts(dataclasses.replace(flat, shard_numel=size))
+    if isinstance(value, BoxedTensor):
+        found = value.cut.layout
+        return isinstance(found, FlatOfParameters) and found.is_alike(flat)
+    if not isinstance(value, ShardedTensor):
+        return bool(_torch_private.is_plain(value) and not value.numel() and not numel)
+    shards = _described(value)
+    size = shards[0][1] if shards else 0
+    is_padded_less = -(-numel // flat.ranks) <= size < flat.shard_numel
+    return tuple(value.metadata().size) == (numel,) and (
+        shards == _parts(flat)
+        or (is_padded_less and shards == _parts(dataclasses.replace(flat, shard_numel=size)))
     )
 
 
-def read_local(value: Any, layout: FlatLayout, rank: int, members: tuple[int, ...]) -> torch.Tensor:
-    """Return ``rank``'s elements, 1-D, of a value that ``is_local``.
+def read_local(value: Any, cut: Cut) -> torch.Tensor:
+    """Return this rank's elements, 1-D, of a value that ``is_local``. cut: of the flat tensor.
 
-    Collective if its shards are padded otherwise than those of ``layout``, which all ranks see.
+    Collective if its shards are padded otherwise, which all ranks see.
     """
-    flat = flat_of_parameters(layout)
     is_torchs = isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor)
-    if is_torchs and _described(value) == _parts(flat):
+    if is_torchs and _described(value) == _parts(cut.layout):
         own = value.local_shards()
         return own[0].tensor.detach() if own else torch.empty(0, dtype=dtype_of(value))
-    return read_part(value, flat, 0, rank, members)
+    return read_part(value, cut)
 
 
 def _described(value: ShardedTensor) -> list[tuple[int, int]]:
@@ -126,33 +122,36 @@ def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) 
     return None
 
 
-def misfit(value: object) -> str | None:
+def misfit(value: Any) -> str | None:
     """Describe a local shard that does not fit ``value``, or that is another rank's; None if all
     fit."""
-    if isinstance(value, BoxedTensor):
-        return value.wrong_shard()
-    if _torch_private.is_dtensor(value) and dist.is_initialized():
-        return _other_rank(value)
-    return None
-
-
-def _other_rank(value: Any) -> str | None:
-    """Describe a DTensor that another rank has pickled: its mesh still has that rank's
-    coordinates."""
-    mesh, rank = value.device_mesh, dist.get_rank()
-    pickled, own = mesh.get_coordinate(), (mesh.mesh == rank).nonzero().tolist()
-    if pickled is None or not own or list(pickled) == own[0]:
+    if isinstance(value, BoxedTensor) and (wrong := value.wrong_shard()) is not None:
+        return wrong
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    other = _rank_of_part(value, rank)
+    if other == rank:
         return None
-    if all(
-        placement.is_replicate() or pickled[dim] == own[0][dim]
-        for dim, placement in enumerate(value.placements)
-    ):
-        return None
-    other = int(mesh.mesh[tuple(pickled)])
+    kind = "DTensor" if _torch_private.is_dtensor(value) else "ShardedTensor"
     return (
-        f"a DTensor with the part of global rank {other}, on global rank {rank}: load the file "
+        f"a {kind} with the part of global rank {other}, on global rank {rank}: load the file "
         "that this rank saved, or save whole values, or use torch.distributed.checkpoint"
     )
+
+
+def _rank_of_part(value: Any, rank: int) -> int:
+    """Return ``rank``, or another rank if that has saved the value with a part of its own, where
+    ``rank`` has another one."""
+    if isinstance(value, BoxedTensor):
+        return value.cut.members[value.cut.rank] if rank in value.cut.members else rank
+    if not _torch_private.is_dtensor(value) or not dist.is_initialized():
+        return rank
+    mesh = value.device_mesh  # one that was pickled still has the other rank's coordinates
+    pickled, own = mesh.get_coordinate(), (mesh.mesh == rank).nonzero().tolist()
+    if pickled is None or not own:
+        return rank
+    sharded = [dim for dim, each in enumerate(value.placements) if not each.is_replicate()]
+    is_same = all(pickled[dim] == own[0][dim] for dim in sharded)
+    return rank if is_same else int(mesh.mesh[tuple(pickled)])
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -170,93 +169,71 @@ def dtype_of(value: Any) -> torch.dtype:
     return dtype
 
 
-def read_part(
-    value: Any,
-    layout: FlatLayout,
-    index: int,
-    rank: int,
-    members: tuple[int, ...],
-    parallel: TensorParallel | None = None,
-) -> torch.Tensor:
-    """Return ``rank``'s elements of parameter ``index`` of ``layout``, 1-D, out of a value of the
-    whole parameter: plain, sharded in any way, or lazy. A view where possible.
+def read_part(value: Any, cut: Cut) -> torch.Tensor:
+    """Return this rank's elements, 1-D, out of a value of the whole parameter: plain, sharded in
+    any way, or lazy. A view where possible. A lazy value is loaded if the rank has a part.
 
-    members: the global ranks of the layout. parallel: the placement of a tensor-parallel parameter
-    on its own mesh. A lazy value is loaded if the rank has a part.
-
-    Collective: if ``value`` is sharded in another way than ``layout``, which all ranks see; they
-    all call, in one order.
+    Collective: if ``value`` is sharded in another way than ``cut``, which all ranks see; they all
+    call, in one order.
     """
-    part = layout.part(index, rank)
-    place = place_of(layout.params[index].shape, parallel)
+    part, parallel = cut.part, cut.parallel
     if not isinstance(value, torch.Tensor):
         if not part:
             return torch.empty(0, dtype=value.dtype)
-        value = materialised(value, layout.params[index].name)
-    if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
+        value = materialised(value, cut.layout.params[cut.index].name)
+    if isinstance(value, BoxedTensor) and value.cut.is_as(cut):
         return value.elements()
+    is_part = isinstance(value, BoxedTensor) and not value.cut.is_of_whole
     if _torch_private.is_dtensor(value):
-        moved: Any = value.to(
-            value.device_mesh.device_type
-        )  # a state dict may have been put on the CPU
+        # A state dict may have been put on the CPU.
+        moved: Any = value.to(value.device_mesh.device_type)
         value = moved.full_tensor() if parallel is None else parallel.local(moved)
+        is_part = True
     elif isinstance(value, ShardedTensor):
-        is_part = isinstance(value, BoxedTensor) and value.shape_here != value.whole_shape
         value = _whole(value)
-        value = value if parallel is None or is_part else parallel.part(value)
-    elif parallel is not None:
+    if parallel is not None and not is_part:
         value = parallel.part(value)
     return value.detach().reshape(-1)[part.slice]
 
 
-def is_readable(value: object, shape: tuple[int, ...], parallel: TensorParallel | None) -> bool:
-    """False for the shards of a tensor-parallel parameter, unless this parameter, of which a unit
-    shards ``shape``, has the same placement."""
-    if not isinstance(value, BoxedTensor) or value.shape_here == value.whole_shape:
+def is_readable(value: object, cut: Cut) -> bool:
+    """False for the shards of a tensor-parallel parameter, unless it has the same placement
+    here."""
+    if not isinstance(value, BoxedTensor) or value.cut.is_of_whole:
         return True
-    return (value.shape_here, value.place) == (shape, place_of(shape, parallel))
+    return (value.cut.shape, value.cut.place) == (cut.shape, cut.place)
 
 
 def _whole(value: ShardedTensor) -> torch.Tensor:
-    """Return a whole ShardedTensor. Collective over its process group: one all-gather."""
-    metadata = value.metadata()
+    """Return a whole ShardedTensor, or what the ranks hold of a tensor-parallel parameter.
+    Collective over its process group: one all-gather."""
+    metadata, group = value.metadata(), value._process_group
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
+    own_shards = [shard.tensor for shard in value.local_shards()]
     if isinstance(value, BoxedTensor):
-        size, origin = value.shape_here, value.place.origin
-    group: Any = value._process_group
-    ranks = dist.get_process_group_ranks(group)
-    sizes = dict.fromkeys(ranks, 0)
+        size, origin, own_shards = value.cut.shape, value.cut.place.origin, [value.elements()]
+    by_rank: Mapping[int, list[ShardMetadata]] = {
+        rank: [] for rank in dist.get_process_group_ranks(group)
+    }
     for shard in metadata.shards_metadata:
-        sizes[_rank_of(shard)] += math.prod(shard.shard_sizes)
-    longest = max(sizes.values())
-    own_shards = (
-        [value.elements()]
-        if isinstance(value, BoxedTensor)
-        else [shard.tensor for shard in value.local_shards()]
-    )
-    tensors = [tensor.detach().reshape(-1) for tensor in own_shards]
-    dtype = dtype_of(value)
-    own = torch.zeros(longest, dtype=dtype, device=tensors[0].device if tensors else None)
-    start = 0
-    for tensor in tensors:
-        own[start : start + tensor.numel()] = tensor
-        start += tensor.numel()
-    gathered = gather_in_group(group, own)
-    whole = torch.empty(size, dtype=dtype, device=own.device)
-    starts = {rank: position * longest for position, rank in enumerate(ranks)}
-    for shard in metadata.shards_metadata:
-        rank, numel = _rank_of(shard), math.prod(shard.shard_sizes)
-        place = whole
-        for dim, (offset, length, first) in enumerate(
-            zip(shard.shard_offsets, shard.shard_sizes, origin, strict=True)
-        ):
-            place = place.narrow(dim, offset - first, length)
-        place.copy_(gathered[starts[rank] : starts[rank] + numel].view(tuple(shard.shard_sizes)))
-        starts[rank] += numel
+        by_rank[_rank_of(shard)].append(shard)
+    numels = [[math.prod(shard.shard_sizes) for shard in shards] for shards in by_rank.values()]
+    longest = max(1, *map(sum, numels))
+    device = own_shards[0].device if own_shards else None
+    tensors = [tensor.detach().reshape(-1).to(dtype_of(value)) for tensor in own_shards]
+    padding = longest - sum(tensor.numel() for tensor in tensors)
+    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype_of(value), device=device)))
+    whole = own.new_empty(size)
+    pieces = gather_in_group(group, own).split(longest)
+    for piece, shards, its_numels in zip(pieces, by_rank.values(), numels, strict=True):
+        for shard, run in zip(shards, piece[: sum(its_numels)].split(its_numels), strict=True):
+            sizes = tuple(shard.shard_sizes)
+            box = zip(shard.shard_offsets, origin, sizes, strict=True)
+            place = tuple(slice(at - first, at - first + length) for at, first, length in box)
+            whole[place] = run.view(sizes)
     return whole
 
 
 def _rank_of(shard: ShardMetadata) -> int:
-    rank = typing.cast(Any, shard.placement).rank()
-    assert rank is not None
-    return int(rank)
+    placement: Any = shard.placement
+    return int(placement.rank())

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import typing
 import warnings
 from collections.abc import Iterable, Sequence
@@ -26,10 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
+from .._engine.group import Group
+from .._engine.state_store import store_of
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
 from .._layout.rows import CopiedLayout
-from .._layout.spec import FlatLayout, Interval, ParamSpec
+from .._layout.spec import FlatLayout, Interval, ParamSpec, Section
 from .._layout.transfer import same_parts
 from ..errors import CheckpointError
 from .units import clean_name
@@ -40,6 +44,7 @@ if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
     from torch.distributed.tensor import DTensor
 
 
+# What tensors have by these names is asked of the value itself, or done to each of its shards.
 _PROPERTIES = (
     *("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape"),
     *("grad", "grad_fn"),
@@ -61,28 +66,13 @@ class Place:
     whole_shape: tuple[int, ...]
     origin: tuple[int, ...]  # offsets of the first element
 
-    def boxes(self, shape: tuple[int, ...], part: Interval) -> list[Box]:
-        """Return the elements ``part`` of the sharded part, which has ``shape``, as boxes of the
-        whole."""
-        return [
-            Box(
-                tuple(
-                    offset + start for offset, start in zip(box.offsets, self.origin, strict=True)
-                ),
-                box.sizes,
-            )
-            for box in cut_into_boxes(shape, part)
-        ]
-
 
 def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
     """Return the placement of a parameter of which a unit shards ``shape``."""
     if parallel is None:
         return Place(shape, (0,) * len(shape))
-    return Place(
-        parallel.shape,
-        _torch_private.offsets_on_mesh(parallel.shape, parallel.mesh, parallel.placements),
-    )
+    mesh, placements = parallel.mesh, parallel.placements
+    return Place(parallel.shape, _torch_private.offsets_on_mesh(parallel.shape, mesh, placements))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,22 +82,107 @@ class FlatOfParameters(FlatLayout):
 
     inside: FlatLayout
 
+    @staticmethod
+    def of(layout: FlatLayout) -> FlatOfParameters:
+        """Return the layout of the flat tensor of ``layout``, without the padding at its end, which
+        is not saved."""
+        numel = max((param.place.stop for param in layout.params), default=0)
+        flat = ParamSpec("flat", (numel,), 0)
+        return FlatOfParameters((flat,), layout.ranks, layout.shard_numel, layout)
 
-def _places(layout: FlatLayout) -> tuple[Any, ...]:
-    return (
-        layout.ranks,
-        [(clean_name(param.name), param.shape, param.start) for param in layout.params],
-    )
+    def is_alike(self, other: FlatOfParameters) -> bool:
+        """True for the same parameters over as many ranks; shards may be padded otherwise."""
+        one, its = (
+            (each.ranks, [(clean_name(p.name), p.shape, p.start) for p in each.inside.params])
+            for each in (self, other)
+        )
+        return one == its
 
 
-class _Shared:
-    """A value that copies share, as a process group cannot be copied."""
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How parameter ``index`` of ``layout`` is spread over ranks. Copies share it."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    layout: FlatLayout
+    index: int
+    rank: int  # in the layout: whose part is meant
+    members: tuple[int, ...]  # the global rank of each rank
+    place: Place  # of what the layout knows as the parameter
+    parallel: TensorParallel | None = None  # how the parameter lies on a mesh of its own
+    group: Any = None  # the process group of the ranks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
+        return self  # process groups cannot be copied
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what the ranks hold together: of a tensor-parallel parameter, a part."""
+        return self.layout.params[self.index].shape
+
+    @property
+    def part(self) -> Interval:
+        """The elements that the rank holds."""
+        return self.layout.part(self.index, self.rank)
+
+    @property
+    def is_of_whole(self) -> bool:
+        """False if the ranks together hold a part of a tensor-parallel parameter."""
+        return self.shape == self.place.whole_shape
+
+    def boxes(self, rank: int) -> list[Box]:
+        """Return the part of ``rank`` as boxes of the whole parameter."""
+        found = cut_into_boxes(self.shape, self.layout.part(self.index, rank))
+        return [
+            Box(tuple(map(operator.add, box.offsets, self.place.origin)), box.sizes)
+            for box in found
+        ]
+
+    def own_boxes(self) -> list[Box]:
+        """Return the boxes of the rank; one empty box if it has no part."""
+        # Of a 0-d tensor the empty box is 1-D, so that no value can be read from it.
+        sizes = (0, *self.place.whole_shape[1:])
+        return self.boxes(self.rank) or [Box((0,) * len(sizes), sizes)]
+
+    def is_as(self, other: Cut) -> bool:
+        """True if every rank holds the same elements of the parameter. The same answer on all
+        ranks."""
+        last = self.layout.ranks - 1
+        return (
+            (self.layout.ranks, self.members) == (other.layout.ranks, other.members)
+            # of a scalar: either the first rank holds it, or every rank does
+            and self.layout.part(self.index, last) == other.layout.part(other.index, last)
+            and (self.shape, self.place) == (other.shape, other.place)
+            and same_parts(self.layout, self.index, other.layout, other.index)
+        )
+
+
+def cut_of(group: Group, index: int, process_group: Any = None) -> Cut:
+    """Return how a parameter of a unit is cut. process_group: for values to be saved."""
+    store, members = store_of(group), group.shard.members
+    parallel = store.parallel[index]
+    place = place_of(store.local_shape(index), parallel)
+    return Cut(*store.cut(index), store.rank, members, place, parallel, process_group)
+
+
+def flat_cut(group: Group, section: Section, process_group: Any = None) -> Cut:
+    """Return how the flat tensor of a section is cut."""
+    flat = FlatOfParameters.of(section.layout)
+    place = place_of(flat.params[0].shape, None)
+    rank, members = store_of(group).rank, group.shard.members
+    return Cut(flat, 0, rank, members, place, group=process_group)
+
+
+def _of_each_shard(name: str) -> Any:
+    """Return a method that applies that of tensors to every local shard. Nothing is sent."""
+
+    def method(self: BoxedTensor, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+        before = [shard.tensor for shard in self._local_shards]
+        after = [getattr(tensor, name)(*args, **kwargs) for tensor in before]
+        if all(map(operator.is_, before, after)):
+            return self
+        return self._with(after, process_group)
+
+    return method
 
 
 class BoxedTensor(ShardedTensor):
@@ -120,112 +195,56 @@ class BoxedTensor(ShardedTensor):
     torch.distributed.checkpoint drops values without shards.
     """
 
-    part: Interval  # the elements of the parameter that this rank holds
-    place: Place  # `.shape` of a ShardedTensor is answered out of its metadata
-    _layout: FlatLayout
-    _index: int
-    _members: tuple[int, ...]
-    _rank: int  # in `_layout`
-    _group: _Shared
+    cut: Cut
     is_view = False  # of memory that the process goes on using
+    _init_rrefs, _sharded_tensor_id = False, None
+    _remote_shards: Any = None
 
     @staticmethod
-    def __new__(cls, *args: Any, **kwargs: Any) -> BoxedTensor:
-        layout, index, rank, run, members, group, *rest = args
-        shape = layout.params[index].shape
-        place = (rest[0] if rest else None) or place_of(shape, None)
-        self: Any = _torch_private.tensor_without_storage(
-            cls, place.whole_shape, run.dtype, run.device
-        )
-        self._layout, self._index, self._members, self.place = layout, index, members, place
-        self.part = layout.part(index, rank)
-        self._group, self._rank = _Shared(group), rank
-        self._init_rrefs, self._sharded_tensor_id, self._remote_shards = False, None, {}
-        boxes = self._own_boxes()
+    def of(cut: Cut, run: torch.Tensor) -> BoxedTensor:
+        """run: 1-D, the elements of the part."""
+        self = _empty(cut.place.whole_shape, run.dtype, run.device)
+        self.cut, boxes = cut, cut.own_boxes()
         runs = zip(boxes, run.split([box.numel for box in boxes]), strict=True)
         self._local_shards = self._make_shards([each.view(box.sizes) for box, each in runs])
         return self
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        index: int,
-        rank: int,
-        run: torch.Tensor,
-        members: tuple[int, ...],
-        group: Any,
-        place: Place | None = None,
-    ) -> None:
-        """run: 1-D, what ``rank`` of the layout holds of parameter ``index``. members: the global
-        rank of each rank. place: of what the layout knows as that parameter, where it is a part."""
-
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        return self.place.whole_shape
+        """The shape; `.shape` of a ShardedTensor is answered out of its metadata."""
+        return self.cut.place.whole_shape
 
     @property
-    def rank(self) -> int:
-        """The rank, among those that the value is spread over, whose elements are here."""
-        return self._rank
+    def _process_group(self) -> Any:
+        return self.cut.group
 
-    @property
-    def shape_here(self) -> tuple[int, ...]:
-        """The shape of what its process group holds: of a tensor-parallel parameter, a part."""
-        return self._layout.params[self._index].shape
-
-    def _own_boxes(self) -> list[Box]:
-        """Return the boxes of this rank; one empty box if it has no part."""
-        # Of a 0-d tensor the empty box is 1-D, so that no value can be read from it.
-        sizes = (0, *self.whole_shape[1:])
-        return self.place.boxes(self.shape_here, self.part) or [Box((0,) * len(sizes), sizes)]
+    @_process_group.setter
+    def _process_group(self, group: Any) -> None:
+        self.cut = dataclasses.replace(self.cut, group=group)
 
     def _described(self, box: Box, rank: int, device: torch.device) -> ShardMetadata:
-        place = f"rank:{self._members[rank]}/{device}"
+        place = f"rank:{self.cut.members[rank]}/{device}"
         return ShardMetadata(list(box.offsets), list(box.sizes), place)
 
     def _make_shards(self, tensors: Iterable[torch.Tensor]) -> list[LocalShard]:
         return [
-            LocalShard(tensor, self._described(box, self._rank, tensor.device))
-            for box, tensor in zip(self._own_boxes(), tensors, strict=True)
+            LocalShard(tensor, self._described(box, self.cut.rank, tensor.device))
+            for box, tensor in zip(self.cut.own_boxes(), tensors, strict=True)
         ]
 
     @functools.cached_property
     def _metadata(self) -> ShardedTensorMetadata:  # type: ignore[override]
         described = [
             self._described(box, rank, self.device)
-            for rank in range(len(self._members))
-            for box in self.place.boxes(self.shape_here, self._layout.part(self._index, rank))
+            for rank in range(len(self.cut.members))
+            for box in self.cut.boxes(rank)
         ]
         properties = TensorProperties(dtype=self.dtype)
         return ShardedTensorMetadata(described, torch.Size(self.whole_shape), properties)
 
-    @functools.cached_property
+    @property
     def _sharding_spec(self) -> EnumerableShardingSpec:
         return EnumerableShardingSpec(self._metadata.shards_metadata)
-
-    def is_cut_as(
-        self, layout: FlatLayout, index: int, members: tuple[int, ...], place: Place | None = None
-    ) -> bool:
-        """True if every rank holds the same elements as of parameter ``index`` of ``layout``, which
-        is spread over the global ranks ``members`` and lies at ``place``. The same answer on all
-        ranks of the value."""
-        shape, last = layout.params[index].shape, layout.ranks - 1
-        return (
-            (self._layout.ranks, self._members) == (layout.ranks, members)
-            # of a scalar: either the first rank holds it, or every rank does
-            and self._layout.part(self._index, last) == layout.part(index, last)
-            and (self.shape_here, self.place) == (shape, place or place_of(shape, None))
-            and same_parts(self._layout, self._index, layout, index)
-        )
-
-    def is_flat_of(self, layout: FlatLayout) -> bool:
-        """True if this is the flat tensor of ``layout``, whose shards may be padded otherwise."""
-        flat = self._layout
-        return isinstance(flat, FlatOfParameters) and _places(flat.inside) == _places(layout)
-
-    @property
-    def _is_flat(self) -> bool:
-        return isinstance(self._layout, FlatOfParameters)
 
     def elements(self) -> torch.Tensor:
         """Return this rank's elements out of the local shards, 1-D and in order: a view where they
@@ -235,17 +254,18 @@ class BoxedTensor(ShardedTensor):
         """
         self._require_fitting_shards()
         tensors = [shard.tensor.detach() for shard in self._local_shards]
-        first, end = tensors[0], tensors[0].data_ptr()
-        for tensor in tensors:
-            follows = (
-                tensor.data_ptr() == end
-                and _torch_private.same_storage(tensor, first)
-                and tensor.dtype == first.dtype
-            )
-            if not follows or not tensor.is_contiguous():
-                return torch.cat([each.reshape(-1) for each in tensors])
-            end += tensor.nbytes
-        return first.as_strided((self.part.numel,), (1,))
+        first = tensors[0]
+        starts = itertools.accumulate((each.nbytes for each in tensors), initial=first.data_ptr())
+        follow = all(
+            tensor.data_ptr() == start
+            and tensor.is_contiguous()
+            and tensor.dtype == first.dtype
+            and _torch_private.same_storage(tensor, first)
+            for tensor, start in zip(tensors, starts, strict=False)
+        )
+        if follow:
+            return first.as_strided((self.cut.part.numel,), (1,))
+        return torch.cat([each.reshape(-1) for each in tensors])
 
     def _require_fitting_shards(self) -> None:
         if (wrong := self.wrong_shard()) is not None:
@@ -254,27 +274,27 @@ class BoxedTensor(ShardedTensor):
                 expected="tensors of the shapes that the metadata of local_shards() have",
                 got=wrong,
                 where=f"a sharded tensor of shape {self.whole_shape}, rank "
-                f"{self._members[self._rank]}",
+                f"{self.cut.members[self.cut.rank]}",
                 fix="put tensors of the same shape as before into local_shards()",
             )
 
     def wrong_shard(self) -> str | None:
         """Describe a local shard that does not fit this rank's part; None if all fit."""
-        boxes = self._own_boxes()
+        boxes = self.cut.own_boxes()
         if len(boxes) != len(self._local_shards):
             return f"{len(self._local_shards)} local shards instead of {len(boxes)}"
         for box, shard in zip(boxes, self._local_shards, strict=True):
             tensor: Any = shard.tensor
             if not isinstance(tensor, torch.Tensor) or not _torch_private.is_plain(tensor):
                 return f"a {type(tensor).__name__} in the place of a tensor of shape {box.sizes}"
+            is_lossy = tensor.dtype.is_complex and not self.dtype.is_complex
             found = (tuple(tensor.shape), tensor.is_meta, tensor.layout)
-            if found != (box.sizes, self.is_meta, torch.strided):
+            if is_lossy or found != (box.sizes, self.is_meta, torch.strided):
                 return (
-                    f"a local tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
-                    f"{tensor.layout}, instead of one of shape {box.sizes} on {self.device}"
+                    f"a local tensor of shape {tuple(tensor.shape)} and {tensor.dtype} on "
+                    f"{tensor.device}, {tensor.layout}, instead of one of shape {box.sizes} and "
+                    f"{self.dtype} on {self.device}"
                 )
-            if tensor.dtype.is_complex and not self.dtype.is_complex:
-                return f"a local tensor of {tensor.dtype} instead of {self.dtype}"
         return None
 
     @classmethod
@@ -324,52 +344,20 @@ class BoxedTensor(ShardedTensor):
 
     # -- copies
 
+    clone: Any = _of_each_shard("clone")
+    detach: Any = _of_each_shard("detach")  # views the same memory
+    to: Any = _of_each_shard("to")
+    cpu: Any = _of_each_shard("cpu")
+    cuda: Any = _of_each_shard("cuda")
+
     def _with(self, tensors: Sequence[torch.Tensor], group: Any = None) -> BoxedTensor:
         """Return the same value with other local tensors."""
-        new = self._empty(tensors[0].dtype, tensors[0].device)
+        new = _empty(self.whole_shape, tensors[0].dtype, tensors[0].device)
         new.__dict__.update(self.__dict__, _local_shards=self._make_shards(tensors))
-        for cached in ("_metadata", "_sharding_spec"):
-            new.__dict__.pop(cached, None)
+        new.__dict__.pop("_metadata", None)
         if group is not None:
             new._process_group = group
         return new
-
-    def _empty(self, dtype: torch.dtype, device: torch.device) -> BoxedTensor:
-        empty: Any = _torch_private.tensor_without_storage(
-            type(self), self.whole_shape, dtype, device
-        )
-        return empty
-
-    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> BoxedTensor:  # type: ignore[override]
-        """Return a value with memory of its own. Nothing is sent."""
-        return self._with(
-            [shard.tensor.clone(memory_format=memory_format) for shard in self._local_shards]
-        )
-
-    def detach(self) -> BoxedTensor:
-        """Return a value that views the same memory. Nothing is sent."""
-        return self._with([shard.tensor.detach() for shard in self._local_shards])
-
-    def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> BoxedTensor:
-        """Return a value of another dtype or on another device, itself if it is there: as
-        ``torch.Tensor.to``. Nothing is sent."""
-        moved = [shard.tensor.to(*args, **kwargs) for shard in self._local_shards]
-        if all(
-            tensor is shard.tensor for tensor, shard in zip(moved, self._local_shards, strict=True)
-        ):
-            return self
-        return self._with(moved, process_group)
-
-    def cpu(
-        self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
-    ) -> BoxedTensor:
-        return self.to("cpu", memory_format=memory_format, process_group=process_group)
-
-    def cuda(  # type: ignore[override]
-        self, device: Any = None, non_blocking: bool = False, **kwargs: Any
-    ) -> BoxedTensor:
-        target = torch.device("cuda") if device is None else device
-        return self.to(target, non_blocking=non_blocking, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
         """Return a value with memory of its own: this rank's elements, and no more."""
@@ -384,16 +372,14 @@ class BoxedTensor(ShardedTensor):
         Elements are copied first if pickle would write more than them, or may move them to shared
         memory under a shard that is in use.
         """
-        run = self.elements()
+        run, cut = self.elements(), self.cut
         is_alone = run.untyped_storage().nbytes() == run.nbytes and not self.is_view
-        return _rebuilt, (
-            self._layout,
-            self._index,
-            self._rank,
-            run if self._is_flat or is_alone else run.clone(),
-            self._members,
-            self.place,
-        )
+        run = run if self._is_flat or is_alone else run.clone()
+        return _rebuilt, (cut.layout, cut.index, cut.rank, run, cut.members, cut.place)
+
+    @property
+    def _is_flat(self) -> bool:
+        return isinstance(self.cut.layout, FlatOfParameters)
 
     def data_ptr(self) -> int:
         """Return 0: the memory belongs to the local shards."""
@@ -406,15 +392,13 @@ class BoxedTensor(ShardedTensor):
                 f"a sharded tensor of shape {self.whole_shape} can only be copied as a whole, not "
                 f"as {tuple(size)}"
             )
-        return self._empty(self.dtype, torch.device(kwargs.get("device") or self.device))
+        device = torch.device(kwargs.get("device") or self.device)
+        return _empty(self.whole_shape, self.dtype, device)
 
-    @property
-    def _process_group(self) -> Any:
-        return self._group.value
 
-    @_process_group.setter
-    def _process_group(self, group: Any) -> None:
-        self._group = _Shared(group)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a BoxedTensor without attributes."""
+    return _torch_private.tensor_without_storage(BoxedTensor, shape, dtype, device)
 
 
 class LocalPart(torch.Tensor):
@@ -440,15 +424,9 @@ def _rebuilt(
     members: tuple[int, ...],
     place: Place | None = None,
 ) -> BoxedTensor:
-    return BoxedTensor(
-        layout,
-        index,
-        rank,
-        run,
-        members,
-        dist.group.WORLD if dist.is_initialized() else None,
-        place,
-    )
+    place = place or place_of(layout.params[index].shape, None)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return BoxedTensor.of(Cut(layout, index, rank, members, place, group=group), run)
 
 
 for _named in (FlatOfParameters, Place, _rebuilt):
@@ -461,29 +439,17 @@ torch.serialization.add_safe_globals(
 )
 
 
-def sharded_value(
-    layout: FlatLayout,
-    index: int,
-    rank: int,
-    run: torch.Tensor,
-    members: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-    parallel: TensorParallel | None = None,
-) -> torch.Tensor:
-    """Return the value of parameter ``index`` for a sharded state dict, given this rank's elements
-    of it.
+def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
+    """Return the value of a parameter for a sharded state dict, given this rank's elements of it,
+    1-D.
 
     A view of ``run``: with one rank, and for parameters without elements, a plain tensor in the
-    parameter's shape. parallel: the placement of a tensor-parallel parameter on its own mesh; the
-    boxes are boxes of the whole parameter.
+    parameter's shape; otherwise boxes of the whole parameter.
     """
-    shape = layout.params[index].shape
-    place = place_of(shape, parallel)
-    if not math.prod(place.whole_shape):
-        return run.view(place.whole_shape)
-    if layout.ranks == 1 and place.whole_shape == shape:
+    shape = cut.place.whole_shape
+    if not math.prod(shape) or (cut.layout.ranks == 1 and cut.is_of_whole):
         return run.view(shape)
-    return BoxedTensor(layout, index, rank, run, members, group, place)
+    return BoxedTensor.of(cut, run)
 
 
 def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -507,28 +473,6 @@ def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     stride = torch.empty(whole.shape, device="meta").stride()
     options: Any = {"run_check": False, "shape": whole.shape, "stride": stride}
     return DTensor.from_local(own, mesh, placements, **options)
-
-
-def flat_of_parameters(layout: FlatLayout) -> FlatOfParameters:
-    """Return the layout of the flat tensor of ``layout`` itself, without the padding at its end,
-    which is not saved."""
-    numel = max((param.place.stop for param in layout.params), default=0)
-    return FlatOfParameters(
-        (ParamSpec("flat", (numel,), 0),), layout.ranks, layout.shard_numel, layout
-    )
-
-
-def local_value(
-    layout: FlatLayout,
-    rank: int,
-    shard: torch.Tensor,
-    members: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """Return the value for a local state dict: a view of ``rank``'s ``shard`` [S] of the flat
-    tensor of ``layout``."""
-    flat = flat_of_parameters(layout)
-    return sharded_value(flat, 0, rank, shard[flat.part_in_shard(0, rank).slice], members, group)
 
 
 def copied(value: Any, to_cpu: bool = False) -> Any:

@@ -24,7 +24,7 @@ from .reading_values import (
     shape_of,
     unfit,
 )
-from .sharded_values import BoxedTensor
+from .sharded_values import cut_of, flat_cut
 from .units import named_sections, names_of
 
 
@@ -48,7 +48,7 @@ def check_unit(
                 found = {key: entries[key] for key in keys if key in entries}
                 missing += [] if found else keys[:1]
                 for key, value in found.items():
-                    errors += _wrong(store, index, key, value, takes_parts)
+                    errors += _wrong(group, index, key, value, takes_parts)
             continue
         flat = entries[flat_name]
         wrong = _wrong_local(group, section, flat_name, flat)
@@ -69,8 +69,9 @@ def _params_of(store: StateStore, section: Section, prefix: str) -> Iterator[tup
         yield index, names_of(store.orig_params[index], prefix)
 
 
-def _wrong(store: StateStore, index: int, key: str, value: Any, takes_parts: bool) -> list[str]:
+def _wrong(group: Group, index: int, key: str, value: Any, takes_parts: bool) -> list[str]:
     """Say why ``value`` cannot be loaded into a parameter; [] if it can."""
+    store = store_of(group)
     is_part = _is_part(value, store.part(index, store.rank))
     shape = tuple(value.shape) if is_part and takes_parts else store.shape(index)
     wrong = wrong_value(key, value, shape, store.dtype)
@@ -78,7 +79,7 @@ def _wrong(store: StateStore, index: int, key: str, value: Any, takes_parts: boo
         wrong += (
             ", which would be this rank's part: to load that, set StateDictType.LOCAL_STATE_DICT"
         )
-    if wrong is None and not is_readable(value, store.local_shape(index), store.parallel[index]):
+    if wrong is None and not is_readable(value, cut_of(group, index)):
         wrong = (
             f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
             "that splits it in the same way. Load them through torch.distributed.checkpoint, or "
@@ -116,11 +117,6 @@ def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[s
         return [f"{key}: expected a ShardedTensor of {store.dtype}, got {wrong}"]
     if ranks == 1 or not is_local(value, section.layout):
         return [other_local(key, f"{len(section.layout.params)} parameter(s) over {ranks} rank(s)")]
-    if isinstance(value, BoxedTensor) and value.rank != store.rank:
-        return [
-            f"{key}: this rank is {store.rank} of {ranks}, and this is the shard of rank "
-            f"{value.rank}. Load the file that this rank saved"
-        ]
     return []
 
 
@@ -177,7 +173,7 @@ def load_unit(
             if wrong:
                 continue
             if flat is not None:
-                run = read_local(flat, section.layout, store.rank, group.shard.members)
+                run = read_local(flat, flat_cut(group, section))
                 _write(store.shard[section.place.slice][: run.numel()], run)
                 continue
             found = received(group, found)
@@ -190,9 +186,7 @@ def _load_parameter(group: Group, index: int, value: Any, takes_parts: bool) -> 
     if takes_parts and _is_part(value, store.part(index, store.rank)):
         run = value.detach()
     else:
-        run = read_part(
-            value, *store.cut(index), store.rank, group.shard.members, store.parallel[index]
-        )
+        run = read_part(value, cut_of(group, index))
     _write(store.shard[store.part_in_shard(index).slice], run)
 
 

@@ -110,15 +110,18 @@ def test_an_optimizers_own_state_dict_of_another_layout_raises() -> None:
     assert "expected: the state of whole parameters" in run_ranks(1, _loads, packed, False)[0]
 
 
-def _loads_dtensors(in_place: bool) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    model, optimizer = trained(**({"in_place": True} if in_place else {"device_mesh": mesh}))
+def _loads_sharded(values: str) -> list[str]:
+    in_place = values == "rows"
+    options: dict[str, Any] = {"in_place": True} if in_place else {}
+    if values == "dtensors":
+        options["device_mesh"] = init_device_mesh("cpu", (2,))
+    model, optimizer = trained(**options)
     if not in_place:
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     state = model.state_dict()
     assert refusal(model.load_state_dict, loaded(saved(state))) == ""
     found = []
-    if dist.get_rank() == 0:  # loading DTensors into another layout is collective
+    if dist.get_rank() == 0:  # loading into another layout is collective
         of_rank0(state)
     else:
         found.append(refusal(model.load_state_dict, of_rank0(state)))
@@ -129,9 +132,9 @@ def _loads_dtensors(in_place: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_dtensors_of_another_rank_raise(in_place: bool) -> None:
-    first, second = run_ranks(2, _loads_dtensors, in_place)
+@pytest.mark.parametrize("values", ["rows", "dtensors", "boxes"])
+def test_sharded_values_of_another_rank_raise(values: str) -> None:
+    first, second = run_ranks(2, _loads_sharded, values)
     assert not any(first)
     assert second
     for message in second:
