@@ -30,7 +30,7 @@ Other formats:
 Used by all:
 
 - ``_header``: the header of a safetensors file; ``_blocks``: files with a checksum of each block
-- ``_texts``: JSON from untrusted files; ``_rename``: arguments
+- ``_texts``: JSON from untrusted files; ``_arguments``: what arguments may be
 - ``_named_groups``: the parameter groups to save
 - ``_ranks``: agreement of all ranks; ``_mailbox``, ``_processes``: how they communicate, and how a
   rank that has ended is noticed

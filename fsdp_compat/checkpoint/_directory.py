@@ -30,7 +30,7 @@ from .._comm.divergence.processes import host
 from ..errors import CheckpointError
 from ._blocks import make_directories, sync_directory
 from ._manifest import MANIFEST, Manifest, read_manifest
-from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of
+from ._ranks import ranks_of
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _FRESH = re.compile(r"\.step-[0-9]{8,}-[0-9a-f]{32}")
@@ -97,14 +97,9 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
     call = "checkpoint.latest"
     _, ranks = ranks_of(model, call)
     with ranks.taking_part():
-        problem: Exception | None = None
-        own: list[tuple[int, str]] = []
-        try:
-            for _, found in complete:
-                own.append((found.step, found.identity))
-        except Exception as error:
-            problem = checkpoint_error_from(error, "The folder could not be read.", folder, "")
-        by_rank = all_ranks_or_raise(ranks, problem, own, call)
+        with ranks.agreeing("The folder could not be read.", folder, "") as agreement:
+            agreement.own = [(found.step, found.identity) for _, found in complete]
+        by_rank = agreement.by_rank
         common = set.intersection(*({(step, of) for step, of in each} for each in by_rank))
         return directory_of(Path(folder), max(common)[0]) if common else None
 

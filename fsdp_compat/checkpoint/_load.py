@@ -22,17 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import errors
 from .._state.older_optimizers import convert
 from .._state.units import names_before, units_of
 from .._state.unmanaged import unmanaged_state
 from ..errors import CheckpointError, FsdpCompatError, UsageError
+from ._arguments import Rename, require_arguments
 from ._held_parts import managed_parts
 from ._load_plan import LoadPlan
 from ._named_groups import named_groups
 from ._optimizers import SharedOptimizer
-from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
-from ._rename import Rename, check_weights_arguments
+from ._ranks import ranks_of, require_rest
 from ._report import LoadReport, deliver, require_report
 from ._source import open_source
 from ._texts import brief, joined
@@ -134,13 +133,16 @@ def _load(
     progress: bool,
 ) -> Any:
     call = f"checkpoint.{name}"
+    unreadable = "The checkpoint could not be read."
     units, ranks = ranks_of(model, call)
+    shows = progress and ranks.number == 0
     with ranks.taking_part():
-        problem: BaseException | None = None
-        plan, own = None, None
-        shared: SharedOptimizer | None = None
-        try:
-            _check_arguments(call, path, optimizer, rename, dtype, progress)
+        with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
+            if path is None:
+                raise _no_path(call)
+            require_arguments(
+                call, progress, path=path, optimizer=optimizer, rename=rename, dtype=dtype
+            )
             require_report(call, strict, report)
             require_rest(units, call)
             if optimizer is not None:
@@ -148,57 +150,23 @@ def _load(
             shared = SharedOptimizer(model, optimizer, ranks)
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
             plan = LoadPlan(source, model, optimizer, ranks, strict, dtype)
-            source.check(ranks, progress and ranks.number == 0)
+            source.check(ranks, shows)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
-            own = (f"{source.identity} {arguments}", shared.facts())
-        except Exception as error:
-            problem = checkpoint_error_from(
-                error, "The checkpoint could not be read.", path, "nothing was loaded"
-            )
-        answers = all_ranks_or_raise(ranks, problem, own, call)
-        assert plan is not None
-        assert shared is not None
-        shared.require_alike([facts for _, facts in answers], call)
-        identities = {identity for identity, _ in answers}
-        if len(identities) > 1:
-            raise CheckpointError.of(
-                "The ranks load different checkpoints.",
-                expected="the same checkpoint, and the same arguments, on all ranks",
-                got=f"{len(identities)} different ones; this rank: {path}",
-                where=call,
-                fix="pass the same path, rename and dtype on all ranks; with a folder per node, or "
-                "during a save, pass latest(folder, model)",
-            )
+            agreement.own = (f"{source.identity} {arguments}", shared.facts())
+        shared.require_alike([facts for _, facts in agreement.by_rank], call)
+        _require_one(path, {identity for identity, _ in agreement.by_rank}, call)
         deliver(plan.report, report, strict, call, path)
-        if ranks.number == 0 and plan.source.archive.left_out:
-            left = joined(plan.source.archive.left_out, 8, "; ")
+        if ranks.number == 0 and source.archive.left_out:
+            left = joined(source.archive.left_out, 8, "; ")
             warnings.warn(f"{call}: not read from {path}: {left}", stacklevel=3)
-        extra = None
-        try:
-            extra = plan.apply(progress and ranks.number == 0)
-        except FsdpCompatError as error:
-            problem = error
-        except OSError as error:
-            problem = checkpoint_error_from(
-                error,
-                "The checkpoint could not be read.",
-                path,
-                "a part was already loaded: load again",
-            )
-        except Exception as error:
-            problem = _refused(error, path)
-        all_ranks_or_raise(ranks, problem, None, call)
+        with ranks.agreeing(unreadable, path, "a part was already loaded: load again"):
+            try:
+                extra = plan.apply(shows)
+            except (FsdpCompatError, OSError):
+                raise
+            except Exception as error:
+                raise _refused(error, path) from error
         return extra
-
-
-def _check_arguments(
-    call: str, path: Any, optimizer: Any, rename: Any, dtype: Any, progress: Any
-) -> None:
-    if path is None:
-        raise _no_path(call)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise errors.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
-    check_weights_arguments(call, path, rename, dtype, progress)
 
 
 def _shapes_of(model: nn.Module) -> Shapes:
@@ -215,6 +183,19 @@ def _shapes_of(model: nn.Module) -> Shapes:
     return Shapes({name: found[name][0] for name in names}, ties)
 
 
+def _require_one(path: object, identities: set[str], call: str) -> None:
+    """Raise CheckpointError unless all ranks load the same. Collective."""
+    if len(identities) > 1:
+        raise CheckpointError.of(
+            "The ranks load different checkpoints.",
+            expected="the same checkpoint, and the same arguments, on all ranks",
+            got=f"{len(identities)} different ones; this rank: {path}",
+            where=call,
+            fix="pass the same path, rename and dtype on all ranks; with a folder per node, or "
+            "during a save, pass latest(folder, model)",
+        )
+
+
 def _no_path(call: str) -> UsageError:
     return UsageError.of(
         "There is no checkpoint to load.",
@@ -227,7 +208,7 @@ def _no_path(call: str) -> UsageError:
 
 
 def _refused(error: Exception, path: object) -> CheckpointError:
-    result = CheckpointError.of(
+    return CheckpointError.of(
         "The model or the optimizer refused a value of the checkpoint.",
         expected="values that load_state_dict of both accepts",
         got=brief(error),
@@ -235,5 +216,3 @@ def _refused(error: Exception, path: object) -> CheckpointError:
         fix="the model and its optimizer may be partly changed: load another checkpoint before "
         "continuing",
     )
-    result.__cause__ = error
-    return result

@@ -30,13 +30,9 @@ def progress_bar(
     """Yield a function to call with the number of bytes just done. shown: draw a bar with bytes and
     rate."""
     if not shown:
-        yield _nothing
+        yield lambda nbytes: None
         return
     from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     with tqdm(total=total_nbytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         yield bar.update
-
-
-def _nothing(nbytes: int) -> None:
-    return None

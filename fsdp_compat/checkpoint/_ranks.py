@@ -77,6 +77,49 @@ class Ranks:
         values = [json.loads(text) for text in texts]
         return [values[index] for index in indices]
 
+    def agree(self, problem: BaseException | None, value: object) -> list[Any]:
+        """Return every rank's ``value`` (JSON), by number. If any rank has a problem, raise on all
+        ranks: its own error there, an error that quotes it elsewhere.
+
+        The first time in a call, raise instead if an earlier ``async_save`` failed and this was not
+        reported yet. Collective.
+        """
+        unreported = {} if self.have_agreed else background.unreported()
+        self.have_agreed = True
+        told = None if problem is None else (type(problem).__name__, str(problem))
+        answers = self.exchange((told, value if problem is None else None, unreported))
+        earlier = {identity: text for _, _, failed in answers for identity, text in failed.items()}
+        problems = {n: there for n, (there, _, _) in enumerate(answers) if there is not None}
+        if earlier or problems:
+            self.mailbox.close()
+        if earlier:
+            raise background.report_failed(earlier, self.call) from problem
+        if problem is not None:
+            raise problem
+        for number, (name, text) in problems.items():
+            kind = UsageError if name.endswith("UsageError") else CheckpointError
+            raise kind(f"{self.call}, on rank {number} of {self.count}: {text}")
+        return [value_there for _, value_there, _ in answers]
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
+        """Do the with block on all ranks, then ``agree`` on its outcome. what, path, state: of the
+        error for an OSError, see ``checkpoint_error_from``. Collective."""
+        agreement, problem = Agreement(), None
+        try:
+            yield agreement
+        except Exception as error:
+            problem = checkpoint_error_from(error, what, path, state)
+        agreement.by_rank = self.agree(problem, agreement.own)
+
+
+@dataclasses.dataclass
+class Agreement:
+    """What the ranks tell each other when they agree, as JSON."""
+
+    own: Any = None  # of this rank, set inside the with block
+    by_rank: list[Any] = dataclasses.field(default_factory=list)  # set at its end
+
 
 def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
     """Return the units in ``model``, and the ranks they are sharded over, once all ranks have
@@ -138,34 +181,6 @@ def _members(mesh: Mesh, axes: Sequence[Axis], device: torch.device) -> Members:
                 present.update(rank for _, rank, _ in facts)
         known[key] = members_of(facts, number)
     return known[key]
-
-
-def all_ranks_or_raise(
-    ranks: Ranks, problem: BaseException | None, value: Any, call: str
-) -> list[Any]:
-    """Return every rank's ``value`` (JSON). If any rank has a problem, raise on all ranks: its own
-    error there, an error that quotes it elsewhere.
-
-    The first time in a call, raise instead if an earlier ``async_save`` failed and this was not
-    reported yet. Collective.
-    """
-    unreported = {} if ranks.have_agreed else background.unreported()
-    ranks.have_agreed = True
-    told = None if problem is None else (type(problem).__name__, str(problem))
-    found = ranks.exchange((told, value if problem is None else None, unreported))
-    earlier = {identity: text for _, _, failed in found for identity, text in failed.items()}
-    if earlier or any(problem_there is not None for problem_there, _, _ in found):
-        ranks.mailbox.close()
-    if earlier:
-        raise background.report_failed(earlier, call) from problem
-    if problem is not None:
-        raise problem
-    for number, (problem_there, _, _) in enumerate(found):
-        if problem_there is not None:
-            name, text = problem_there
-            kind = UsageError if name.endswith("UsageError") else CheckpointError
-            raise kind(f"{call}, on rank {number} of {ranks.count}: {text}")
-    return [value_there for _, value_there, _ in found]
 
 
 def require_rest(units: list[ModelUnit], call: str) -> None:

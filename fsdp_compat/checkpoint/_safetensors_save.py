@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import errors
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
+from ._arguments import Rename, renamed, require_arguments
 from ._blocks import BLOCK_NBYTES, Tick, sync_directory
 from ._directory import Fresh, disowned, make_fresh
 from ._header import TensorInfo
 from ._held_parts import HeldPart, managed_parts, unmanaged_tensors
 from ._named_groups import named_groups
 from ._progress import progress_bar
-from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
-from ._rename import Rename, check_weights_arguments, renamed
+from ._ranks import checkpoint_error_from, ranks_of, require_rest
 from ._tools.archive import moved, slices
 from ._tools.reading import boxes_of
 from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_box, write_index
@@ -67,15 +66,14 @@ def save_safetensors(
         problem: BaseException | None = None
         files: _WeightFiles | None = None
         try:
-            check_weights_arguments(call, path, rename, dtype, progress)
-            if (
-                isinstance(max_file_nbytes, bool)
-                or not isinstance(max_file_nbytes, int)
-                or max_file_nbytes < 1
-            ):
-                raise errors.wrong_type(
-                    "max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call
-                )
+            require_arguments(
+                call,
+                progress,
+                path=path,
+                rename=rename,
+                dtype=dtype,
+                max_file_nbytes=max_file_nbytes,
+            )
             require_rest(units, call)
             files = _WeightFiles(
                 Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0
@@ -85,9 +83,7 @@ def save_safetensors(
             problem = checkpoint_error_from(
                 error, "The weights could not be saved.", path, "no file was published"
             )
-        told = all_ranks_or_raise(
-            ranks, problem, (_digest(files and files.described()), uuid.uuid4().hex), call
-        )
+        told = ranks.agree(problem, (_digest(files and files.described()), uuid.uuid4().hex))
         if len({digest for digest, _ in told}) > 1:
             raise UsageError.of(
                 "The ranks' arguments differ.",
@@ -129,7 +125,7 @@ def save_safetensors(
                     "remove the files that already have their names",
                 )
             files.discard()
-        all_ranks_or_raise(ranks, problem, None, call)
+        ranks.agree(problem, None)
         return [Path(path) / name for name in files.names]
 
 

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import errors
 from .._state.units import units_of
 from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from . import _directory as directory
+from ._arguments import require_arguments
 from ._blocks import FileFacts
 from ._mailbox import RankLost
 from ._manifest import FlatGroup, Manifest, file_name, versions
 from ._named_groups import NamedGroup, named_groups
 from ._optimizers import SharedOptimizer, joined_param_groups
-from ._progress import progress_bar, require_bar
-from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
+from ._progress import progress_bar
+from ._ranks import ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
 from ._tools.writing import write_file
 
@@ -81,11 +81,20 @@ class SaveJob:
         try:
             if in_background:
                 background.wait_for_current()
-            shared: SharedOptimizer | None = None
-            problem: Exception | None = None
-            try:
-                _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
+            with self._ranks.agreeing(
+                "The checkpoint could not be saved.", folder, "nothing was written"
+            ) as agreement:
+                require_arguments(
+                    self.call,
+                    progress,
+                    folder=folder,
+                    optimizer=optimizer,
+                    step=step,
+                    keep_last=keep_last,
+                )
                 require_rest(units, self.call)
+                self._step, self._keep_last = step, keep_last
+                self._shows = progress and self._ranks.number == 0
                 self._target = directory.directory_of(Path(folder), step)
                 if self._target.exists():
                     raise _exists_already(self._target, self.call)
@@ -94,45 +103,37 @@ class SaveJob:
                 shared = SharedOptimizer(model, optimizer, self._ranks)
                 if self._ranks.number == 0:
                     _warn_of_later_steps(self._target, step)
-            except Exception as error:
-                problem = checkpoint_error_from(
-                    error, "The checkpoint could not be saved.", folder, "nothing was written"
-                )
-            self._step, self._keep_last, self._shows = (
-                step,
-                keep_last,
-                progress and self._ranks.number == 0,
-            )
-            self._agree(problem, shared)
+                agreement.own = self._plan(shared)
+            shared.require_alike([facts for *_, facts, _ in agreement.by_rank], self.call)
+            self._agree(agreement.by_rank)
             self._make_directory()
             self._snapshot.take_common(self._fresh is not None)
         except BaseException as error:
             self.abandon(error)
             raise
 
-    def _agree(self, problem: Exception | None, shared: SharedOptimizer | None) -> None:
-        """Agree on the step, the identity, which file holds which shard, and the settings of the
-        optimizer. Collective."""
+    def _plan(self, shared: SharedOptimizer) -> tuple[Any, ...]:
+        """Return what this rank saves, for the other ranks: the identity, the step, its shards, the
+        optimizer and its settings."""
         claims = [
             (named.mesh, named.writer, named.part, named.group.shard.rank)
             for named in self._groups
             if named.is_written_here
         ]
-        identity = uuid.uuid4().hex if self._ranks.number == 0 else ""
-        own = (
-            identity,
+        return (
+            uuid.uuid4().hex if self._ranks.number == 0 else "",
             self._step,
             list(dict.fromkeys(claims)),
             self._parts_described_here(),
-            None if shared is None else shared.facts(),
+            shared.facts(),
             hashlib.sha256(json.dumps(self._snapshot.param_groups).encode()).hexdigest(),
         )
-        answers = all_ranks_or_raise(self._ranks, problem, own, self.call)
-        assert shared is not None
-        shared.require_alike([facts for *_, facts, _ in answers], self.call)
+
+    def _agree(self, answers: list[Any]) -> None:
+        """Take the plans of all ranks together: one step, one identity, which file holds which
+        shard, and the settings of the optimizer. Collective."""
         self.identity = answers[0][0]
         if any(step != self._step for _, step, *_ in answers):
-            self._ranks.mailbox.close()
             raise UsageError.of(
                 "The ranks save different steps.",
                 expected="the same step on all ranks",
@@ -350,31 +351,6 @@ class SaveJob:
         nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
         with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
             return write_file(path, tensors, head.as_metadata(), tick)
-
-
-def _check_arguments(
-    call: str, folder: Any, optimizer: Any, step: Any, keep_last: Any, progress: Any
-) -> None:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise errors.wrong_type("folder", "a path", folder, call)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise errors.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
-    for name, value, least in (
-        ("step", step, 0),
-        ("keep_last", 1 if keep_last is None else keep_last, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise errors.wrong_type(name, "a whole number", value, call)
-        if value < least:
-            raise UsageError.of(
-                f"{name} is too small.",
-                expected=f"at least {least}",
-                got=str(value),
-                where=call,
-                fix=f"pass {name}={least}",
-            )
-    errors.require_bools(call, progress=progress)
-    require_bar(progress, f"{call}(..., progress=True)")
 
 
 def _warn_of_later_steps(target: Path, step: int) -> None:

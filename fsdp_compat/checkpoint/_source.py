@@ -12,12 +12,12 @@ import torch
 
 from .._layout.box import Box
 from ..errors import CheckpointError
+from ._arguments import Rename, renamed
 from ._blocks import changed_meanwhile, damaged
 from ._held_parts import HeldPart
 from ._manifest import MANIFEST, file_name, read_manifest
 from ._progress import progress_bar
 from ._ranks import Ranks
-from ._rename import Rename, renamed
 from ._tools.archive import Archive, Checksum, Piece, Span, StoredTensor, whole
 from ._tools.native_reading import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, StateDictType, checkpoint, fully_shard
-from fsdp_compat.checkpoint import _load
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
+from fsdp_compat.checkpoint._ranks import Ranks
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
@@ -495,7 +495,7 @@ def _load_changing(folder: str) -> None:
         Path(folder) / f"step-{STEPS:08d}",
         Path(folder) / f"step-{STEPS:08d}" / "rank-00001.safetensors",
     )
-    good, together = file.read_bytes(), _load.all_ranks_or_raise
+    good, together = file.read_bytes(), Ranks.agree
 
     def held() -> list[Tensor]:
         parameters = list(model.parameters())
@@ -517,13 +517,13 @@ def _load_changing(folder: str) -> None:
 
         def checked_by_all(*args: Any, change: Callable[[Path], None] = change) -> Any:
             found = together(*args)
-            _load.all_ranks_or_raise = together
+            Ranks.agree = together  # type: ignore[method-assign]
             if dist.get_rank() == 0:
                 change(file)
             dist.barrier()
             return found
 
-        _load.all_ranks_or_raise = checked_by_all  # type: ignore[assignment]
+        Ranks.agree = checked_by_all  # type: ignore[method-assign]
         with pytest.raises(
             CheckpointError, match="The files changed while they were being loaded"
         ) as raised:

@@ -1,0 +1,82 @@
+"""Arguments that several calls share: what each may be, and ``rename``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..errors import UsageError
+from ._progress import require_bar
+
+Rename = Callable[[str], str | None]
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+# By name: what an argument is expected to be, and whether a value is.
+_ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "folder": ("a path", _is_path),
+    "path": ("a path", _is_path),
+    "optimizer": (
+        "a torch.optim.Optimizer, or None",
+        lambda value: value is None or isinstance(value, torch.optim.Optimizer),
+    ),
+    "step": ("a whole number, at least 0", _whole(0)),
+    "keep_last": (
+        "a whole number, at least 1, or None",
+        lambda value: value is None or _whole(1)(value),
+    ),
+    "rename": (
+        "a function of a name, or None",
+        lambda value: value is None or callable(value),
+    ),
+    "dtype": (
+        "a floating-point dtype, or None",
+        lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
+    ),
+    "max_file_nbytes": ("a number of bytes, at least 1", _whole(1)),
+}
+
+
+def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
+    """Raise UsageError for an argument that is not what its name asks for."""
+    for name, value in arguments.items():
+        expected, fits = _ARGUMENTS[name]
+        if not fits(value):
+            raise errors.unusable(name, expected, value, f"argument {name!r} of {call}")
+    errors.require_bools(call, progress=progress)
+    require_bar(progress, f"{call}(..., progress=True)")
+
+
+def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str, str]:
+    """Return the new name of each name, by the old one; those of which it is None are left out.
+    Raises UsageError for what is not a name, and if two get the same one."""
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        new: Any = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            what = f"a name for {name!r}, or None"
+            raise errors.wrong_type("the result of rename", what, new, call)
+        if new in taken:
+            raise UsageError.of(
+                "Two tensors get the same name.",
+                expected="a different name for each",
+                got=f"{new!r} for {taken[new]!r} and for {name!r}",
+                where=call,
+                fix="make rename return different names, or None for one of them",
+            )
+        taken[new], found[name] = name, new
+    return found
