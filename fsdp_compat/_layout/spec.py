@@ -175,3 +175,8 @@ class Section:
     def place(self) -> Interval:
         """Its elements in the shard."""
         return Interval(self.start, self.start + self.layout.shard_numel)
+
+    @property
+    def params(self) -> range:
+        """The indices of the layout's parameters among all parameters of the shard."""
+        return range(self.first_param, self.first_param + len(self.layout.params))

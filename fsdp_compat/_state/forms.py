@@ -57,7 +57,7 @@ def set_state_dict_type(
     with_mesh = _with_dtensors(settings)
     for unit in units:
         unit.form = settings if unit.device_mesh is None else with_mesh
-    model_loading.follow(module, model_loading.is_on(settings) and model_unit_of(module) is None)
+    model_loading.follow(module)
     return before
 
 
@@ -118,13 +118,12 @@ def state_dict_type(
 ) -> Generator[None, None, None]:
     """Set the state dict type inside the context, see ``set_state_dict_type``."""
     require_module(module, "state_dict_type")
-    units, followed = model_units_in(module), model_loading.is_followed(module)
     try:
-        with in_form(units):
+        with in_form(model_units_in(module)):
             set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
             yield
     finally:
-        model_loading.follow(module, followed)
+        model_loading.follow(module)
 
 
 def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:

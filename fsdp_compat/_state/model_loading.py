@@ -4,36 +4,49 @@ changes, from every rank or from rank 0 alone."""
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.dtypes import ComputeDtype
 from .._engine.group import Group
 from .._engine.state_store import store_of
+from .._layout.spec import Interval, Section
 from ..api import StateDictSettings, StateDictType
 from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
 from .model_state import inner_prefix, sharded_names
-from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of
-from .reading_values import is_sharded, is_tensor, materialised
-from .sharded_values import BoxedTensor, cut_of
-from .unit_loading import check_unit, load_unit, other_local, wrong_value
+from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
+from .reading_values import (
+    dtype_of,
+    is_local,
+    is_readable,
+    is_sharded,
+    is_tensor,
+    materialised,
+    read_local,
+    read_part,
+    shape_of,
+    unfit,
+)
+from .sharded_values import BoxedTensor, cut_of, flat_cut
 from .units import (
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     clean_name,
     is_flat_name,
+    managed_names,
     model_unit_of,
     model_units_in,
+    named_sections,
     names_in_order,
     names_of,
-    param_names,
     registered_unit,
     units_of,
 )
@@ -48,35 +61,34 @@ def load_state_dict(
     own.runtime.require_idle("load_state_dict")
     own.runtime.rest()
     require_bools("load_state_dict", strict=strict, assign=assign)
-    if isinstance(state_dict, Mapping):
-        state_dict = _without_ddp_prefix(own.unit.module, state_dict)
+    state_dict = _without_ddp_prefix(own.unit.module, state_dict)
     if is_on(own.form):
-        state_dict = fill(wrapper, state_dict, strict, assign)
+        state_dict = _filled(wrapper, state_dict, strict, assign)
     if not isinstance(state_dict, Mapping):
         raise TypeUsageError.of(
             "This is not a state dict.",
             expected="a dict from names to tensors, as state_dict() returns it",
             got=f"a {type(state_dict).__name__}",
             where="load_state_dict(state_dict)",
-            fix=EVERYWHERE,
+            fix=_EVERYWHERE,
         )
-    refuse_values(wrapper, own.unit.label, state_dict, strict)
-    rendezvous.require_all_ranks("load_state_dict", _groups_to_load(wrapper, state_dict))
+    _refuse_values(wrapper, own.unit.label, state_dict, strict)
+    rendezvous.require_all_ranks("load_state_dict", _groups_to_gather(wrapper, state_dict))
     try:
         return nn.Module.load_state_dict(wrapper, state_dict, strict, assign)
     except FsdpCompatError:
         raise
     except RuntimeError as error:  # torch says where things are here
-        raise not_loaded(
-            str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""), own.unit.label, state_dict
-        ) from error
+        text = str(error).replace(f"{FSDP_WRAPPED_MODULE}.", "")
+        raise not_loaded(text, own.unit.label, state_dict) from error
 
 
-def _without_ddp_prefix(inner: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_ddp_prefix(inner: nn.Module, state_dict: Any) -> Any:
     """Remove the prefix ``module.`` of state dicts that DistributedDataParallel saved."""
     own = {*inner._modules, *inner._parameters, *inner._buffers}
     if (
-        not state_dict
+        not isinstance(state_dict, Mapping)
+        or not state_dict
         or "module" in own
         or not all(str(key).startswith("module.") for key in state_dict)
     ):
@@ -88,19 +100,17 @@ def _without_ddp_prefix(inner: nn.Module, state_dict: Mapping[str, Any]) -> Mapp
     return without
 
 
-def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
+def _groups_to_gather(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
     """Yield the groups whose values in a state dict are sharded in another way than the groups. The
     first sharded value of a group decides."""
     for named in units_of(module) if any(map(is_sharded, state_dict.values())) else ():
         for group in named.unit.groups if not named.unit.summoned else ():
-            store = store_of(group)
-            for index, member in enumerate(store.orig_params):
+            for index, member in enumerate(store_of(group).orig_params):
                 keys = names_of(member, named.prefix)
                 value = next((state_dict[key] for key in keys if key in state_dict), None)
                 if is_sharded(value):
-                    if not (
-                        isinstance(value, BoxedTensor) and value.cut.is_as(cut_of(group, index))
-                    ):
+                    cut = value.cut if isinstance(value, BoxedTensor) else None
+                    if cut is None or not cut.is_as(cut_of(group, index)):
                         yield group
                     break
 
@@ -122,7 +132,7 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             state_dict[clean] = state_dict.pop(key)
     if not own.unit.summoned:
         _metadata, _strict, missing, _unexpected, errors = rest
-        load_unit(own.unit, state_dict, prefix, missing, errors, own.takes_parts)
+        _load_unit(own, state_dict, prefix, missing, errors)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
@@ -153,10 +163,13 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
     own.loading = "", set()
 
 
+# -- what does not fit
+
+
 _PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
 
 
-def refuse_values(
+def _refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
     """Raise CheckpointError, before anything changes, if a parameter's value is missing
@@ -171,15 +184,16 @@ def refuse_values(
     named_parameters = model.named_parameters(remove_duplicate=False)
     known = {*order, *(clean_name(name) for name, _ in named_parameters)}
     if not errors:
-        for named, each in zip(units_of(model), model_units_in(model), strict=True):
+        for named, own in zip(units_of(model), model_units_in(model), strict=True):
             if not named.unit.summoned:
-                check_unit(named.unit, by_name, named.prefix, missing, errors, each.takes_parts)
+                plan = _UnitPlan(own, by_name, named.prefix)
+                missing += plan.missing
+                errors += plan.errors
         for name, tensor in others.items():
             if tensor is not None and name in by_name:  # None: a class that loads in its own way
-                wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
-                errors += [wrong] if wrong else []
+                errors += _wrong(name, by_name[name], tuple(tensor.shape), tensor.dtype)
         errors += [
-            other_local(key, "no such flat parameter")
+            _other_layout(key, "no such flat parameter")
             for key in by_name
             if is_flat_name(key) and key not in known
         ]
@@ -197,8 +211,8 @@ def refuse_values(
                 listed = ", ".join(f'"{key}"' for key in keys)
                 errors.insert(0, f"{kind} key(s) in state_dict: {listed}. ")
     if errors:
-        own = model_unit_of(model)
-        inner = type(model if own is None else own.unit.module).__name__
+        registered = model_unit_of(model)
+        inner = type(model if registered is None else registered.unit.module).__name__
         lines = "\n\t".join([f"Error(s) in loading state_dict for {inner}:", *errors])
         raise not_loaded(lines, label, state_dict)
 
@@ -216,7 +230,7 @@ def _loads_plainly(model: nn.Module) -> bool:
     )
 
 
-EVERYWHERE = (
+_EVERYWHERE = (
     "pass the loaded dict, on every rank; to load from rank 0 alone set "
     "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, "
     "FullStateDictConfig(rank0_only=True)) first"
@@ -226,8 +240,7 @@ EVERYWHERE = (
 def not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> CheckpointError:
     fix = (
         "load what state_dict() of the same model gave (of a file with more in it, the entry that "
-        "holds the model); "
-        "strict=False lets keys differ, not shapes"
+        "holds the model); strict=False lets keys differ, not shapes"
     )
     return CheckpointError.of(
         what,
@@ -235,17 +248,215 @@ def not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> Checkpoi
         "wrapping",
         got="the differences above",
         where=where,
-        fix=fix if state_dict else EVERYWHERE,
+        fix=fix if state_dict else _EVERYWHERE,
     )
 
 
+# -- the values of one unit
+
+
+class _UnitPlan:
+    """Which entry of a state dict goes where in a unit, and what does not fit. Nothing changes."""
+
+    def __init__(self, own: ModelUnit, entries: Mapping[str, Any], prefix: str) -> None:
+        """prefix: of the unit's keys in ``entries``."""
+        self.missing: list[str] = []
+        self.errors: list[str] = []
+        self.keys: list[str] = []
+        self.loads: list[Callable[[], None]] = []
+        for flat_name, group, section in named_sections(own.unit):
+            found: dict[int, dict[str, Any]] = {}
+            for index in section.params:
+                keys = names_of(store_of(group).orig_params[index], prefix)
+                found[index] = {key: entries[key] for key in keys if key in entries}
+                self.keys += found[index]
+                if not found[index] and prefix + flat_name not in entries:
+                    self.missing.append(keys[0])
+            if prefix + flat_name in entries:
+                self.keys.append(prefix + flat_name)
+                flat = entries[prefix + flat_name]
+                self.errors += _wrong_flat(group, section, prefix + flat_name, flat, found)
+                self.loads.append(functools.partial(_load_flat, group, section, flat))
+                continue
+            for index, its in found.items():
+                for key, value in its.items():
+                    self.errors += _wrong_param(group, index, key, value, own.takes_parts)
+            values = {index: [*its.values()][-1] for index, its in found.items() if its}
+            self.loads.append(functools.partial(_load_params, group, values, own.takes_parts))
+
+
+def _load_unit(
+    own: ModelUnit,
+    entries: MutableMapping[str, Any],
+    prefix: str,
+    missing: list[str],
+    errors: list[str],
+) -> None:
+    """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's
+    part of each into its shard.
+
+    Values may be in any form. Lazy values are loaded one by one. Missing parameters are added to
+    ``missing``, values that do not fit to ``errors``; then nothing is loaded: a module around this
+    one may be loading, without an earlier check. Collective if a value is sharded in another way
+    than the unit, or is `Rank0Value`.
+    """
+    plan = _UnitPlan(own, entries, prefix)
+    missing += plan.missing
+    errors += plan.errors
+    for key in plan.keys:
+        del entries[key]
+    with torch.no_grad():
+        for load in plan.loads if not plan.errors else ():
+            load()
+
+
+def _load_flat(group: Group, section: Section, flat: Any) -> None:
+    run = read_local(flat, flat_cut(group, section))
+    _write(store_of(group).shard[section.place.slice][: run.numel()], run)
+
+
+def _load_params(group: Group, values: dict[int, Any], takes_parts: bool) -> None:
+    store, values = store_of(group), received(group, values)
+    for index in list(values):
+        value, cut = values.pop(index), cut_of(group, index)
+        is_part = takes_parts and _is_part(value, cut.part)
+        run = value.detach() if is_part else read_part(value, cut)
+        _write(store.shard[store.part_in_shard(index).slice], run)
+
+
+def _write(target: torch.Tensor, run: torch.Tensor) -> None:
+    """Copy ``run`` into ``target``, unless they are the same memory."""
+    one, other = ((each.data_ptr(), each.device, each.dtype) for each in (target, run))
+    if one != other:
+        target.copy_(run)
+
+
+def _wrong_param(group: Group, index: int, key: str, value: Any, takes_parts: bool) -> list[str]:
+    """Say why ``value`` cannot be loaded into a parameter; [] if it can."""
+    store, cut = store_of(group), cut_of(group, index)
+    is_part = _is_part(value, cut.part)
+    shape = tuple(value.shape) if is_part and takes_parts else store.shape(index)
+    wrong = _wrong(key, value, shape, store.dtype)
+    if is_part:
+        advice = "to load that, set StateDictType.LOCAL_STATE_DICT"
+        return [f"{each}, which would be this rank's part: {advice}" for each in wrong]
+    if not wrong and not is_readable(value, cut):
+        return [
+            f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
+            "that splits it in the same way. Load them through torch.distributed.checkpoint, or "
+            "use StateDictType.FULL_STATE_DICT"
+        ]
+    return wrong
+
+
+def _is_part(value: Any, part: Interval) -> bool:
+    """True if ``value`` has the shape of a rank's part of a parameter."""
+    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+    return is_plain and tuple(value.shape) == (part.numel,)
+
+
+def _wrong_flat(
+    group: Group, section: Section, key: str, flat: Any, params: Mapping[int, Mapping[str, Any]]
+) -> list[str]:
+    """Say why ``flat`` is not this unit's flat parameter, cut as it is here, or which of ``params``
+    ({index: {key: value}}) contradict it; [] if nothing is wrong."""
+    dtype, ranks = group.store.dtype, group.shard.ranks
+    if (wrong := unfit(flat, None, dtype)) is not None:
+        return [f"{key}: expected a ShardedTensor of {dtype}, got {wrong}"]
+    if ranks == 1 or not is_local(flat, section.layout):
+        here = f"{len(section.layout.params)} parameter(s) over {ranks} rank(s)"
+        return [_other_layout(key, here)]
+    return [
+        f"{its_key}: its values are not those that this rank has of it in {key!r}, a flat "
+        "parameter in the same dict. Delete the entry that is not to be loaded"
+        for index, its in params.items()
+        for its_key, value in its.items()
+        if not _is_part_of(flat, value, section.layout.params[index - section.first_param].place)
+    ]
+
+
+def _is_part_of(flat: torch.Tensor, value: Any, place: Interval) -> bool:
+    """True if ``value`` holds what this rank's shard of a flat parameter, which fits the unit, has
+    of the parameter at ``place``."""
+    first, shard = 0, torch.empty(0, dtype=dtype_of(flat))
+    if isinstance(flat, ShardedTensor) and (own := flat.local_shards()):
+        first, shard = own[0].metadata.shard_offsets[0], own[0].tensor.detach()
+    part = place.clipped(Interval(first, first + shard.numel())).shifted(-first)
+    expected = shard[part.slice]
+    if not _is_part(value, part):
+        return False
+    if value.data_ptr() == expected.data_ptr() and value.dtype == expected.dtype:
+        return True
+    found = value.detach().to(expected).contiguous()  # NaN is the same as NaN
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def _other_layout(key: str, here: str) -> str:
+    """Return the error for a local state dict that does not fit. here: what this model has."""
+    return (
+        f"{key}: a flat parameter of a LOCAL_STATE_DICT can only be loaded by as many ranks, "
+        f"wrapped in the same way; here it has {here}. Save with StateDictType.SHARDED_STATE_DICT "
+        "or FULL_STATE_DICT, which any model of the same parameters loads"
+    )
+
+
+def _wrong(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; [] if it can. A
+    lazy value stays lazy."""
+    if isinstance(value, Rank0Value):  # the first rank has looked at it
+        return []
+    got = shape_of(value) if is_tensor(value) else shape
+    if got != shape and (shape, got) != ((), (1,)):
+        return [
+            f"size mismatch for {key}: expected shape {list(shape)} as in the current model, "
+            f"got {list(got)}"
+        ]
+    wrong = unfit(value, None, dtype)
+    return [f"{key}: expected a tensor of shape {shape} and {dtype}, got {wrong}"] if wrong else []
+
+
+# -- values that only rank 0 has
+
+
 def is_on(settings: StateDictSettings) -> bool:
+    """True if state dicts are loaded from rank 0 alone, on ranks without one."""
     return settings.state_dict_type is StateDictType.FULL_STATE_DICT and getattr(
         settings.state_dict_config, "rank0_only", False
     )
 
 
-def fill(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
+def follow(module: nn.Module) -> None:
+    """Let a module that is not a unit, but contains units that load from rank 0, complete the state
+    dict that is loaded; or let it no longer."""
+    is_wanted = model_unit_of(module) is None and any(
+        is_on(unit.form) for unit in model_units_in(module)
+    )
+    hooks = module._load_state_dict_pre_hooks
+    own = [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _before_load_around]
+    for key in own if not is_wanted else ():
+        del hooks[key]
+    if is_wanted and not own:
+        module.register_load_state_dict_pre_hook(_before_load_around)
+
+
+def _before_load_around(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    *rest: Any,
+) -> None:
+    """Add the values of rank 0 to the state dict that is loaded. Collective."""
+    if not any(is_on(unit.form) for unit in model_units_in(module)):
+        return
+    own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    assign = bool(local_metadata.get("assign_to_params_buffers"))
+    filled = _filled(module, own, strict, assign)
+    state_dict.update((prefix + key, value) for key, value in filled.items())
+
+
+def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     """Return the state dict for this rank to load, with values from rank 0 on ranks without one.
 
     given: a state dict, which may be None or empty on ranks that have none; it is not changed. If
@@ -255,17 +466,17 @@ def fill(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
 
     Collective. Raises CheckpointError, on all ranks and before anything changes, for a bad dict.
     """
-    units = model_units_in(model)
+    units, own = model_units_in(model), model_unit_of(model)
     rendezvous.require_all_ranks(
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
     )
-    own = model_unit_of(model)
     label = type(model).__name__ if own is None else own.unit.label
-    if any(_ranks_of(each) != _ranks_of(units[0]) for each in units):
+    meshes = {(each.mesh.shard.members, each.mesh.replica.members) for each in units}
+    if len(meshes) > 1:
         raise UsageError.of(
             "Units on different ranks cannot be loaded from one rank.",
             expected="all units in the module on the same ranks, or rank0_only=False",
-            got=f"units on {sorted({_ranks_of(each) for each in units})}",
+            got=f"units on {sorted(meshes)}",
             where=label,
             fix="load the state dict on every rank, without rank0_only=True",
         )
@@ -284,23 +495,24 @@ def fill(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     told, error = None, None
     if rank0.is_here:
         try:
-            refuse_values(model, label, given, strict)
-            given, told = _outlined(given, _managed_names(model), label)
+            _refuse_values(model, label, given, strict)
+            given, told = _outlined(given, managed_names(model), label)
         except CheckpointError as caught:
             error = caught
     text = rank0.tell("" if error is None else str(error))
     if text:
         raise error or CheckpointError(text)
     outlines, metadata = rank0.send_object(told, "what the state dict holds")
-    others, filled = others_in(model), collections.OrderedDict[str, Any]()
+    others = {} if assign or rank0.is_here else others_in(model)
+    filled = collections.OrderedDict[str, Any]()
     for key, outline in outlines.items():
         value = given[key] if rank0.is_here else outline
         if isinstance(outline, Rank0Value):
-            value = Rank0Value(outline.is_lazy, given[key] if rank0.is_here else None, rank0)
+            value = Rank0Value(outline.is_lazy, value if rank0.is_here else None, rank0)
         elif isinstance(outline, Outline):
             [sent] = rank0.send([value], f"the value of {key!r}")
             value = value if rank0.is_here else sent
-            target = None if assign or rank0.is_here else others.get(clean_name(key))
+            target = others.get(clean_name(key))
             if target is not None and _torch_private.is_plain(target):
                 value = target.detach().copy_(sent.reshape(target.shape))
         filled[key] = value
@@ -312,7 +524,7 @@ def fill(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
 def _outlined(given: Mapping[str, Any], managed: Collection[str], label: str) -> tuple[Any, Any]:
     """Return (a state dict without lazy values of unmanaged entries, what rank 0 tells of it: the
     entries, with stand-ins for tensors, and the metadata)."""
-    found, told = dict[str, Any](given), dict[str, Any]()
+    found, told = dict[str, Any](given), dict[str, Any](given)
     for key, value in given.items():
         if isinstance(value, torch.Tensor) and is_sharded(value):
             raise _not_everywhere(
@@ -325,19 +537,7 @@ def _outlined(given: Mapping[str, Any], managed: Collection[str], label: str) ->
         elif is_tensor(value):
             found[key] = materialised(value, key)
             told[key] = outline_of(found[key])
-        else:
-            told[key] = value
     return found, (told, getattr(given, "_metadata", None))
-
-
-def _managed_names(model: nn.Module) -> set[str]:
-    """Return the clean names of the parameters of units, all that each has."""
-    return {
-        f"{clean_name(path)}.{clean_name(name)}".lstrip(".")
-        for path, child in model.named_modules(remove_duplicate=False)
-        if (registered := model_unit_of(child)) is not None and not registered.unit.summoned
-        for name in param_names(registered.unit)
-    }
 
 
 def _not_everywhere(expected: str, got: str, label: str) -> CheckpointError:
@@ -349,42 +549,3 @@ def _not_everywhere(expected: str, got: str, label: str) -> CheckpointError:
         fix="call load_state_dict(...) on all ranks, on rank 0 with the whole state dict, on "
         "the others with it or with {}",
     )
-
-
-def _ranks_of(registered: ModelUnit) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return registered.mesh.shard.members, registered.mesh.replica.members
-
-
-# Modules that are not units but contain units that load from rank 0. A hook on them completes the
-# state dict that is loaded.
-_followed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def is_followed(module: nn.Module) -> bool:
-    """True if ``follow`` is on for a module."""
-    return module in _followed
-
-
-def follow(module: nn.Module, follow: bool) -> None:
-    """Turn loading from rank 0 on or off for a module that is not a unit but contains units."""
-    if follow and module not in _followed:
-        _followed[module] = module.register_load_state_dict_pre_hook(_before_load_around)
-    elif not follow and module in _followed:
-        _followed.pop(module).remove()
-
-
-def _before_load_around(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    *rest: Any,
-) -> None:
-    """Add the values of rank 0 to the state dict that is loaded. Collective."""
-    if not any(is_on(unit.form) for unit in model_units_in(module)):
-        return
-    own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-    assign = bool(local_metadata.get("assign_to_params_buffers"))
-    filled = fill(module, own, strict, assign)
-    state_dict.update((prefix + key, value) for key, value in filled.items())

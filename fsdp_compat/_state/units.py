@@ -255,10 +255,13 @@ def require_idle(model: nn.Module, what: str) -> None:
         runtime.require_parts(what)
 
 
-def units_of(model: nn.Module) -> list[NamedUnit]:
-    """Return the units in a model with the prefix of their parameter names, outer ones first."""
+def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
+    """Return the units in a model with the prefix of their parameter names, outer ones first.
+
+    once: False lists a unit whose module has several names under each of them.
+    """
     found = []
-    for name, child in model.named_modules():
+    for name, child in model.named_modules(remove_duplicate=once):
         if (registered := model_unit_of(child)) is not None:
             prefix = clean_name(name)
             if registered.rename is not None:
@@ -266,6 +269,17 @@ def units_of(model: nn.Module) -> list[NamedUnit]:
                 prefix = ""
             found.append(NamedUnit(registered.unit, f"{prefix}." if prefix else ""))
     return found
+
+
+def managed_names(model: nn.Module) -> set[str]:
+    """Return the clean names of all parameters of units, and of flat parameters; without units that
+    show whole parameters now."""
+    return {
+        named.prefix + name
+        for named in units_of(model, once=False)
+        if not named.unit.summoned
+        for name in (*flat_names(named.unit), *param_names(named.unit))
+    }
 
 
 def managed_in(model: nn.Module) -> set[int]:

@@ -14,13 +14,11 @@ from ..api import StateDictType
 from .units import (
     clean_name,
     default_form,
-    flat_names,
     in_form,
     managed_in,
+    managed_names,
     model_unit_of,
     model_units_in,
-    param_names,
-    units_of,
 )
 
 
@@ -70,11 +68,7 @@ def unmanaged_state(model: nn.Module) -> dict[str, Any]:
     The modules' own methods and hooks make the entries, so that a class which saves something in
     its own way is heard.
     """
-    managed = {
-        named.prefix + clean_name(name)
-        for named in units_of(model)
-        for name in (*flat_names(named.unit), *param_names(named.unit))
-    }
+    managed = managed_names(model)
     form = default_form(StateDictType.LOCAL_STATE_DICT)
     # Not every parameter of a unit has a local form.
     with in_form(model_units_in(model), form, lambda name, trainable: name not in managed):

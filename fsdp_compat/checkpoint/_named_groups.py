@@ -46,8 +46,7 @@ class NamedGroup:
     @property
     def params(self) -> range:
         """The indices of the section's parameters."""
-        first = self.section.first_param
-        return range(first, first + len(self.section.layout.params))
+        return self.section.params
 
     @property
     def numel(self) -> int:
