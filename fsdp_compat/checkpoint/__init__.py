@@ -7,7 +7,7 @@ Native, saving (model and optimizer; a directory with a file per rank and a mani
 
 - ``_save``: the calls ``save`` and ``async_save``; ``_background``: saves that a thread writes
 - ``_save_job``: plan (check, agree), write (each rank its file), commit (manifest, rename)
-- ``_snapshot``: what this rank's file holds; ``_directory``: from hidden directory to checkpoint
+- ``_snapshot``: what this rank's file holds
 - ``_manifest``: ``manifest.json``, the layout of all shards and the checksums of all files;
   ``_head``: the text in each file; ``_values``: Python values as JSON, without pickle
 
@@ -29,6 +29,7 @@ Other formats:
 
 Used by all:
 
+- ``_publishing``: from a hidden directory to a result; ``_directory``: a run's folder
 - ``_header``: the header of a safetensors file; ``_blocks``: files with a checksum of each block
 - ``_texts``: JSON from untrusted files; ``_arguments``: what arguments may be
 - ``_named_groups``: the parameter groups to save

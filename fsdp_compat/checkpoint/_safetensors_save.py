@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import uuid
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
 from ._blocks import BLOCK_NBYTES, Tick, sync_directory
-from ._directory import Fresh, disowned, make_fresh
 from ._header import TensorInfo
 from ._held_parts import HeldPart, managed_parts, unmanaged_tensors
 from ._named_groups import named_groups
 from ._progress import progress_bar
+from ._publishing import Fresh, hidden_beside, make_fresh, remove_leftovers
 from ._ranks import checkpoint_error_from, ranks_of, require_rest
 from ._tools.archive import moved, slices
 from ._tools.reading import boxes_of
@@ -200,7 +199,7 @@ class _WeightFiles:
 
     def _hidden(self, token: str) -> Path:
         """Return the directory that the files are in until they get their names."""
-        return self._path / f".weights-{token}"
+        return hidden_beside(self._path / "weights", token)
 
     def described(self) -> list[object]:
         """Return what must be the same on all ranks."""
@@ -210,10 +209,7 @@ class _WeightFiles:
         """Create the files, hidden, with their headers and in their final length; return 0, the
         number of bytes of tensors that are written. Remove what killed saves have left."""
         self._fresh = make_fresh(self._hidden(token))
-        for left in self._path.glob(f".weights-{'[0-9a-f]' * 32}"):
-            with contextlib.suppress(OSError), disowned(left) as is_left:
-                if is_left:
-                    shutil.rmtree(left, ignore_errors=True)
+        remove_leftovers(self._path, "weights")
         for image in self._images:
             image.write_header(self._hidden(token) / image.name)
         return 0
@@ -246,8 +242,7 @@ class _WeightFiles:
     def discard(self) -> None:
         """Remove what was not published."""
         if self._fresh is not None:
-            shutil.rmtree(self._fresh.path, ignore_errors=True)
-            self._fresh.release()
+            self._fresh.discard()
 
 
 def _stored_dtype(held: HeldPart, dtype: torch.dtype | None) -> torch.dtype:

@@ -25,10 +25,11 @@ from .._state.units import units_of
 from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from . import _directory as directory
+from . import _publishing as publishing
 from ._arguments import require_arguments
 from ._blocks import FileFacts
 from ._mailbox import RankLost
-from ._manifest import FlatGroup, Manifest, file_name, versions
+from ._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
 from ._named_groups import NamedGroup, named_groups
 from ._optimizers import SharedOptimizer, joined_param_groups
 from ._progress import progress_bar
@@ -74,7 +75,7 @@ class SaveJob:
         self.call = f"checkpoint.{call}"
         self._snapshot = Snapshot()
         self._groups: list[NamedGroup] = []
-        self._fresh: directory.Fresh | None = None  # only on a rank that leads
+        self._fresh: publishing.Fresh | None = None  # only on a rank that leads
         self._is_sole_leader = True  # as far as this rank knows
         self._problem: Exception | None = None
         units, self._ranks = ranks_of(model, self.call)
@@ -181,11 +182,14 @@ class SaveJob:
     def _make_directory(self) -> None:
         """Make the directory to write to: the first rank before the others, so that it leads where
         all share a file system. Collective."""
-        self._directory = directory.fresh_name(self._target, self.identity)
+        hidden = publishing.hidden_beside(self._target, self.identity)
+        self._directory = hidden / publishing.CONTENT
         for turn in (self._ranks.number == 0, self._ranks.number != 0):
             try:
                 if turn:
-                    self._fresh = directory.make_fresh(self._directory)
+                    self._fresh = publishing.make_fresh(hidden)
+                    if self._fresh is not None:
+                        self._directory.mkdir()
             except OSError as error:
                 self._problem = error
             self._ranks.exchange(None)
@@ -239,7 +243,7 @@ class SaveJob:
         if self._fresh is None or not self._fresh.is_published or self._is_sole_leader:
             return ""
         try:
-            directory.remove(self._target)
+            publishing.remove(self._target)
         except OSError as error:
             return f"; this node's part could not be removed: {type(error).__name__}: {error}"
         return ""
@@ -250,7 +254,7 @@ class SaveJob:
         mailbox, ranks = self._ranks.mailbox, self._ranks
         if self._fresh is not None:
             with contextlib.suppress(OSError):
-                directory.remove_leftovers(self._target.parent)
+                publishing.remove_leftovers(self._target.parent, directory.STEP)
         mailbox.post(self._write_and_report().as_text())
         if self._fresh is None and ranks.number:
             return None
@@ -291,16 +295,20 @@ class SaveJob:
         )
         return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
 
-    def _commit(self, fresh: directory.Fresh, reports: list[_Report]) -> tuple[str, bool]:
+    def _commit(self, fresh: publishing.Fresh, reports: list[_Report]) -> tuple[str, bool]:
         """Complete the directory that this rank leads; return the problem, if any, and whether the
         checkpoint is complete."""
         try:
-            fresh.publish(self._target, self._manifest(reports).as_text())
+            with open(self._directory / MANIFEST, "x", encoding="utf-8") as file:
+                file.write(self._manifest(reports).as_text())
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.publish(self._target)
         except (OSError, UsageError) as error:
+            problem = f"rank {self._ranks.number}: {type(error).__name__}: {error}"
+            return problem, fresh.is_published
+        finally:
             fresh.discard()
-            return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(
-                error, directory.NotSynced
-            )
         return "", True
 
     def _failed(self, problems: str) -> CheckpointError:

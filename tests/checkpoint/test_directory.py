@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint import _directory as directory
+from fsdp_compat.checkpoint import _publishing as publishing
 from fsdp_compat.checkpoint import _texts
 from fsdp_compat.checkpoint._manifest import read_manifest
 from fsdp_compat.errors import CheckpointError, StateError, UsageError
@@ -104,7 +104,7 @@ def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
 
 def _leftovers(folder: str) -> None:
     root, model = Path(folder), FSDP(nn.Linear(3, 3))
-    here, other, old = f".owner-{directory.host()}", ".owner-elsewhere", time.time() - 2 * 86400
+    here, other, old = f".owner-{publishing.host()}", ".owner-elsewhere", time.time() - 2 * 86400
     living: list[int] = []
     first = dist.get_rank() == 0
 
@@ -131,8 +131,8 @@ def _leftovers(folder: str) -> None:
             left(7, here, age=old, lives=True),
         ]
         (root / f".step-00000008-{IDENTITY}").mkdir()  # killed before it was owned
-        (root / ".removed-step-00000009-123").mkdir()  # killed while it removed an old one
-        (root / ".removed-step-00000009-123" / "manifest.json").touch()
+        (root / f".removed-{IDENTITY}").mkdir()  # killed while it removed an old one
+        (root / f".removed-{IDENTITY}" / "manifest.json").touch()
         for name in (".step-1-mine", ".removed", ".step-00000001", "step-notes"):
             (root / name).mkdir()
         (root / f".step-00000010-{IDENTITY}").write_text("a file")
@@ -141,7 +141,7 @@ def _leftovers(folder: str) -> None:
     dist.barrier()
     checkpoint.save(root, model, step=20)
     if first:
-        removed = {*gone, f".step-00000008-{IDENTITY}", ".removed-step-00000009-123"}
+        removed = {*gone, f".step-00000008-{IDENTITY}", f".removed-{IDENTITY}"}
         assert _names(root) == before - removed | {"step-00000020"}
         assert all(
             (root / name / "rank-00000.safetensors").read_bytes() == b"1234" for name in stays
@@ -194,25 +194,25 @@ def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
 def _not_synced(folder: str) -> None:
     root, model = Path(folder), FSDP(nn.Linear(3, 3))
     checkpoint.save(root, model, step=1)
-    original: Callable[[Path], None] = directory.sync_directory
+    original: Callable[[Path], None] = publishing.sync_directory
 
     def sync(path: Path) -> None:
         if path == root:
             raise OSError(5, "Input/output error")
         original(path)
 
-    directory.sync_directory = sync  # type: ignore[assignment]
+    publishing.sync_directory = sync  # type: ignore[assignment]
     try:
         for step, save in ((2, _save), (3, _save_in_background)):
             with pytest.raises(
                 CheckpointError,
-                match=r"checkpoint is complete(.|\n)*rank 0: NotSynced: .*Input/output error",
+                match=r"checkpoint is complete(.|\n)*rank 0: OSError: .*Input/output error",
             ):
                 save(root, model, step)
             dist.barrier()
             assert checkpoint.latest(root) == root / f"step-{step:08d}"
     finally:
-        directory.sync_directory = original
+        publishing.sync_directory = original
     checkpoint.load(root / "step-00000003", model)
     dist.barrier()
     assert _names(root) == {
@@ -240,15 +240,15 @@ def _one_node_fails(folder: str) -> None:
     rank = dist.get_rank()
     root, model = Path(folder) / f"node {rank}", FSDP(nn.Linear(3, 3))
     checkpoint.save(root, model, step=1)
-    original: Callable[[Path], None] = directory.sync_directory
+    original: Callable[[Path], None] = publishing.sync_directory
 
     def fail_on_one_node(error: BaseException) -> None:
         def sync(path: Path) -> None:
-            if rank == 1 and path.name.startswith(".step-"):
+            if rank == 1 and path.parent.name.startswith(".step-"):
                 raise error
             original(path)
 
-        directory.sync_directory = sync  # type: ignore[assignment]
+        publishing.sync_directory = sync  # type: ignore[assignment]
 
     try:
         fail_on_one_node(OSError(errno.ENOSPC, "No space left on device"))
@@ -260,7 +260,7 @@ def _one_node_fails(folder: str) -> None:
             checkpoint.save(root, model, step=3, keep_last=1)
         assert _names(root) == {"step-00000001"}
     finally:
-        directory.sync_directory = original
+        publishing.sync_directory = original
     newest = checkpoint.latest(root)
     assert newest is not None
     checkpoint.load(newest, model)
@@ -302,7 +302,7 @@ def _differing_nodes(folder: str) -> None:
         text = dataclasses.replace(manifest, identity=IDENTITY).as_text()
         (paths[1] / "manifest.json").write_text(text)
         # As after a crash of this node: the others have renamed theirs.
-        paths[2].rename(directory.fresh_name(paths[2], IDENTITY))
+        paths[2].rename(publishing.hidden_beside(paths[2], IDENTITY))
     dist.barrier()
     assert checkpoint.latest(root) == paths[1 if rank else 2]
     assert checkpoint.latest(root, model) == paths[0]
@@ -402,16 +402,16 @@ def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
 def _closed(folder: str) -> None:
     """Something else in the process, such as os.closerange, closes the file of the owner."""
     root, model = Path(folder), FSDP(nn.Linear(3, 3))
-    publish = directory.Fresh.publish
+    publish = publishing.Fresh.publish
 
     def publish_closed(self: Any, *args: Any) -> None:
         os.close(self._descriptor)
         publish(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory.Fresh, "publish", publish_closed)
+        patch.setattr(publishing.Fresh, "publish", publish_closed)
         path = checkpoint.save(root, model, step=1)
-        patch.setattr(directory, "sync_directory", Path.read_bytes)  # raises IsADirectoryError
+        patch.setattr(publishing, "sync_directory", Path.read_bytes)  # raises IsADirectoryError
         with pytest.raises(CheckpointError, match="IsADirectoryError"):
             checkpoint.save(root, model, step=2)
     assert _names(root) == {path.name}
@@ -438,15 +438,15 @@ def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
         mkdir(name, *args, **kwargs)
         if not swept:
             swept.append(name)
-            directory.remove_leftovers(tmp_path)  # as another job's save does
+            publishing.remove_leftovers(tmp_path, "step-.*")  # as another job's save does
             assert not path.exists()
 
     monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
-    fresh = directory.make_fresh(path)
+    fresh = publishing.make_fresh(path)
     assert fresh is not None
-    directory.remove_leftovers(tmp_path)
+    publishing.remove_leftovers(tmp_path, "step-.*")
     assert path.is_dir()
     fresh.release()
-    directory.remove_leftovers(tmp_path)
+    publishing.remove_leftovers(tmp_path, "step-.*")
     assert not path.exists()
     shutil.rmtree(tmp_path)

@@ -31,7 +31,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.forks import forked
 from tests.support.sampling import at_most
 
-NUM_OPERATIONS = 46  # a few more than a save takes, with the removal of leftovers
+NUM_OPERATIONS = 50  # a few more than a save takes, with the removal of leftovers
 EVERY = at_most(3, of_all=1)
 VICTIMS = [
     None,

@@ -12,8 +12,8 @@ pickle, and ``json`` for a crafted text, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files
-- ``reading``: the values; ``writing``: what writers share; ``publishing``: a result or nothing;
-  ``work``: several threads; ``walk``: nested values
+- ``reading``: the values; ``writing``: what writers share; ``work``: several threads; ``walk``:
+  nested values
 
 Readers and writers, by format:
 

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import click
 
 from ...errors import FsdpCompatError, UsageError, explain
+from .._publishing import published
 from . import tables
 from .arguments import DTYPE, PATTERN, RENAME, SIZE, list_in, names_in
 from .convert import FORMATS, convert
 from .difference import diff
 from .display import shown
 from .inspection import inspect
-from .publishing import published
 from .verification import verify
 from .work import MEMORY
 

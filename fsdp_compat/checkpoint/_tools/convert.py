@@ -16,13 +16,13 @@ import torch
 from ... import errors
 from ...errors import CheckpointError, UsageError
 from .._progress import progress_bar, require_bar
+from .._publishing import published, require_free
 from .._texts import joined
 from .archive import Archive, StoredTensor
 from .dcp_writing import write_dcp
 from .native_writing import write_native
 from .opening import open_archive, problems_of
 from .optimizer_tree import named_optimizer
-from .publishing import published, require_free
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .selection import compiled, selection

@@ -1,0 +1,180 @@
+"""A result gets its name once it is complete. Until then it lies in a hidden directory beside its
+place, which the next attempt removes if the process is killed.
+
+The process that creates the directory owns it: it holds a lock (flock) on a file in it, which the
+system releases when the process ends, however it ends. Some file systems do not show locks to other
+machines. The name of the locked file therefore says on which machine the owner runs; directories of
+other machines are removed if nothing in them has changed for a day."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from .._comm.divergence.processes import host
+from ..errors import UsageError
+from ._blocks import make_directories, sync_directory
+
+CONTENT = "content"  # what will be published: a file or a directory
+_OWNER = ".owner-"
+_LEFT_S = 86400.0  # without a change
+
+
+def hidden_beside(target: Path, identity: str) -> Path:
+    """Return the hidden directory of a result. identity: 32 hexadecimal digits."""
+    return target.with_name(f".{_short(target.name)}-{identity}")
+
+
+def _short(name: str) -> str:
+    """Return a name to which 34 bytes can be added."""
+    return name if len(name.encode()) <= 200 else name[:50]
+
+
+class Fresh:
+    """A hidden directory that this process created and owns."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.content, self.is_published = path, path / CONTENT, False
+        self._descriptor = descriptor
+
+    def publish(self, target: Path) -> None:
+        """Give the content, whose files must be durable, the name ``target``. Raises OSError; it
+        may be published all the same, but not durably."""
+        if self.content.is_dir():
+            sync_directory(self.content)
+        if os.path.lexists(target):  # rename would replace a file, or an empty directory
+            raise FileExistsError(f"{target} already exists")
+        self.content.rename(target)
+        self.is_published = True
+        sync_directory(target.parent)
+
+    def discard(self) -> None:
+        """Remove the directory, if possible, and release the lock. May be called again."""
+        with contextlib.suppress(OSError):
+            remove(self.path)
+        self.release()
+
+    def release(self) -> None:
+        """Release the lock. May be called again."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # someone else has closed it
+                # Closing is not enough: a forked process may hold the descriptor, too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
+
+
+def make_fresh(path: Path) -> Fresh | None:
+    """Create a hidden directory, and the folder that it is in; return None if it exists. Raises
+    OSError."""
+    make_directories(path.parent)
+    while True:
+        try:
+            path.mkdir()
+        except FileExistsError:
+            return None
+        with contextlib.suppress(FileNotFoundError):  # another save removed it before it was locked
+            return Fresh(path, _own(path / f"{_OWNER}{host()}"))
+
+
+def _own(owner: Path) -> int:
+    """Create and lock the file that marks the owner of a directory; return its descriptor.
+
+    Raises FileNotFoundError if the directory was removed.
+    """
+    descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a save that may be removing it
+        if not os.path.samestat(os.stat(owner), os.fstat(descriptor)):
+            raise FileNotFoundError(f"{owner} was removed")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_leftovers(folder: Path, names: str) -> None:
+    """Remove the hidden directories that killed processes left in a folder. names: a pattern of the
+    results' names. Raises OSError if the folder cannot be listed."""
+    for path in list(folder.iterdir()):
+        left = re.fullmatch(rf"\.({names}|removed)-[0-9a-f]{{32}}", path.name)
+        if left is None or path.is_symlink() or not path.is_dir():
+            continue
+        if left[1] == "removed":
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # another process may be removing the same one
+                _remove_unless_owned(path)
+
+
+def _remove_unless_owned(path: Path) -> None:
+    """Remove a hidden directory without a living owner. It cannot get one meanwhile."""
+    inside = list(path.rglob("*"))
+    owners = [file for file in inside if file.name.startswith(_OWNER)]
+    is_old = time.time() - max(file.lstat().st_mtime for file in [path, *inside]) > _LEFT_S
+    is_left = is_old or any(owner.name == f"{_OWNER}{host()}" for owner in owners)
+    with contextlib.ExitStack() as held:
+        for owner in owners:
+            descriptor = os.open(owner, os.O_RDWR)
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:  # a file system without locks
+                is_left = is_old
+        if not inside:
+            path.rmdir()  # fails if an owner has just come; a later one creates it again
+        elif is_left:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory: it is renamed first, so that its name never stands for a part of it.
+    Raises OSError if it stays."""
+    leaving = path.with_name(f".removed-{uuid.uuid4().hex}")
+    path.rename(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
+
+
+# -- one result of one process
+
+
+def require_free(target: Path, call: str) -> None:
+    """Raise UsageError if something stands at ``target`` already."""
+    if os.path.lexists(target):
+        raise UsageError.of(
+            "The target exists, and is never overwritten.",
+            expected="a path at which there is nothing",
+            got="a directory" if target.is_dir() else "a file",
+            where=str(target),
+            fix=f"pass another target to {call}, or remove this one",
+        )
+
+
+@contextlib.contextmanager
+def published(target: Path, call: str) -> Iterator[Path]:
+    """Yield a path at which a file or a directory is to be made; it gets the name ``target`` when
+    the with block ends. If it ends with an error, nothing is left.
+
+    Everything in it must be durable by then. Raises UsageError if ``target`` exists, and OSError.
+    """
+    require_free(target, call)
+    target = target.absolute()
+    fresh = make_fresh(hidden_beside(target, uuid.uuid4().hex))
+    assert fresh is not None  # nothing else has its name
+    try:
+        remove_leftovers(target.parent, re.escape(_short(target.name)))
+        yield fresh.content
+        require_free(target, call)
+        fresh.publish(target)
+    finally:
+        fresh.discard()
