@@ -19,9 +19,18 @@ from .._torch_private import gloo as torch_gloo
 from ..errors import StateError
 from .divergence import deadlock, progress
 from .divergence.store_rendezvous import rendezvous_of
-from .divergence.waits import COLLECTIVE, Activity, MessageId, Report, Wait, Waiter, Waiting
+from .divergence.waits import (
+    COLLECTIVE,
+    MAX_ASKED,
+    Activity,
+    MessageId,
+    Report,
+    Wait,
+    Waiter,
+    Waiting,
+)
 from .environment import warn_after_s
-from .mesh import Axis
+from .mesh import Axis, named
 from .transport import Handle, Transport, Work, communication_error, group_destroyed
 
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that of its ack
@@ -162,7 +171,7 @@ class GlooConnections(Waiter):
     def _where(self) -> str:
         rank, members = self.activity.rank, self.activity.members
         return (
-            f"rank {rank} of {len(members)} (global ranks {list(members)}), at {progress.place()}"
+            f"rank {rank} of {len(members)} (global ranks {named(members)}), at {progress.place()}"
         )
 
     # -- messages
@@ -267,8 +276,10 @@ class GlooConnections(Waiter):
         what, members = self._name(waiting[0], what), self.activity.members
         rank, is_send = self.activity.global_rank, index >= num_receives
         if tag == COLLECTIVE:
-            peers = self.activity.others
-            text = f"rank {rank} waits in {what} for ranks {list(peers)}"
+            own = self.activity.rank
+            # other ranks ask for others
+            peers = tuple(sorted((members[own + 1 :] + members[:own])[:MAX_ASKED]))
+            text = f"rank {rank} waits in {what} for ranks {named(sorted(self.activity.others))}"
         else:
             source, target = self.peers[index - num_receives if is_send else index]
             peer = members[target if is_send else source]
@@ -282,10 +293,12 @@ class GlooConnections(Waiter):
     def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:
         gloo = self.gloo
         if gloo is not None:
-            for index, peer in enumerate(self.activity.members):
-                if peer in wait.peers and (torch_gloo.is_closed(gloo, index) or is_gone(peer)):
-                    time.sleep(0.1)  # what came before may be about to end the wait
-                    return peer
+            needed = set(self.activity.others if wait.tag == COLLECTIVE else wait.peers)
+            members = enumerate(self.activity.members)
+            closed = [p for n, p in members if p in needed and torch_gloo.is_closed(gloo, n)]
+            for peer in closed or (peer for peer in wait.peers if is_gone(peer)):
+                time.sleep(0.1)  # what came before may be about to end the wait
+                return peer
         return None
 
     def end_wait(self) -> None:

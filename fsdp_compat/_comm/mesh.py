@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
 from ..errors import UsageError
+
+MAX_NAMED = 8  # ranks in a message
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as a message shows them: all of a few, the first of many."""
+    first = ", ".join(map(str, ranks[:MAX_NAMED]))
+    return f"[{first}]" if len(ranks) <= MAX_NAMED else f"[{first}, ...: {len(ranks)} ranks]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +128,10 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
         raise UsageError.of(
             "A process group of a pickled module does not exist.",
             expected=f"a process group named {name!r}"
-            + (f" of the ranks {list(members)}" if members is not None else ""),
+            + (f" of the ranks {named(members)}" if members is not None else ""),
             got="none of that name"
             if group is None
-            else f"one of the ranks {dist.get_process_group_ranks(group)}",
+            else f"one of the ranks {named(dist.get_process_group_ranks(group))}",
             where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
             fix="unpickle with the same number of ranks, after making the same process groups; "
             "to change them, save state_dict() instead",
@@ -172,7 +181,7 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
         raise UsageError.of(
             "The two process groups of a hybrid strategy overlap.",
             expected="a shard group and a replica group that share only this rank",
-            got=f"global ranks {sorted(both)} in both",
+            got=f"global ranks {named(sorted(both))} in both",
             where=f"process_group=, global rank {dist.get_rank()}",
             fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), "
             "which makes both groups",

@@ -22,7 +22,7 @@ from ..errors import StateError
 from .divergence import progress
 from .divergence.waits import MessageId
 from .host_memory import memory_of
-from .mesh import Axis
+from .mesh import Axis, named
 
 
 class Kind(enum.IntEnum):
@@ -208,6 +208,18 @@ class Transport(abc.ABC):
             pickle.loads(memory_of(part[:size])) for part, size in zip(parts, sizes, strict=True)
         ]
 
+    def broadcast_object(self, value: object) -> typing.Any:
+        """Return the first rank's picklable ``value``. For plans, not for large tensors."""
+        packed = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
+        what, device = "what the first rank holds", self.values_device
+        size = torch.tensor([len(packed)], device=device)
+        self.broadcast([size], what)
+        message = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if self.rank == 0:
+            message.copy_(torch.frombuffer(packed, dtype=torch.uint8))
+        self.broadcast([message], what)
+        return pickle.loads(memory_of(message.cpu()))
+
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         """Send contiguous tensors from the first rank of the axis; on the other ranks they are
@@ -301,6 +313,6 @@ def communication_error(
         first,
         expected="every rank alive, and using the same units in the same order",
         got=got,
-        where=f"rank {rank} of {len(members)} (global ranks {list(members)})",
+        where=f"rank {rank} of {len(members)} (global ranks {named(members)})",
         fix=f"{look}; if ranks may use different units, pass allow_unused_units=True",
     )

@@ -3,19 +3,23 @@ would have other lengths than the receivers expect, or ranks would wait for each
 
 Only ranks that share the parameters of a unit compare it, by names, shapes, dtypes and
 ``requires_grad`` of the parameters, in their order, and by the settings that decide what is sent.
-They exchange a digest, one message per mesh axis, and the facts themselves if digests differ."""
+They exchange a digest, one message per mesh axis, and look for the first difference if digests
+differ."""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from .._comm.communicator import communicator
 from .._comm.divergence import progress
-from .._comm.mesh import Mesh
+from .._comm.mesh import Mesh, named
+from .._comm.transport import Transport
 from ..errors import UsageError
 from .unit import Unit
 
@@ -63,46 +67,58 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
     axes = [axis for axis in (mesh.shard, mesh.replica) if axis.ranks > 1]
     if not axes or device.type == "meta":  # a simulation: tensors have no values
         return
-    what = "the comparison of the ranks' models"
-    digest = hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST_NBYTES]
-    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
-    # only if all ranks have them
-    own = [*digest, *(255 - byte for byte in digest)]
-    values = torch.tensor(own, dtype=torch.uint8, device=device)
     communicators = [communicator(axis, device) for axis in axes]
-    for each in communicators:
-        values = each.any_of(values, what)
-    if values.tolist() == own:
+    if _are_alike(facts, communicators, device):
         return
-    told = [(mesh.shard.members[mesh.shard.rank], list(facts))]
-    for each in communicators:
-        told = [pair for pairs in each.gather_objects(told) for pair in pairs]
+    told = _gathered(len(facts), mesh, communicators)
+    at = bisect.bisect_left(  # the first difference
+        range(1, max(told.values())),
+        True,
+        key=lambda length: not _are_alike(facts[:length], communicators, device),
+    )
     raise UsageError.of(
         "The models of the ranks differ.",
         expected="the same units, parameters and settings, in the same order, on all of the "
-        f"ranks {sorted(rank for rank, _ in told)}",
-        got=_difference(dict(told)),
+        f"ranks {named(sorted(told))}",
+        got=_difference(_gathered(_fact(facts, at), mesh, communicators), facts[:at]),
         where=f"{where}, at {progress.place()}",
         fix="build the model in the same way on every rank; give modules that only some ranks "
         "have a process group of these ranks",
     )
 
 
-def _difference(facts: Mapping[int, Facts]) -> str:
-    """Return the first difference. facts: by global rank."""
-    at, current = 0, ""
-    while len({_fact(each, at) for each in facts.values()}) == 1:
-        fact = _fact(next(iter(facts.values())), at)
-        current = fact if fact.startswith(("unit ", "the root unit")) else current
-        at += 1
+def _are_alike(facts: Facts, communicators: Iterable[Transport], device: torch.device) -> bool:
+    """True if all ranks have the same facts. Collective."""
+    digest = hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST_NBYTES]
+    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
+    # only if all ranks have them
+    own = [*digest, *(255 - byte for byte in digest)]
+    values = torch.tensor(own, dtype=torch.uint8, device=device)
+    for each in communicators:
+        values = each.any_of(values, "the comparison of the ranks' models")
+    return values.tolist() == own
+
+
+def _gathered(value: Any, mesh: Mesh, communicators: Iterable[Transport]) -> dict[int, Any]:
+    """Return every rank's small value, by global rank. Collective."""
+    told = [(mesh.shard.members[mesh.shard.rank], value)]
+    for each in communicators:
+        told = [pair for pairs in each.gather_objects(told) for pair in pairs]
+    return dict(sorted(told))
+
+
+def _difference(facts: Mapping[int, str], before: Facts) -> str:
+    """Return where ranks differ. facts: the first different ones, by global rank. before: those in
+    which they agree."""
     by_fact: dict[str, list[int]] = {}
-    for rank, each in sorted(facts.items()):
-        by_fact.setdefault(_fact(each, at), []).append(rank)
+    for rank, fact in facts.items():
+        by_fact.setdefault(fact, []).append(rank)
     shown = [
-        f"{fact} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'the ranks {ranks}'}"
+        f"{fact} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'the ranks {named(ranks)}'}"
         for fact, ranks in by_fact.items()
     ]
-    return f"{f'in {current}: ' if current else ''}{'; '.join(shown)}"
+    units = [fact for fact in before if fact.startswith(("unit ", "the root unit"))]
+    return f"{f'in {units[-1]}: ' if units else ''}{'; '.join(shown)}"
 
 
 def _fact(facts: Facts, index: int) -> str:

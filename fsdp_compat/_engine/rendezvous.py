@@ -2,6 +2,7 @@
 
     require_all_ranks(call, groups)  returns when all ranks of ``groups`` have made the call; raises
                                      StateError on all of them if only some have
+    require_all_ranks_once(call, groups)  the same, for the first such call of the groups
     nested(call, groups)             the same as a context; calls inside do not check again
     register(groups)                 once, by the constructor that makes the groups
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._comm.divergence import progress
@@ -31,6 +33,7 @@ class _Depth(threading.local):
     value = 0
 
 
+_checked: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary()
 _depth = _Depth()  # how many checked calls this thread is in
 
 
@@ -84,6 +87,20 @@ def require_all_ranks(
         if rendezvous is not None:
             rendezvous.meet(f"{call}()", group, name)
             done.append(frozenset(members) if len(waits) > 1 else frozenset())
+
+
+def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
+    """Check the first such call of these groups alone: it is made in every training step, where
+    each check would cost the slowest rank's way to the store. If ranks diverge later, their next
+    messages wait for each other, which is found (gloo), or the backend's time limit ends it.
+    Collective."""
+    groups = list(groups)
+    for communicator, _ in _communicators(groups, copies=False):
+        communicator.require_working()
+    if any(call not in _checked.get(group, ()) for group in groups):
+        require_all_ranks(call, groups)
+        for group in groups:
+            _checked.setdefault(group, set()).add(call)
 
 
 @contextlib.contextmanager

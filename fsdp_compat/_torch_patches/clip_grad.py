@@ -78,7 +78,7 @@ def _total_norm(
     whole = []
     for grad in grads:
         by_group[split[id(grad)]].append(grad) if id(grad) in split else whole.append(grad)
-    rendezvous.require_all_ranks("torch.nn.utils.clip_grad_norm_", groups)
+    rendezvous.require_all_ranks_once("torch.nn.utils.clip_grad_norm_", groups)
     with torch.no_grad():
         whole = [_norm_of_dtensor(g, order) if _torch_private.is_dtensor(g) else g for g in whole]
         parts = [(group, packed(group, its)) for group, its in by_group.items()]

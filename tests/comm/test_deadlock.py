@@ -127,6 +127,31 @@ def test_find_cycle_refuses_only_rendezvous_in_a_circle() -> None:
     assert cycle(*beyond) is not None
 
 
+def test_find_cycle_takes_all_ranks_of_a_rendezvous_for_one_place() -> None:
+    """Rank 1 waits for rank 2, which has come to the rendezvous that waits for rank 1. Only rank 0,
+    which came first, has asked who is missing."""
+    first, second = (
+        post(wait(r, *p, tag=RENDEZVOUS), {RENDEZVOUS: 1}) for r, p in ((0, [1]), (2, []))
+    )
+    sent = post(wait(1, 2))
+    assert cycle(first, sent, second) is not None
+    assert cycle(second, sent, first) is None, "the first rank looks for circles"
+
+
+def test_find_cycle_passes_through_a_rendezvous_by_what_its_first_rank_has_told() -> None:
+    """Rank 0 waits in a rendezvous for rank 1, which waits in another one, as the second to come:
+    its first rank has told that it waits for rank 2, which waits for rank 0."""
+    store = StatusStore(dist.HashStore())
+    own = post(wait(0, 1, tag=RENDEZVOUS), {RENDEZVOUS: 1})
+    store.post(1, Post(dataclasses.replace(wait(1, tag=RENDEZVOUS), name="other"), {}))
+    store.post(2, post(wait(2, 0)))
+    assert find_cycle(store, own) is None
+    store.tell_missing("other", 1, [2])
+    assert find_cycle(store, own) is not None
+    store.tell_missing("other", 2, [2])
+    assert find_cycle(store, own) is None, "of another number"
+
+
 def test_find_cycle_follows_every_peer_of_a_collective() -> None:
     collective = post(wait(0, 1, 2, 3, tag=COLLECTIVE), {COLLECTIVE: 1})
     assert cycle(collective, post(wait(2, 0))) is not None

@@ -29,7 +29,9 @@ the thread does not search.
 
 A rank that waits in a rendezvous has sent nothing yet. If a circle passes through such ranks, only
 they get an error and the waits of the others go on, because a refused rank can still do what they
-wait for."""
+wait for. All of its ranks wait for the same missing ones, so they are one place of a circle, and
+only the ranks that ask which ones are missing search from there: the first to arrive, and later a
+few more, as it may die. A search thus asks for few posts, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ from ... import _torch_private
 from ..environment import quiet_s, warn_after_s
 from . import progress
 from .processes import Process
-from .status_store import MAX_ASKED, Answer, Inquiry, Post, StatusStore, status_store
+from .status_store import Answer, Inquiry, Post, StatusStore, status_store
 from .waits import Report, Wait, Waiter, Waiting
 
 PATIENCE = 5.0  # seconds in the same wait before it is published
@@ -121,7 +123,7 @@ class Search:
         self._inquiry: Inquiry | None = None  # about the ranks that it waits for
         self._warn_s = 0.0  # seconds of waiting at the next warning; 0: no warnings
         self._since = self._probed_at = 0.0  # monotonic seconds
-        self._posted: int | None = None  # the global rank whose post is in the store
+        self._posted: Wait | None = None  # what the post in the store says
 
     def look(self, waiters: Sequence[Waiter], store: StatusStore) -> None:
         alive = {thread.ident for thread in threading.enumerate()}
@@ -144,7 +146,7 @@ class Search:
     def _ask(self, wait: Wait, waited_s: float, store: StatusStore) -> None:
         """Ask what the missing ranks are doing and, when it is time, warn; at growing intervals."""
         self._inquiry = self._inquiry or Inquiry(store, wait.name)
-        posts = {rank: store.post_of(rank) for rank in wait.peers[:MAX_ASKED]}
+        posts = {rank: store.post_of(rank) for rank in wait.peers}
         missing = [rank for rank, post in posts.items() if post is None or post.lacks(wait)]
         found = [f"rank {rank}: {self._inquiry.of(rank)[0]}" for rank in missing]
         if waited_s < self._warn_s:
@@ -165,8 +167,8 @@ class Search:
     def withdraw(self, store: StatusStore) -> None:
         """Take the post of this process out of the store."""
         if self._posted is not None:
-            rank, self._posted = self._posted, None
-            store.post(rank, None)
+            wait, self._posted = self._posted, None
+            store.post(wait.rank, None)
 
     def _look_at_long_wait(
         self, waiters: Sequence[Waiter], waiter: Waiter, waiting: Waiting, store: StatusStore
@@ -176,8 +178,8 @@ class Search:
         own = Post(waiter.describe(waiting), counts)
         if activity.waiting is not waiting:  # it has ended, and the counts may be newer
             return
-        if self._posted is None:
-            self._posted = own.wait.rank
+        if self._posted != own.wait:
+            self._posted = own.wait
             store.post(own.wait.rank, own)
         if activity.diagnosis is not None:
             waiter.end_wait()  # again, as this wait may have begun after the last time
@@ -278,35 +280,39 @@ def watch(waiter: Waiter) -> None:
 
 def find_cycle(store: StatusStore, own: Post) -> Report | None:
     """Return why a wait can never end, or None if it may end."""
-    path: dict[int, Post] = {}  # by rank, in the order of the search
-    done: set[int] = set()  # ranks that lead to no circle
+    posts: dict[int, Post | None] = {own.wait.rank: own}  # as far as they were read, by rank
+    path: dict[object, Post] = {}  # by place, in the order of the search
+    done: set[object] = set()  # places that lead to no circle
 
     def with_path(report: Report) -> Report:
-        lines = {rank: post.wait.text for rank, post in path.items()}
+        lines = {post.wait.rank: post.wait.text for post in path.values()}
         return dataclasses.replace(report, lines={**report.lines, **lines})
 
     def search(post: Post) -> Report | None:
         wait = post.wait
-        path[wait.rank] = post
+        path[wait.place] = post
         failed = None if wait.can_be_refused else store.failure_of(wait.name)
         if failed is not None:
             return with_path(failed)
-        for rank in wait.peers:
-            peer = path.get(rank) or (None if rank in done else store.post_of(rank))
-            if peer is None or not peer.lacks(wait):
+        is_told = wait.can_be_refused and post is not own
+        for rank in store.missing_in(wait.name, wait.number) if is_told else wait.peers:
+            if rank not in posts:
+                posts[rank] = store.post_of(rank)
+            peer = posts[rank]
+            if peer is None or peer.wait.place in done or not peer.lacks(wait):
                 continue
-            if rank not in path:
+            if peer.wait.place not in path:
                 found = search(peer)
                 if found is not None:
                     return found
                 continue
-            ranks = list(path)
-            circle = ranks[ranks.index(rank) :]
-            refused = [rank for rank in circle if path[rank].wait.can_be_refused]
-            if not refused or own.wait.rank in refused:
+            places = list(path)
+            circle = places[places.index(peer.wait.place) :]
+            refused = [place for place in circle if path[place].wait.can_be_refused]
+            if not refused or own.wait.place in refused:
                 return with_path(Report({}))
-        del path[wait.rank]
-        done.add(wait.rank)
+        del path[wait.place]
+        done.add(wait.place)
         return None
 
     return search(own)

@@ -7,13 +7,12 @@ import ast
 import dataclasses
 import time
 import typing
+from collections.abc import Sequence
 
 from ... import _torch_private
 from ..environment import idle_limit_s
 from .processes import Process
 from .waits import Report, Wait
-
-MAX_ASKED = 64  # of the missing ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +87,22 @@ class StatusStore:
         return self._store.add(f"fsdp_compat/sum/{name}/{number}", value)
 
     def call_of(self, name: str, number: int, rank: int) -> str:
-        """Return the call of a rank, or "" if it has not arrived."""
+        """Return the call of a rank, or "" if it has not arrived or has gone on."""
         posted, call = self._get(f"call/{name}/{rank}") or (0, "")
         return call if posted == number else ""
 
     def sum_of(self, name: str, number: int) -> int:
         found: int = self._get(f"sum/{name}/{number}")  # a file does not grow, as it does by an add
         return found
+
+    def tell_missing(self, name: str, number: int, ranks: Sequence[int]) -> None:
+        """Publish ranks that a rendezvous waits for."""
+        self._set(f"missing/{name}", [number, *ranks])
+
+    def missing_in(self, name: str, number: int) -> list[int]:
+        """Return ranks that a rendezvous waits for, as far as one of its ranks has asked."""
+        about, *ranks = self._get(f"missing/{name}") or [0]
+        return ranks if about == number else []
 
     def replace_sum(self, name: str, number: int, before: int, value: int) -> int:
         """Set the counter, if it is still what it was before (0: not there); return what it is

@@ -21,10 +21,15 @@ The end. Either the counter becomes complete, or one rank replaces it by a negat
 compare-and-set; never both. Then every rank of the rendezvous gets the error. Nothing was sent, so
 all of them can go on. A rank that arrives later finds the counter closed and takes the next number,
 where the refused ranks come next; if they do not come, it is refused there. The last rank of a
-complete rendezvous deletes the earlier counters, so that the store does not grow."""
+complete rendezvous deletes the earlier counters, so that the store does not grow.
+
+Many ranks. The requests of all ranks together grow no faster than W log W: only the first ranks to
+arrive ask for missing ones, up to ``MAX_ASKED`` of them; more than ``FEW`` ranks poll less often;
+and only the rank that closes a rendezvous reads all calls, and names a few."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import threading
@@ -38,13 +43,22 @@ import torch.distributed as dist
 from ... import _torch_private
 from ...errors import StateError
 from ..environment import checks_calls, idle_limit_s
+from ..mesh import MAX_NAMED, named
 from . import deadlock, progress
-from .status_store import MAX_ASKED, Inquiry, StatusStore
-from .waits import RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
+from .status_store import Inquiry, StatusStore
+from .waits import (
+    MAX_ASKED,
+    RENDEZVOUS,
+    Activity,
+    Report,
+    Wait,
+    Waiter,
+    Waiting,
+)
 
 ASK_S = 1.0  # at most, between two questions to a missing rank
-PAUSE_S = 0.2  # at most, between two looks at the counter
-
+PAUSE_S = 0.2  # at most, between two looks at the counter, of up to FEW ranks
+FEW = 256  # of more ranks each looks less often, so that all together look as often
 
 # With as many bits again for the sum over all ranks, both fit into the store's 64 bits.
 _COUNT_BITS, _CALL_BITS = 18, 24
@@ -71,7 +85,13 @@ class StoreRendezvous(Waiter):
         self._num_subjects = 0
         self.next = 1  # number of the next rendezvous, unless that is closed by then
         self.last_complete = 0
+        self.missing: tuple[int, ...] = ()  # global ranks, when this rank asked last
         self._lock = threading.Lock()
+
+    @property
+    def many(self) -> float:
+        """How much longer ranks pause between two looks because they are many."""
+        return max(1.0, len(self.activity.members) / FEW)
 
     def number_of(self, subject: object) -> int:
         """Return the number of what calls are about, in the order in which it was first asked for,
@@ -108,14 +128,15 @@ class StoreRendezvous(Waiter):
             raise
         finally:
             self.activity.waiting = self.activity.diagnosis = None
+            self.missing = ()
             self._lock.release()
 
     def error(self, first: str, got: str) -> StateError:
-        members = list(self.activity.members)
+        members = self.activity.members
         return StateError.of(
             first,
             expected=f"the same call, of the same model and in the same order, on all of the "
-            f"ranks {members}",
+            f"ranks {named(members)}",
             got=got,
             where=f"rank {self.activity.global_rank}, at {progress.place()}",
             fix="make the call on every rank; if a rank decides about it, broadcast the "
@@ -127,9 +148,10 @@ class StoreRendezvous(Waiter):
 
     def describe(self, waiting: Waiting) -> Wait:
         (tag, number, _), _, what = waiting
-        rank, peers = self.activity.global_rank, self.activity.others
-        text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
-        return Wait(rank, peers, self.activity.name, tag, number, text)
+        rank, missing = self.activity.global_rank, self.missing
+        awaited = f"the ranks {named(missing)}" if missing else "other ranks"
+        text = f"rank {rank} waits in {what} for {awaited}, at {progress.place()}"
+        return Wait(rank, missing, self.activity.name, tag, number, text)
 
 
 class Turn:
@@ -144,27 +166,44 @@ class Turn:
         self._number = rendezvous.next
         self._total = 0  # of the counter
         self._inquiry = Inquiry(self._store, name)
+        # ranks that were not seen to arrive
+        self._absent = collections.deque(rendezvous.activity.others)
         self._told: dict[int, str] = {}  # by missing rank: what it does, as of the last question
         self._started = self._asked_at = time.monotonic()
-        self._ask_s = min(ASK_S, idle_limit_s() / 5)
+        self._ask_s, self._limit_s = min(ASK_S, idle_limit_s() / 5), rendezvous.timeout_s
 
     def run(self) -> None:
         """Return when all members have arrived. Raises StateError if they never will."""
-        self._arrive()
-        while not self._is_complete(self._total):
-            if self._total < 0:  # in the words of the rank that closed it
-                raise self._refusal()
-            diagnosis = self._activity.diagnosis
-            if diagnosis is not None:
-                self.close(diagnosis.lines)
-            elif self._is_pointless():
-                self.close({})
-            waited_s = time.monotonic() - self._started
-            time.sleep(min(PAUSE_S, max(5e-5, waited_s / 10)))
-            self._total = self._store.sum_of(self._name, self._number)
-        self._rendezvous.last_complete = self._number
+        self.arrive()
+        while not self.look():
+            time.sleep(self.pause_s)
+            self.poll()
 
-    def _arrive(self) -> None:
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next look."""
+        waited_s, many = time.monotonic() - self._started, self._rendezvous.many
+        return min(PAUSE_S * many, max(5e-5 * many, waited_s / 10))
+
+    def poll(self) -> None:
+        self._total = self._store.sum_of(self._name, self._number)
+
+    def look(self) -> bool:
+        """Return True if all members have arrived. Ask for those that have not, and close the
+        rendezvous if they never will. Raises StateError if it is closed."""
+        if self._is_complete(self._total):
+            self._rendezvous.last_complete = self._number
+            return True
+        if self._total < 0:  # in the words of the rank that closed it
+            raise self._refusal()
+        diagnosis = self._activity.diagnosis
+        if diagnosis is not None:
+            self.close(diagnosis.lines)
+        elif self._is_pointless():
+            self.close({})
+        return False
+
+    def arrive(self) -> None:
         """Add this rank to the next rendezvous that is not closed."""
         rendezvous, activity, name = self._rendezvous, self._activity, self._name
         activity.thread, activity.diagnosis = threading.get_ident(), None
@@ -177,13 +216,13 @@ class Turn:
         if self._is_complete(self._total):
             self._forget_earlier()
             return
-        if self._num_arrived() > 1:  # another rank asks already; but it may die
-            self._ask_s *= 5 * max(1, len(activity.members) / 64)
+        num_before = min(self._num_arrived() - 1, 10)  # they ask already; but they may die
+        self._ask_s *= 5**num_before
+        self._limit_s += num_before
         activity.waiting = (RENDEZVOUS, self._number, 0), 0, self._call
 
     def close(self, known: dict[int, str]) -> None:
         """Close the rendezvous, unless it is complete or closed. known: why, for some ranks."""
-        rank, missing = self._activity.global_rank, self._missing()
         own = _CLOSED - self._activity.rank  # tells this rank's from another one's
         before = self._total
         while before != own:
@@ -191,12 +230,24 @@ class Turn:
                 return
             before = self._store.replace_sum(self._name, self._number, before, own)
         # no other rank can arrive any more
-        lines = {}
-        for each in self._activity.members:
-            told = f": {self._told[each]}" if each in self._told else ""
-            absent = f"has not arrived{told}" if each in missing else "arrived"
-            lines[each] = f"rank {each} {self._call_of(each) or absent}"
-        self._store.report_failure(self._key(), rank, Report(lines | known))
+        self._store.report_failure(self._key(), self._activity.global_rank, self._reason(known))
+
+    def _reason(self, known: dict[int, str]) -> Report:
+        """Return why the rendezvous is closed: of a few ranks that make the difference what they
+        have called, or do instead."""
+        members = self._activity.members
+        calls = {rank: self._call_of(rank) for rank in members}
+        texts = {
+            rank: call or f"has not arrived{self._told.get(rank, '')}"
+            for rank, call in calls.items()
+        }
+        different = {text: rank for rank, text in reversed(texts.items())}
+        chosen = list(dict.fromkeys([*known, *different.values(), *members]))[:MAX_NAMED]
+        lines = {rank: f"rank {rank} {texts[rank]}" for rank in sorted(chosen)} | known
+        more = len(members) - len(lines)
+        absent = sum(not call for rank, call in calls.items() if rank not in lines)
+        cause = f"; {more} more ranks, {absent} of which have not arrived" if more else ""
+        return Report(lines, cause)
 
     def _is_complete(self, total: int) -> bool:
         return total == len(self._activity.members) * self._value
@@ -209,30 +260,35 @@ class Turn:
         now, limit_s = time.monotonic(), self._rendezvous.timeout_s
         if self._total != self._num_arrived() * self._value:  # the calls differ
             return True
-        if now - self._started > limit_s:
+        if now - self._started > self._limit_s:
             over = f"the time limit of {limit_s:g} s is over"
             for rank in self._missing():
-                told = self._told.get(rank)
-                self._told[rank] = f"{over}; {told}" if told else over
+                told = self._told.get(rank, "").removeprefix(": ")
+                self._told[rank] = f": {over}; {told}" if told else f": {over}"
             return True
         if now - self._asked_at <= self._ask_s:
             return False
         self._asked_at = now
-        answers = {rank: self._inquiry.of(rank) for rank in self._missing()[:MAX_ASKED]}
-        self._told = {rank: text for rank, (text, _) in answers.items()}
+        missing = self._missing()
+        answers = {rank: self._inquiry.of(rank) for rank in missing}
+        self._told = {rank: f": {text}" for rank, (text, _) in answers.items()}
+        if missing != self._rendezvous.missing:
+            self._store.tell_missing(self._name, self._number, missing)
+            self._rendezvous.missing = missing
         return any(is_pointless for _, is_pointless in answers.values())
 
     def _refusal(self) -> StateError:
         """Return the error of a closed rendezvous, in the words of the rank that closed it."""
-        report, end = None, time.monotonic() + 2.0
+        ranks = len(self._activity.members)
+        report, end = None, time.monotonic() + 2.0 + ranks / 500  # the closing rank reads all calls
         while report is None and time.monotonic() < end:
-            time.sleep(0.001)
+            time.sleep(0.001 * self._rendezvous.many)
             report = self._store.failure_of(self._key())
         rank = self._activity.global_rank
         own = {rank: f"rank {rank} called {self._call} at {progress.place()}"}
-        lines = own | (report.lines if report else {})
+        report = report or Report({})
         first = f"The ranks did not come together in {self._call}."
-        return self._rendezvous.error(first, str(Report(lines)))
+        return self._rendezvous.error(first, f"{Report(own | report.lines)}{report.cause}")
 
     def _key(self) -> str:
         """Return the name under which a refusal is reported."""
@@ -241,8 +297,16 @@ class Turn:
     def _call_of(self, rank: int) -> str:
         return self._store.call_of(self._name, self._number, rank)
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in self._activity.members if not self._call_of(rank)]
+    def _missing(self) -> tuple[int, ...]:
+        """Return up to MAX_ASKED ranks that have not arrived. Whom one call has seen, the next one
+        does not ask for."""
+        missing: list[int] = []
+        while self._absent and len(missing) < MAX_ASKED:
+            rank = self._absent.popleft()
+            if not self._call_of(rank):
+                missing.append(rank)
+        self._absent.extendleft(reversed(missing))
+        return tuple(missing)
 
     def _forget_earlier(self) -> None:
         """Every rank has arrived here, so that none reads the earlier counters."""

@@ -26,6 +26,8 @@ from ... import _torch_private
 COLLECTIVE = -1  # a synchronous collective of all members
 RENDEZVOUS = -2  # a rendezvous: nothing has been sent yet
 
+MAX_ASKED = 64  # of the ranks that a wait needs
+
 # (tag, how often the tag was used, number of receives among the works, which come before the sends)
 MessageId = tuple[int, int, int]
 
@@ -77,7 +79,9 @@ class Wait:
     """A wait in a form that other ranks can read."""
 
     rank: int  # global, of the rank that waits
-    peers: tuple[int, ...]  # global: the wait ends when all of them have begun the same
+    # Global: the wait ends when all of them have begun the same. At most MAX_ASKED; of a rendezvous
+    # those that were missing when this rank asked last, none if it has not asked.
+    peers: tuple[int, ...]
     name: str  # of the activity
     tag: int
     number: int  # how often the waiting rank has begun it
@@ -87,6 +91,11 @@ class Wait:
     def can_be_refused(self) -> bool:
         """True if nothing was sent: after an error all ranks can go on."""
         return self.tag == RENDEZVOUS
+
+    @property
+    def place(self) -> object:
+        """What a search for circles passes through: all ranks of a rendezvous are one place."""
+        return (self.name, self.number) if self.can_be_refused else self.rank
 
 
 class Waiter:

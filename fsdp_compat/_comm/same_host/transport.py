@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, GlooConnections, all_or_nothing, any_awaits_readers
-from ..mesh import Axis
+from ..mesh import Axis, named
 from ..transport import VALUES, Handle, Kind, Mapping, Work
 from . import counters, peers, shared_memory
 from .counters import Table
@@ -70,7 +70,7 @@ class SameHostTransport(GlooTransport):
                 expected=f"at most {VALUES // len(Kind) - 1}: of each unit one for "
                 "each dtype and requires_grad",
                 got="one more",
-                where=f"global ranks {list(self.members)}",
+                where=f"global ranks {named(self.members)}",
                 fix="wrap larger modules, or set FSDP_COMPAT_SAME_HOST=messages on all ranks",
             )
         return tag

@@ -137,7 +137,7 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     runtime.require_idle("clip_grad_norm_", ValueStateError)
     runtime.require_parts("clip_grad_norm_")
     groups = runtime.groups
-    rendezvous.require_all_ranks("clip_grad_norm_", groups)
+    rendezvous.require_all_ranks_once("clip_grad_norm_", groups)
     if runtime.backward.has_raised:  # gradients may be left on unsharded parameters
         runtime.rest()
     others = _gradients_of_others(wrapper, groups)

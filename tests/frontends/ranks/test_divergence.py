@@ -163,6 +163,25 @@ def test_different_calls_models_and_orders_are_refused() -> None:
                 assert_told(message, rf"rank {rank} called {name}\(\) at {HERE}:\d+ in \w+\(\)")
 
 
+def clips_on_rank_0() -> str:
+    """In the second step rank 0 clips, and the other one trains on."""
+    model = build()
+    step(model)
+    model.clip_grad_norm_(1.0)
+    step(model)
+    return message_of(lambda: model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else step(model))
+
+
+@pytest.mark.parametrize("environment", [NOT_MAPPED, MAPPED])
+def test_clipping_on_one_rank_while_another_trains_fails_on_both(
+    environment: dict[str, str],
+) -> None:
+    for message in run_ranks(2, clips_on_rank_0, environment=environment):
+        assert_told(
+            message, "ranks wait for each other", "rank 0 waits for the norm of the gradients"
+        )
+
+
 def decides_alone() -> str:
     """Rank 0 considers its loss the best and saves; the last rank does not, and waits in a
     barrier."""
@@ -470,6 +489,9 @@ def meets() -> dict[str, list[str]]:
         model.apply(lambda module: None)
         with FSDP.summon_full_params(model):
             pass
+    with during("clips again"):
+        model.clip_grad_norm_(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with FSDP.summon_full_params(model), during("whole already"):
         model.state_dict()
         model.apply(lambda module: None)
@@ -501,6 +523,7 @@ def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
     found = {
         "full": ["state_dict", "optim_state_dict"],
         "other calls": calls,
+        "clips again": [],
         "whole already": [],
         "loads": loads,
         "nothing sent": [],

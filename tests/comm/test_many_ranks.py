@@ -1,0 +1,38 @@
+"""How what ranks ask of the store grows with their number, counted around the real code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from tests.support import many_ranks
+from tests.support.many_ranks import Clock, Cost
+
+FEW, MANY = 64, 512
+
+
+def costs(call: Callable[[int, Clock], Cost]) -> tuple[Cost, Cost]:
+    with many_ranks.simulated() as clock:
+        return call(FEW, clock), call(MANY, clock)
+
+
+@pytest.mark.parametrize("call", [many_ranks.meet, many_ranks.late, many_ranks.refused])
+def test_requests_of_a_rendezvous_grow_by_w_log_w_at_most(
+    call: Callable[[int, Clock], Cost],
+) -> None:
+    few, many = costs(call)
+    law = MANY * math.log(MANY) / (FEW * math.log(FEW))
+    assert few.requests < many.requests <= law * few.requests
+    assert many.nbytes <= law * few.nbytes
+
+
+def test_refused_ranks_name_a_few_ranks_and_the_one_that_differs() -> None:
+    few, many = costs(many_ranks.refused)
+    assert len(few.messages) == FEW and len(many.messages) == MANY
+    for message in many.messages:
+        assert f"rank {MANY - 1} called apply() at train.py:5 in main()" in message
+        assert message.count(" called ") <= 9  # its own, and eight others
+        assert "504 more ranks, 0 of which have not arrived" in message
+    assert max(map(len, many.messages)) < max(map(len, few.messages)) + 100

@@ -1,0 +1,193 @@
+"""Thousands of simulated ranks around the code that talks to the store, to count what they ask of
+it: requests, bytes, and the processor time of a rank.
+
+    with many_ranks.simulated() as clock:
+        cost = many_ranks.late(1024, clock)
+
+Every rank has objects of its own, and the code that runs is that of a rank: only the clock, the
+place in the user's program and the store are not real."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from fsdp_compat import StateError
+from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
+from fsdp_compat._comm.divergence.status_store import Answer, StatusStore
+from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous, Turn
+from fsdp_compat._comm.divergence.waits import Activity
+
+SKEW_S = 0.02  # between the first arrival and the last
+HEADER_NBYTES = 9  # of a request or an answer
+
+
+class Clock:
+    """In the place of the time module."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[Clock]:
+    """Put a clock that the simulation moves into the modules that look at one."""
+    clock = Clock()
+    with contextlib.ExitStack() as stack:
+        for module in (deadlock, status_store, store_rendezvous):
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        stack.enter_context(mock.patch.object(progress, "place", lambda: "train.py:5 in main()"))
+        yield clock
+
+
+class CountingStore:
+    """A store in memory that counts requests and bytes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests: collections.Counter[str] = collections.Counter()
+        self.nbytes = 0
+
+    def _count(self, kind: str, *told: str | bytes) -> None:
+        self.requests[kind] += 1
+        self.nbytes += HEADER_NBYTES + sum(len(each) for each in told)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value.encode() if isinstance(value, str) else value
+        self._count("set", key, value)
+
+    def add(self, key: str, value: int) -> int:
+        total = int(self.values.get(key, b"0")) + value
+        self.values[key] = str(total).encode()
+        self._count("add", key, self.values[key])
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        found = self.values.get(key, b"")
+        if found.decode() == expected and desired:
+            found = self.values[key] = desired.encode()
+        self._count("compare_set", key, expected, desired, found)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", *keys)
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = [self.values[key] for key in keys]
+        self._count("multi_get", *keys, *found)
+        return found
+
+    def delete_key(self, key: str) -> bool:
+        self._count("delete_key", key)
+        return self.values.pop(key, None) is not None
+
+
+@dataclasses.dataclass
+class Cost:
+    """What a call of all ranks has cost."""
+
+    ranks: int
+    requests: int  # of all ranks together
+    nbytes: int  # in and out of the store
+    cpu_s: float = 0.0  # of the rank that works the longest, where it is measured
+    messages: tuple[str, ...] = ()  # of errors, each once
+
+
+def _rendezvous(store: Any, ranks: int) -> list[StoreRendezvous]:
+    members = tuple(range(ranks))
+    return [
+        StoreRendezvous(Activity("rendezvous", rank, members), store, 600.0) for rank in members
+    ]
+
+
+def _run(
+    clock: Clock, turns: list[Turn], arrivals: list[float], every: Callable[[int], None] | None
+) -> list[str]:
+    """Let ranks arrive, and poll until the rendezvous ends for them. every: what the thread of a
+    rank does each second. Return the errors."""
+    start, errors = clock.now, []
+    events = [(start + at, rank, "arrive") for rank, at in enumerate(arrivals)]
+    heapq.heapify(events)
+    waiting = set(range(len(turns)))
+    while waiting:
+        clock.now, rank, kind = heapq.heappop(events)
+        turn = turns[rank]
+        if kind == "look" and every is not None:
+            if rank in waiting:
+                every(rank)
+                heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
+            continue
+        if kind == "arrive":
+            turn.arrive()
+            if every is not None:
+                heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
+        else:
+            turn.poll()
+        try:
+            is_over = turn.look()
+        except StateError as error:
+            errors.append(str(error))
+            is_over = True
+        if is_over:
+            waiting.discard(rank)
+        else:
+            heapq.heappush(events, (clock.now + turn.pause_s, rank, "poll"))
+    return errors
+
+
+def _cost(store: CountingStore, ranks: int, errors: list[str], cpu_s: float = 0.0) -> Cost:
+    return Cost(ranks, store.requests.total(), store.nbytes, cpu_s, tuple(dict.fromkeys(errors)))
+
+
+def meet(ranks: int, clock: Clock) -> Cost:
+    """A rendezvous to which all ranks come."""
+    store = CountingStore()
+    turns = [Turn(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)]
+    errors = _run(clock, turns, [SKEW_S * rank / ranks for rank in range(ranks)], None)
+    return _cost(store, ranks, errors)
+
+
+def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
+    """A rendezvous to which one rank comes late, while the others look for circles."""
+    store = CountingStore()
+    rendezvous = _rendezvous(store, ranks)
+    turns = [Turn(each, "state_dict()", 1, "0") for each in rendezvous]
+    status = StatusStore(store)
+    status.answer(ranks - 1, Answer(0, "is at train.py:9 in main()", 0.0))
+    searches = [deadlock.Search() for _ in rendezvous]
+
+    def look(rank: int) -> None:
+        searches[rank].look([rendezvous[rank]], status)
+
+    arrivals = [SKEW_S * rank / ranks for rank in range(ranks - 1)] + [late_s]
+    return _cost(store, ranks, _run(clock, turns, arrivals, look))
+
+
+def refused(ranks: int, clock: Clock) -> Cost:
+    """A rendezvous in which the last rank makes another call."""
+    store = CountingStore()
+    turns = [
+        Turn(each, "state_dict()" if rank < ranks - 1 else "apply()", 1, "0")
+        for rank, each in enumerate(_rendezvous(store, ranks))
+    ]
+    arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
+    return _cost(store, ranks, _run(clock, turns, arrivals, None))
+
+
+def timed_out(ranks: int, clock: Clock) -> Cost:
+    """A rendezvous that every second rank does not come to, up to the time limit."""
+    store = CountingStore()
+    turns = [Turn(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)][::2]
+    return _cost(store, ranks, _run(clock, turns, [0.0] * len(turns), None))
