@@ -21,8 +21,8 @@ Readers and writers, by format:
 - torch.save: ``torch_save``, on ``pickles``, and ``torch_writing``
 - one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1:
   ``flat_files``, ``shapes``
-- torch.distributed.checkpoint: ``dcp_reading``, ``dcp_writing``; directories of Accelerate,
-  Lightning and others: ``client_directories``
+- torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
+  ``client_directories``
 
 What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``), with
 ``facts`` (their results as JSON) and ``selection`` (patterns of names);

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CheckpointError
 from .._texts import brief, found_in, parse_json, read_text, size, text_in
 from .archive import Archive
-from .dcp_reading import damaged, is_dcp, read_dcp, tree_of
+from .dcp import damaged, is_dcp, read_dcp, tree_of
 from .paths import member, require_inside
 from .rank_files import read_rank_files
 from .safetensors_files import read_safetensors

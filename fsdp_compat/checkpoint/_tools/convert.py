@@ -19,7 +19,7 @@ from .._progress import progress_bar, require_bar
 from .._publishing import published, require_free
 from .._texts import joined
 from .archive import Archive, StoredTensor
-from .dcp_writing import write_dcp
+from .dcp import write_dcp
 from .native_writing import write_native
 from .opening import open_archive, problems_of
 from .optimizer_tree import named_optimizer

@@ -13,7 +13,7 @@ from .._manifest import MANIFEST
 from .._texts import joined, open_file
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory, read_indexed_torch_files
-from .dcp_reading import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
+from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .flat_files import holds_flat_params
 from .native_reading import is_native, read_native
 from .paths import require_inside

@@ -5,13 +5,14 @@ it is. Files of torch before 1.6 are several pickles and then the storages, one 
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import zipfile
 import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,58 +22,61 @@ from .._header import is_quantized
 from .._texts import MAX_TEXT_NBYTES, brief, open_file
 from .archive import Checksum, Piece, Span, StoredTensor, row_major, whole
 from .pickles import (
-    PLAIN,
     Ignored,
-    Of,
+    Make,
     Record,
     Refused,
     Sealed,
-    StandIn,
-    of_arguments,
-    record_of,
-    refused,
+    no_value,
+    plain,
+    refusing,
     shape_of,
     unpickled,
 )
 from .sharded_records import boxed_tensor, d_tensor, sharded_tensor
 
-_ZIP = b"PK\x03\x04"
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_START = b"\x80\x02\x8a\x0a" + _LEGACY_MAGIC.to_bytes(10, "little") + b"."
-_LOCAL_HEADER_NBYTES = 30
+ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
+_LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b"."
+_HEADER_NBYTES = 30
 
 
 def is_torch_file(path: Path) -> bool:
     """Return whether a file begins as torch.save's do. Raises OSError, and CheckpointError for what
     is not a regular file."""
     with open(open_file(path), "rb") as file:
-        start = file.read(len(_LEGACY_START))
-    return start.startswith(_ZIP) or start == _LEGACY_START
+        return file.read(len(_LEGACY)).startswith((ZIP, _LEGACY))
 
 
 def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
     """Return the nested values of a file of torch.save, with StoredTensor leaves that read from it;
     DTensorRecord and ShardedTensorRecord for the parts of one rank. ignored: as for ``load``.
     Raises CheckpointError and OSError."""
-    with open(open_file(path), "rb") as file:
+    with open(open_file(path), "rb") as file, refusing(path):
         nbytes = os.fstat(file.fileno()).st_size
-        start = file.read(len(_LEGACY_START))
-        if start == _LEGACY_START:
-            file.seek(0)
-            return _guarded(path, lambda: _legacy(file, path, nbytes, ignored))
-        if not start.startswith(_ZIP):
+        start = os.pread(file.fileno(), len(_LEGACY), 0)
+        if start == _LEGACY:
+            return _legacy(file.fileno(), path, nbytes, ignored)
+        if not start.startswith(ZIP):
             raise _not_torch(path, start)
-        return _guarded(path, lambda: _zipped(file, path, 0, nbytes, ignored))
+        return read_torch_range(file.fileno(), path, 0, nbytes, ignored)
 
 
-def records_at(path: Path, start: int, nbytes: int, *, ignored: Collection[str] = ()) -> Any:
-    """Return the values of a torch.save file of ``nbytes`` that lies in a larger file at byte
-    ``start``, as ``read_torch_file`` does."""
-    with open(open_file(path), "rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        if not 0 <= start <= start + nbytes <= end:
-            raise refused(path, f"bytes {start} to {start + nbytes} of {end}")
-        return _guarded(path, lambda: _zipped(file, path, start, nbytes, ignored))
+def read_torch_range(
+    descriptor: int, path: Path, start: int, nbytes: int, ignored: Collection[str] = ()
+) -> Any:
+    """Return the values of a torch.save file of ``nbytes`` that lies at byte ``start`` of a larger
+    file, as ``read_torch_file`` does."""
+    with refusing(path):
+        records = _Records(descriptor, path, start, nbytes)
+        if "constants.pkl" in records:
+            raise Refused(
+                "a TorchScript archive, which holds a program; save model.state_dict() with "
+                "torch.save"
+            )
+        if "byteorder" in records and records.content("byteorder") != b"little":
+            raise Refused("a file in big-endian byte order")
+        storages = _storages(path, lambda key, nbytes: records.place(f"data/{key}"))
+        return load(records.content("data.pkl"), path, storages, ignored=ignored)
 
 
 def load(
@@ -94,15 +98,6 @@ def load(
     return unpickled(data, where, _meaning, persistent, ignored)
 
 
-def _guarded(path: Path, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:  # whatever wrong values raise
-        raise refused(path, error) from error
-
-
 def _not_torch(path: Path, start: bytes) -> CheckpointError:
     is_old = start[:1] in (b"\x80", b"(", b"}")
     return CheckpointError.of(
@@ -114,17 +109,121 @@ def _not_torch(path: Path, start: bytes) -> CheckpointError:
     )
 
 
-# -- storages
+# -- zip archives
+
+
+class _Range(io.RawIOBase):
+    """A part of a file, as a file of its own for zipfile."""
+
+    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
+        self._descriptor, self._start, self._nbytes, self._at = descriptor, start, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max((0, self._at, self._nbytes)[whence] + offset, 0)
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        rest = max(self._nbytes - self._at, 0)
+        memory = memoryview(memory)[:rest]
+        num_read = os.preadv(self._descriptor, [memory], self._start + self._at)
+        self._at += num_read
+        return num_read
+
+
+class _Records:
+    """The records of a zip archive that torch.save wrote, by their names without the directory that
+    all have in common. Raises Refused for what torch does not write, and CheckpointError for a file
+    that was cut off or changed."""
+
+    def __init__(self, descriptor: int, path: Path, start: int, nbytes: int) -> None:
+        self._descriptor, self._path, self._start, self._nbytes = descriptor, path, start, nbytes
+        self._infos: dict[str, zipfile.ZipInfo] = {}
+        try:
+            infos = zipfile.ZipFile(_Range(descriptor, start, nbytes)).infolist()
+        except Exception as error:  # of many classes, where the directory is damaged
+            raise self._broken(f"{brief(error)} (was it copied completely?)") from error
+        for info in infos:
+            name = info.orig_filename.partition("/")[2]
+            if self._infos.setdefault(name, info) is not info:
+                raise Refused(f"two records {name!r}")
+
+    def _broken(self, got: str) -> CheckpointError:
+        return damaged(self._path, "a complete zip archive, as torch.save writes it", got)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    def place(self, name: str) -> Checksum:
+        """Return where a record lies in the file. Its CRC-32 is 0 if it was not computed, as with
+        ``torch.serialization.set_crc32_options(False)`` and ``skip_data``."""
+        if name not in self._infos:
+            raise self._broken(f"no record {name!r:.200}")
+        info = self._infos[name]
+        if info.compress_type or info.compress_size != info.file_size:
+            raise Refused(f"the compressed record {name!r}, which torch.save does not write")
+        at = max(info.header_offset, 0)  # negative in damaged files
+        header = os.pread(self._descriptor, _HEADER_NBYTES, self._start + at)
+        lengths = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        start = at + _HEADER_NBYTES + lengths
+        if not header.startswith(ZIP) or start + info.file_size > self._nbytes:
+            raise self._broken(f"the record {name!r} without a header, or beyond the end")
+        return Checksum(self._start + start, info.file_size, info.CRC)
+
+    def content(self, name: str) -> bytes:
+        place = self.place(name)
+        if place.nbytes > MAX_TEXT_NBYTES:
+            raise Refused(f"{place.nbytes} bytes in {name}; the limit is {MAX_TEXT_NBYTES}")
+        content = os.pread(self._descriptor, place.nbytes, place.start)
+        if place.crc32 not in (0, found := zlib.crc32(content)):
+            raise damaged(self._path, f"checksum {place.crc32:08x} of {name}", f"{found:08x}")
+        return content
+
+
+# -- files of torch before 1.6
+
+
+def _legacy(descriptor: int, path: Path, nbytes: int, ignored: Collection[str]) -> Any:
+    """The storages follow the pickles in the order of a list of their keys: each a number of
+    elements in 8 bytes, and the elements."""
+    stream = io.BytesIO(os.pread(descriptor, MAX_TEXT_NBYTES, 0))
+    _, version, system = (load(stream, path) for _ in range(3))
+    if version != 1001 or not isinstance(system, dict) or not system.get("little_endian"):
+        raise Refused("another version of the format, or big-endian byte order")
+    first, wanted, places = stream.tell(), dict[str, int](), dict[str, Checksum]()
+
+    def storage(key: str, nbytes: int) -> Checksum:
+        wanted[key] = nbytes
+        return places.get(key, Checksum(0, nbytes, 0))
+
+    load(stream, path, _storages(path, storage), ignored=ignored)
+    keys = load(stream, path)
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(wanted):
+        raise Refused("other storages than the values need")
+    place = stream.tell()
+    for key in map(str, keys):
+        numel = int.from_bytes(os.pread(descriptor, 8, place), "little")
+        if not numel <= wanted[key] <= 16 * numel:
+            raise Refused(f"a storage of another size than {wanted[key]} bytes")
+        places[key] = Checksum(place + 8, wanted[key], 0)
+        place += 8 + wanted[key]
+    if place > nbytes:
+        raise Refused(f"storages of {place} bytes in a file of {nbytes}")
+    stream.seek(first)  # now that the places are known, once more
+    return load(stream, path, _storages(path, storage), ignored=ignored)
+
+
+# -- tensors
 
 
 class _Storage(NamedTuple):
-    """A storage in a file. dtype: None for bytes. Immutable, as pickles can refer to it."""
+    """A storage in a file. Immutable, as pickles can refer to it."""
 
     path: Path
-    start: int  # of its first byte
-    nbytes: int
-    dtype: torch.dtype | None
-    checksum: Checksum | None = None
+    place: Checksum
+    dtype: torch.dtype | None  # None: bytes
 
 
 STORAGES: dict[str, torch.dtype | None] = {
@@ -139,281 +238,112 @@ STORAGES: dict[str, torch.dtype | None] = {
 }
 
 
-class _Storages:
-    """The storages that the pickle of a file refers to. find: returns where the bytes of a key lie,
-    given how many they are."""
+def _storages(path: Path, place: Callable[[str, int], Checksum]) -> Callable[[Any], _Storage]:
+    """Return what gives the storage of a persistent id. place: of a key, and of the number of bytes
+    that the pickle has for it."""
 
-    def __init__(self, path: Path, find: Callable[[str, int], tuple[int, Checksum | None]]) -> None:
-        self._path, self._find = path, find
-        self.found: dict[str, _Storage] = {}
-
-    def __call__(self, reference: Any) -> _Storage:
+    def storage(reference: Any) -> _Storage:
         if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] != "storage":
             raise Refused("a reference to something else than a storage")
         _, kind, key, _, numel, *view = reference
-        if not isinstance(kind, Sealed) or kind.full_name not in STORAGES:
+        if not isinstance(kind, Sealed) or kind.name not in STORAGES:
             raise Refused("a storage of an unknown class")
         if type(numel) is not int or numel < 0 or any(view):
             raise Refused("a view of a storage, as torch 0.4 wrote them")
-        dtype = STORAGES[kind.full_name]
+        dtype = STORAGES[kind.name]
         nbytes = numel * (1 if dtype is None else dtype.itemsize)
-        start, checksum = self._find(str(key), nbytes)
-        storage = _Storage(self._path, start, nbytes, dtype, checksum)
-        if self.found.setdefault(str(key), storage)[3] != dtype:
-            raise Refused(f"storage {str(key)[:50]!r} twice, and different")
-        return storage
+        return _Storage(path, place(str(key), nbytes), dtype)
+
+    return storage
 
 
-# -- zip archives
-
-
-class _Window:
-    """A part of a file, as a file of its own for zipfile."""
-
-    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._place = file, start, nbytes, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = (0, self._place, self._nbytes)[whence] + offset
-        if self._place < 0:
-            raise ValueError("a place before the file")
-        return self._place
-
-    def read(self, nbytes: int | None = -1) -> bytes:
-        rest = max(self._nbytes - self._place, 0)
-        self._file.seek(self._start + self._place)
-        found = self._file.read(rest if nbytes is None or nbytes < 0 else min(nbytes, rest))
-        self._place += len(found)
-        return found
-
-
-class _Entry(NamedTuple):
-    """A record of a zip archive. crc32: 0 if it was not computed, as with
-    ``torch.serialization.set_crc32_options(False)`` and ``skip_data``."""
-
-    start: int  # of its content, in the window
-    nbytes: int
-    crc32: int
-
-
-class _Archive:
-    """The records of a zip archive that torch.save wrote, by their names without the directory that
-    all have in common. Raises Refused for what torch does not write, and CheckpointError for a file
-    that was cut off or changed."""
-
-    def __init__(self, window: _Window, path: Path) -> None:
-        self._window, self._path = window, path
-        try:
-            with zipfile.ZipFile(window) as archive:
-                infos, end = archive.infolist(), archive.start_dir
-        except Exception as error:  # of many classes, where the directory is damaged
-            raise self._broken(f"{brief(error)} (was it copied completely?)") from error
-        infos.sort(key=lambda info: info.header_offset)
-        ends = [info.header_offset for info in infos[1:]] + [end]
-        self._infos: dict[str, tuple[zipfile.ZipInfo, int]] = {}  # and where the next one begins
-        for info, limit in zip(infos, ends, strict=True):
-            name = info.orig_filename.partition("/")[2]
-            if self._infos.setdefault(name, (info, limit))[0] is not info:
-                raise Refused(f"two records {name!r}")
-
-    def _broken(self, got: str) -> CheckpointError:
-        return damaged(self._path, "a complete zip archive, as torch.save writes it", got)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._infos
-
-    def entry(self, name: str) -> _Entry:
-        if name not in self._infos:
-            raise self._broken(f"no record {name[:200]!r}")
-        info, limit = self._infos[name]
-        self._window.seek(info.header_offset)
-        head = self._window.read(_LOCAL_HEADER_NBYTES)
-        if head[:4] != _ZIP or len(head) < _LOCAL_HEADER_NBYTES:
-            raise self._broken(f"the record {name!r} without a header")
-        if any((info.compress_type, *head[8:10])) or info.compress_size != info.file_size:
-            raise Refused(f"the compressed record {name!r}, which torch.save does not write")
-        if info.flag_bits & 0x2041:
-            raise Refused(f"the encrypted record {name!r}")
-        lengths = [int.from_bytes(head[at : at + 2], "little") for at in (26, 28)]
-        encoding = "utf-8" if info.flag_bits & 0x800 else "cp437"
-        if self._window.read(lengths[0]) != info.orig_filename.encode(encoding):
-            raise self._broken(f"the record {name!r} under another name")
-        start = info.header_offset + _LOCAL_HEADER_NBYTES + sum(lengths)
-        if start + info.file_size > limit:
-            raise self._broken(f"the record {name!r} that reaches into the next one")
-        return _Entry(start, info.file_size, info.CRC)
-
-    def content(self, name: str) -> bytes:
-        entry = self.entry(name)
-        if entry.nbytes > MAX_TEXT_NBYTES:
-            raise Refused(f"{entry.nbytes} bytes in {name}; the limit is {MAX_TEXT_NBYTES}")
-        self._window.seek(entry.start)
-        content = self._window.read(entry.nbytes)
-        if entry.crc32 not in (0, found := zlib.crc32(content)):
-            raise damaged(self._path, f"checksum {entry.crc32:08x} of {name}", f"{found:08x}")
-        return content
-
-
-def _zipped(file: BinaryIO, path: Path, start: int, nbytes: int, ignored: Collection[str]) -> Any:
-    archive = _Archive(_Window(file, start, nbytes), path)
-    if "constants.pkl" in archive:
-        raise Refused(
-            "a TorchScript archive, which holds a program; save model.state_dict() with torch.save"
-        )
-    if "byteorder" in archive and archive.content("byteorder") != b"little":
-        raise Refused("a file in big-endian byte order")
-
-    def find(key: str, wanted: int) -> tuple[int, Checksum | None]:
-        entry = archive.entry(f"data/{key}")
-        if wanted > entry.nbytes:
-            raise Refused(f"storage {key[:50]!r} of {wanted} bytes in a record of {entry.nbytes}")
-        at = start + entry.start
-        return at, Checksum(at, entry.nbytes, entry.crc32) if entry.crc32 else None
-
-    return load(archive.content("data.pkl"), path, _Storages(path, find), ignored=ignored)
-
-
-# -- files of torch before 1.6
-
-
-def _legacy(file: BinaryIO, path: Path, nbytes: int, ignored: Collection[str]) -> Any:
-    """The storages follow the pickles in the order of a list of their keys: each a number of
-    elements in 8 bytes, and the elements."""
-    stream = io.BytesIO(file.read(MAX_TEXT_NBYTES))
-    _, version, system = (load(stream, path) for _ in range(3))
-    if version != 1001 or not isinstance(system, dict) or not system.get("little_endian"):
-        raise Refused("another version of the format, or big-endian byte order")
-    first, places = stream.tell(), dict[str, int]()
-    storages = _Storages(path, lambda key, nbytes: (places.get(key, 0), None))
-    load(stream, path, storages, ignored=ignored)
-    keys = load(stream, path)
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.found):
-        raise Refused("other storages than the values need")
-    place = stream.tell()
-    for key in map(str, keys):
-        _, _, size, dtype, _ = storages.found[key]
-        file.seek(place)
-        if int.from_bytes(file.read(8), "little") * (dtype or torch.uint8).itemsize != size:
-            raise Refused(f"a storage of another size than {size} bytes")
-        places[key] = place + 8
-        place += 8 + size
-    if place > nbytes:
-        raise Refused(f"storages of {place} bytes in a file of {nbytes}")
-    stream.seek(first)  # now that the places are known, once more
-    return load(stream, path, storages, ignored=ignored)
-
-
-# -- tensors
-
-
-def tensor_in(
-    storage: Any, offset: Any, sizes: Any, strides: Any, dtype: Any = None
+def _tensor(
+    storage: Any,
+    offset: Any,
+    sizes: Any,
+    strides: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    flags: Any = None,
+    *,
+    dtype: Any = None,
+    state: Any = None,
 ) -> StoredTensor:
-    """Return a strided tensor in a storage. offset, strides: in elements. Raises Refused if it does
-    not lie in the storage."""
+    """Return a strided tensor in a storage. offset, strides: in elements. state: attributes. Raises
+    Refused if it does not lie in the storage."""
     if not isinstance(storage, _Storage):
         raise Refused("a tensor without a storage")
+    if isinstance(flags, dict) and any(flags.values()):
+        raise Refused(f"a tensor with the flags {sorted(map(str, flags))}")
     dtype = storage.dtype if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
         raise Refused(f"a tensor of the dtype {dtype}")
     shape, steps = shape_of(sizes), shape_of(strides)
     if len(shape) != len(steps) or type(offset) is not int or offset < 0:
         raise Refused(f"a tensor of {len(shape)} dims with {len(steps)} strides")
+    end = offset + 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
     if 0 in shape:
-        steps, last = row_major(shape), 0
-        offset = min(offset, storage.nbytes // dtype.itemsize)
-    else:
-        last = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
-    if (offset + last) * dtype.itemsize > storage.nbytes:
+        steps, offset, end = row_major(shape), 0, 0
+    if end * dtype.itemsize > storage.place.nbytes:
         raise Refused(
-            f"a tensor that ends at byte {(offset + last) * dtype.itemsize} of a storage of "
-            f"{storage.nbytes}"
+            f"a tensor that ends at byte {end * dtype.itemsize} of a storage of "
+            f"{storage.place.nbytes}"
         )
-    start = storage.start + offset * dtype.itemsize
-    span = Span(storage.path, start, steps, storage.checksum)
+    checksum = storage.place if storage.place.crc32 else None
+    span = Span(storage.path, storage.place.start + offset * dtype.itemsize, steps, checksum)
     return StoredTensor("", dtype, shape, (Piece(whole(shape), span),))
 
 
-def _tensor(made: StandIn, of: Of) -> StoredTensor:
-    """storage, offset, sizes, strides; from version 2 on requires_grad and hooks, in version 3 the
-    dtype, and flags."""
-    storage, offset, sizes, strides, *rest = made.args
-    rest = [of(each) for each in rest[2:]]
-    dtype = rest.pop(0) if type(made).name == "_rebuild_tensor_v3" else None
-    if rest and isinstance(rest[0], dict) and any(rest[0].values()):
-        raise Refused(f"a tensor with the flags {sorted(map(str, rest[0]))}")
-    return tensor_in(storage, offset, of(sizes), of(strides), dtype)
+def _tensor_of_dtype(
+    storage: Any,
+    offset: Any,
+    sizes: Any,
+    strides: Any,
+    requires_grad: Any,
+    hooks: Any,
+    *rest: Any,
+    state: Any = None,
+) -> StoredTensor:
+    dtype, *flags = rest
+    return _tensor(storage, offset, sizes, strides, False, hooks, *flags, dtype=dtype)
 
 
-def _data(made: StandIn, of: Of) -> Any:
-    """The tensor of a parameter, without its attributes."""
-    return of(made.args[0])
+def _parameter(data: Any, *unused: Any, **given: Any) -> Any:
+    return data
 
 
-def _meta_tensor(dtype: Any, sizes: Any, *unused: Any) -> Ignored:
+def _meta_tensor(dtype: Any, sizes: Any, *unused: Any, **given: Any) -> Ignored:
     return Ignored(f"a tensor of {dtype} and shape {list(shape_of(sizes))}, without values")
 
 
-def _with_attributes(made: StandIn, of: Of) -> Any:
-    """A tensor of a subclass, or with attributes: those of plain tensors are left out."""
-    function, _, args, state = made.args
-    if not isinstance(function, Sealed) or not isinstance(args, tuple):
-        raise Refused("a tensor that no known function builds")
-    if function.name != "_rebuild_wrapper_subclass":
-        return of(function(*args))
-    kind = args[0]
-    if isinstance(kind, Sealed) and kind.name == "DTensor":
-        fields = Record("DTensor", (), of(state)).fields
+def _wrapper(kind: Any, *unused: Any, state: Any = None) -> Any:
+    """A tensor that wraps others, which its attributes hold."""
+    name = kind.name.rpartition(".")[2] if isinstance(kind, Sealed) else ""
+    if name == "DTensor":
+        fields = Record(name, state=state).fields
         return d_tensor(fields["_local_tensor"], fields["_spec"])
-    if isinstance(kind, Sealed) and kind.name == "ShardedTensor" and isinstance(state, tuple):
+    if name == "ShardedTensor":
         shards, metadata, *_ = state
-        return sharded_tensor(of(shards), of(metadata))
-    return of(function(*args))
-
-
-def _subclass(made: StandIn, of: Of) -> Ignored:
-    kind = made.args[0]
-    if isinstance(kind, Sealed) and isinstance(found := of(kind()), Ignored):
-        return found
-    raise Refused(f"a tensor of the class {getattr(kind, '__name__', '')}")
-
-
-def _mesh(made: StandIn, of: Of) -> Record:
-    """A mesh. Others refer to it, and it to them, in circles: only its sizes are taken."""
-    fields = made.state if isinstance(made.state, dict) else {}
-    wanted = ("mesh", "_mesh", "_layout", "_coordinate_on_dim")
-    return Record(
-        type(made).full_name, (), {key: of(fields[key]) for key in wanted & fields.keys()}
-    )
-
-
-def _refuse(made: StandIn, of: Of) -> Any:
-    raise Refused(f"an object of {type(made).name} in the place of a value")
+        return sharded_tensor(shards, metadata)
+    if name and kind.make is None:
+        return Ignored(kind.name)
+    raise Refused(f"a tensor of the class {name}")
 
 
 # -- names
 
-_FUNCTIONS: dict[tuple[str, str], Callable[[StandIn, Of], Any]] = {
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _data,
-    ("torch._utils", "_rebuild_parameter_with_state"): _data,
-    ("torch._utils", "_rebuild_wrapper_subclass"): _subclass,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): of_arguments(_meta_tensor),
-    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
-    ("torch", "Size"): of_arguments(lambda sizes=(): shape_of(sizes)),
-    ("torch", "device"): of_arguments(lambda *parts: ":".join(map(str, parts))),
-    ("torch.serialization", "_get_layout"): of_arguments(str),
-    ("torch.distributed.device_mesh", "DeviceMesh"): _mesh,
-    ("torch", "Tensor"): _refuse,
-    ("torch._tensor", "Tensor"): _refuse,
+_FUNCTIONS: dict[str, Make] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
+    "torch.Size": lambda sizes=(): shape_of(sizes),
+    "torch.device": lambda *parts: ":".join(map(str, parts)),
+    "torch.serialization._get_layout": str,
+    **dict.fromkeys(("torch.Tensor", "torch._tensor.Tensor", *STORAGES), no_value),
 }
 # Classes in these modules, and below those with a dot, describe tensors: they become Records.
 _DESCRIBING = (
@@ -425,15 +355,17 @@ _DESCRIBING = (
 )
 
 
-def _meaning(module: str, name: str) -> Any:
+@functools.lru_cache(1000)
+def _meaning(full_name: str) -> Make | torch.dtype | None:
     """Return what a name in a pickle means, see ``pickles.Table``."""
-    if f"{module}.{name}" in STORAGES:
-        return _refuse
+    if known := _FUNCTIONS.get(full_name) or plain(full_name):
+        return known
+    module, _, name = full_name.rpartition(".")
     if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
         return dtype
-    if known := _FUNCTIONS.get((module, name)) or PLAIN.get((module, name)):
-        return known
     if module.startswith("fsdp_compat._state.") and name == "_rebuilt":
-        return of_arguments(boxed_tensor)
+        return boxed_tensor
     is_class = name.lstrip("_")[:1].isupper() or name == "_remote_device"
-    return record_of if is_class and f"{module}.".startswith(_DESCRIBING) else None
+    if is_class and f"{module}.".startswith(_DESCRIBING):
+        return lambda *args, state=None: Record(full_name, args, state)
+    return None

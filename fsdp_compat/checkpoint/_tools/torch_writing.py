@@ -41,7 +41,8 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
     """
     text = io.BytesIO()
     pickler = _Pickler(text)
-    pickler.dump(_values_of(archive))
+    # What a reader left out cannot be written either.
+    pickler.dump(map_leaves(state_dict_of(archive), _known))
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w") as target:
             _add(target, "data.pkl", text.getvalue())
@@ -78,10 +79,11 @@ def _add(target: zipfile.ZipFile, name: str, content: bytes) -> None:
         record.write(content)
 
 
-def _values_of(archive: Archive) -> Any:
+def state_dict_of(archive: Archive) -> dict[str, Any]:
+    """Return the model's state dict or, with optimizer or other values, {"model": ...,
+    "optimizer": {"state": ..., "param_groups": ...}, **others}, with StoredTensors as leaves."""
     model: OrderedDict[str, Any] = OrderedDict(archive.tensors)
-    for name, first in archive.aliases.items():
-        model[name] = archive.tensors[first]
+    model.update((name, archive.tensors[first]) for name, first in archive.aliases.items())
     if archive.param_groups is None and not archive.states and not archive.extra:
         return model
     values: dict[str, Any] = {"model": model}
@@ -93,13 +95,13 @@ def _values_of(archive: Archive) -> Any:
                 for group in archive.param_groups or ()
             ],
         }
-    # What a reader left out cannot be written either.
-    known = map_leaves(
-        archive.extra, lambda leaf, _: LEFT_OUT if isinstance(leaf, (Ignored, Record)) else leaf
-    )
-    for key, value in known.items():
+    for key, value in archive.extra.items():
         values[key if key not in values else f"extra_{key}"] = value
     return values
+
+
+def _known(leaf: Any, path: str) -> Any:
+    return LEFT_OUT if isinstance(leaf, (Ignored, Record)) else leaf
 
 
 def _key(archive: Archive, name: Any) -> Any:

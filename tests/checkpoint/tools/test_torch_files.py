@@ -22,7 +22,11 @@ from hypothesis import strategies as st
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.pickles import Ignored
 from fsdp_compat.checkpoint._tools.reading import Files, read
-from fsdp_compat.checkpoint._tools.torch_save import is_torch_file, read_torch_file, records_at
+from fsdp_compat.checkpoint._tools.torch_save import (
+    is_torch_file,
+    read_torch_file,
+    read_torch_range,
+)
 from fsdp_compat.checkpoint._tools.torch_writing import write_torch
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
@@ -170,12 +174,12 @@ def test_a_file_inside_a_larger_one_is_read_in_place(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(5.0)}, inner)
     content = inner.getvalue()
     (tmp_path / "x.distcp").write_bytes(b"?" * 1001 + content + b"!" * 77)
-    found = records_at(tmp_path / "x.distcp", 1001, len(content))
-    assert same(found["a"], torch.arange(5.0))
-    with pytest.raises(CheckpointError):
-        records_at(tmp_path / "x.distcp", 1001, len(content) + 78)
-    with pytest.raises(CheckpointError):
-        records_at(tmp_path / "x.distcp", 1002, len(content))
+    with open(tmp_path / "x.distcp", "rb") as file:
+        found = read_torch_range(file.fileno(), tmp_path / "x.distcp", 1001, len(content))
+        assert same(found["a"], torch.arange(5.0))
+        for nbytes in (0, 30, len(content) - 30):
+            with pytest.raises(CheckpointError, match="complete zip archive"):
+                read_torch_range(file.fileno(), tmp_path / "x.distcp", 1001, nbytes)
 
 
 # -- files that torch has not written
@@ -211,7 +215,7 @@ def _with(name: str, content: bytes) -> Callable[[dict[str, bytes]], None]:
     [
         (_with("x/byteorder", b"big"), "big-endian"),
         (_with("x/constants.pkl", b"\x80\x02)."), "TorchScript"),
-        (_with("x/data/0", b"1234"), "storage '0' of 24 bytes"),
+        (_with("x/data/0", b"1234"), "ends at byte 24 of a storage of 4"),
         (lambda records: records.pop("x/data/0"), "no record 'data/0'"),
         (lambda records: records.pop("x/data.pkl"), "no record 'data.pkl'"),
         (_with("y/data.pkl", b"\x80\x02N."), "two records"),
@@ -234,11 +238,10 @@ def test_a_compressed_file_is_refused(good: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (8, struct.pack("<H", 1), "encrypted"),
         (10, struct.pack("<H", 8), "compressed"),
-        (20, struct.pack("<II", 1 << 20, 1 << 20), "reaches into"),
+        (20, struct.pack("<II", 1 << 20, 1 << 20), "beyond the end"),
         (42, struct.pack("<I", 1 << 30), "without a header"),
-        (42, struct.pack("<I", 7), "without a header|reaches into"),
+        (42, struct.pack("<I", 7), "without a header"),
     ],
 )
 def test_a_directory_that_points_elsewhere_is_refused(
@@ -249,24 +252,6 @@ def test_a_directory_that_points_elsewhere_is_refused(
     content[entry + field : entry + field + len(value)] = value
     good.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
-        read_torch_file(good)
-
-
-def test_a_record_under_two_names_is_refused(good: Path) -> None:
-    content = bytearray(good.read_bytes())
-    place = content.index(b"x/data/1")
-    content[place : place + 8] = b"x/data/0"
-    good.write_bytes(content)
-    with pytest.raises(CheckpointError, match="under another name"):
-        read_torch_file(good)
-
-
-def test_records_that_overlap_are_refused(good: Path) -> None:
-    content = bytearray(good.read_bytes())
-    entries = [at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"]
-    content[entries[-1] + 42 : entries[-1] + 46] = content[entries[0] + 42 : entries[0] + 46]
-    good.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"another name|reaches into"):
         read_torch_file(good)
 
 

@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_compat.checkpoint._tools.archive import Checksum
 from fsdp_compat.checkpoint._tools.pickles import Ignored, Record
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.torch_save import _Storage, load
@@ -272,7 +273,7 @@ def test_a_pickle_that_takes_too_much_ends_its_process_at_most(
     "attributes", [b"}X\x04\x00\x00\x00pathK\x01s", b"N}X\x04\x00\x00\x00pathK\x01s\x86"]
 )
 def test_a_pickle_cannot_change_the_storage_that_it_refers_to(attributes: bytes) -> None:
-    storage = _Storage(WHERE, 0, 8, torch.float32)
+    storage = _Storage(WHERE, Checksum(0, 8, 0), torch.float32)
     with pytest.raises(CheckpointError, match="was refused"):
         load(b"\x80\x02K\x01Q" + attributes + b"b.", WHERE, lambda reference: storage)
     assert storage.path is WHERE

@@ -1,0 +1,502 @@
+"""Checkpoints of torch.distributed.checkpoint: FSDP1's SHARDED kind, FSDP2, our own front ends,
+Megatron-FSDP, and what Accelerate, Lightning and others save through it.
+
+The metadata say where each chunk of a tensor lies; each is a torch.save file of its own inside a
+larger one. Both are read as data: no class that they name is imported. torch's own writer wants all
+values of a file in memory at once, and one rank per process: here only the format is torch's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._layout.box import Box
+from ..._torch_private import place_in_file
+from ...errors import CheckpointError, UsageError
+from .._blocks import sync_directory
+from .._header import TensorInfo, is_quantized, read_header
+from .._texts import brief, found_in, parse_json, read_text, shape_in, size, text_in
+from .archive import Archive, Piece, StoredTensor, coverage_problem, whole
+from .paths import member
+from .pickles import Ignored, Record
+from .reading import Files, read, read_box
+from .safetensors_files import of_info
+from .torch_save import ZIP, load, read_torch_range
+from .torch_writing import state_dict_of
+from .tree import archive_of
+from .walk import LEFT_OUT, map_leaves
+from .work import for_each
+from .writing import WriteOptions, dtype_to_write
+
+KIND = "torch.distributed.checkpoint"
+_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+_FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_SHARDING = "DCP_SHARDING_INFO"
+_MAX_BYTES = 100_000_000  # of pickled values, together
+_MAX_LIST = 100_000
+_UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+_Keys = tuple[str | int, ...]
+
+
+class _Place(NamedTuple):
+    """A range of bytes in a file of the directory. ``file`` is not checked yet."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class _Entry(NamedTuple):
+    """One value of the flattened state dict: a tensor, or a pickled value."""
+
+    name: str
+    keys: _Keys  # where it is in the nested state dict
+    dtype: torch.dtype | None  # None: a pickled value, at the only place
+    shape: tuple[int, ...]
+    places: dict[Box, _Place]
+
+
+def is_dcp(path: Path) -> bool:
+    """Return whether a directory has the metadata of a torch.distributed.checkpoint."""
+    return path.is_dir() and bool(_metadata_files(path))
+
+
+def read_dcp(path: Path) -> Archive:
+    """Return what a directory with ``.metadata`` holds (or ``__0.metadata``, ``__1.metadata``, ...,
+    which ranks write that do not coordinate). Values that are no tensors and cannot be read without
+    importing classes are named in ``left_out``.
+
+    Raises CheckpointError for content that is damaged or missing, and for chunks that overlap or do
+    not cover their tensor; OSError.
+    """
+    tree, world_size, left_out = tree_of(path)
+    return archive_of(path, KIND, tree, world_size=world_size, left_out=left_out)
+
+
+def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
+    """Return the nested state dict, the number of ranks that wrote it, if the names of the files
+    say so, and what could not be read. Raises what ``read_dcp`` raises."""
+    metadata = _metadata_files(path)
+    if not metadata:
+        raise damaged(path, "no file .metadata")
+    entries: dict[str, _Entry] = {}
+    for entry in itertools.chain.from_iterable(map(_entries_of, metadata)):
+        other = entries.setdefault(entry.name, entry)
+        if other[2:4] == entry[2:4]:  # ranks that do not coordinate describe their own chunks
+            other.places.update(entry.places)
+    with Files() as files:
+        directory = _Directory(path, files)
+        values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
+    tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
+    return tree, directory.world_size(), directory.left_out + directory.unused()
+
+
+def damaged(path: Path, got: str) -> CheckpointError:
+    return CheckpointError.of(
+        f"{path.name} is damaged, or not of a torch.distributed.checkpoint.",
+        expected="values as torch.distributed.checkpoint writes them",
+        got=got,
+        where=str(path),
+        fix="restore the checkpoint from an intact copy; nothing was loaded",
+    )
+
+
+# -- metadata
+
+
+def _metadata_files(path: Path) -> list[Path]:
+    """Return ``.metadata``, or the files of all ranks if each wrote its own; none if a directory is
+    no such checkpoint. Raises OSError and CheckpointError."""
+    if os.path.lexists(path / ".metadata"):
+        return [member(path, ".metadata")]
+    matches = filter(None, map(_OF_RANK.fullmatch, os.listdir(path)))
+    return [member(path, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
+
+
+def _entries_of(path: Path) -> Iterator[_Entry]:
+    """Yield the entries that one metadata file describes. Raises CheckpointError and OSError."""
+    try:
+        found = load(read_text(path), path)
+        if not found.name.endswith(".Metadata"):
+            raise ValueError(f"a {found.name}")
+        places = {}
+        for index, info in found.fields["storage_data"].items():
+            name, offset = text_in(index.fields["fqn"]), index.fields.get("offset")
+            if extensions := info.fields.get("transform_descriptors"):
+                raise ValueError(f"{name!r} was saved through extensions ({extensions!r:.100})")
+            places[name, None if offset is None else shape_in(list(offset))] = _Place(
+                text_in(info.fields["relative_path"]),
+                size(info.fields["offset"]),
+                size(info.fields["length"]),
+            )
+        paths = found.fields.get("planner_data")
+        paths = paths if isinstance(paths, dict) else {}
+        for name, facts in found.fields["state_dict_metadata"].items():
+            yield _entry(text_in(name), facts, _keys(name, paths.get(name)), places)
+    except _UNEXPECTED as error:
+        raise damaged(path, brief(error)) from error
+
+
+def _keys(name: str, keys: Any) -> _Keys:
+    """Return the path of an entry; metadata without paths are of a flat state dict."""
+    if keys is None:
+        return (name,)
+    if not isinstance(keys, (tuple, list)) or not keys or len(keys) > 60:
+        raise ValueError(f"{name!r} at the path {keys!r:.100}")
+    return tuple(key if type(key) is int and key >= 0 else text_in(key) for key in keys)
+
+
+def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _Place]) -> _Entry:
+    kind = facts.name.rpartition(".")[2]
+    if kind == "BytesStorageMetadata":
+        return _Entry(name, keys, None, (), {whole(()): places[name, None]})
+    if kind != "TensorStorageMetadata":
+        raise ValueError(f"{name!r} is a {facts.name:.100}")
+    properties = facts.fields["properties"]
+    dtype = (properties.state if not properties.fields else [properties.fields["dtype"]])[0]
+    if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
+        raise TypeError(f"{name!r} has a dtype {dtype!r:.100}")
+    shape = shape_in(list(facts.fields["size"]))
+    found = {}
+    for chunk in facts.fields["chunks"]:
+        box = Box(*(shape_in(list(chunk.fields[key])) for key in ("offsets", "sizes")))
+        if len(box.offsets) != len(box.sizes) or (box.numel and len(box.sizes) != len(shape)):
+            raise ValueError(f"{name!r}, of shape {list(shape)}, has a chunk {box}")
+        if box.numel:
+            if (name, box.offsets) not in places:
+                raise ValueError(f"no file has {name!r} at {list(box.offsets)}")
+            found[box] = places[name, box.offsets]
+    return _Entry(name, keys, dtype, shape, found)
+
+
+# -- chunks
+
+
+class _File(NamedTuple):
+    path: Path
+    nbytes: int
+    header: dict[str, TensorInfo] | None  # None: of torch.save, not of safetensors
+
+
+class _Directory:
+    """The files of one checkpoint."""
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self._path, self._files = path, files
+        self._found: dict[str, _File] = {}  # by the name in the metadata
+        self._bytes_left = _MAX_BYTES
+        self.left_out: list[str] = []
+
+    def value_of(self, entry: _Entry) -> Any:
+        if entry.dtype is None:
+            (place,) = entry.places.values()
+            return self._plain_value(entry.name, place)
+        pieces = [self._piece(entry, box, place) for box, place in entry.places.items()]
+        problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
+        if problem is not None:
+            raise damaged(self._path, f"{entry.name!r}, of shape {list(entry.shape)}: {problem}")
+        return StoredTensor(entry.name, entry.dtype, entry.shape, tuple(pieces))
+
+    def _plain_value(self, name: str, place: _Place) -> Any:
+        path = self._file(place).path
+        self._bytes_left -= place.nbytes
+        if self._bytes_left < 0:
+            raise damaged(path, f"more than {_MAX_BYTES} bytes of values that are no tensors")
+        with self._files.descriptor(path) as descriptor:
+            content = os.pread(descriptor, place.nbytes, place.start)
+            try:
+                if content.startswith(ZIP):
+                    return read_torch_range(descriptor, path, place.start, place.nbytes)
+                return load(content, path)
+            except CheckpointError as error:
+                self.left_out.append(f"{name}: {found_in(error)}")
+                return LEFT_OUT
+
+    def _piece(self, entry: _Entry, box: Box, place: _Place) -> Piece:
+        file = self._file(place)
+        found: Any = None
+        if file.header is not None:
+            if entry.name in file.header:
+                found = of_info(file.header[entry.name], file.path)
+        else:
+            with self._files.descriptor(file.path) as descriptor:
+                if os.pread(descriptor, len(ZIP), place.start) == ZIP:
+                    found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
+        is_tensor = isinstance(found, StoredTensor)
+        if not is_tensor or (found.dtype, found.shape) != (entry.dtype, box.sizes):
+            text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "no tensor"
+            raise damaged(
+                file.path,
+                f"at byte {place.start} {text} instead of {entry.dtype} of shape "
+                f"{list(box.sizes)}, which the metadata give for a chunk of {entry.name!r}",
+            )
+        (piece,) = found.pieces
+        match = _FILE_OF_RANK.fullmatch(file.path.name)
+        return Piece(box, piece.source, int(match[1]) if match else None)
+
+    def _file(self, place: _Place) -> _File:
+        """Return the file of a place; its name, its existence and the range are checked."""
+        if place.file not in self._found:
+            path = member(self._path, place.file)
+            try:
+                with self._files.descriptor(path) as descriptor:
+                    nbytes = os.fstat(descriptor).st_size
+                    is_header = os.pread(descriptor, 1, 8) == b"{"
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise damaged(path, "no such file, although the metadata name it") from error
+            header = read_header(path)[0] if is_header else None
+            self._found[place.file] = _File(path, nbytes, header)
+        file = self._found[place.file]
+        if place.start + place.nbytes > file.nbytes:
+            raise damaged(
+                file.path,
+                f"{file.nbytes} bytes, where the metadata have bytes {place.start} to "
+                f"{place.start + place.nbytes}",
+            )
+        return file
+
+    def _files_of_ranks(self) -> dict[str, int]:
+        """Return the number of bytes of each file with values in the directory."""
+        names = filter(_FILE_OF_RANK.fullmatch, sorted(os.listdir(self._path)))
+        return {name: os.path.getsize(self._path / name) for name in names}
+
+    def unused(self) -> list[str]:
+        """Return a text for each file with values that the metadata do not mention."""
+        return [
+            f"{name}: not mentioned in the metadata, so it may be of an older checkpoint"
+            for name, nbytes in self._files_of_ranks().items()
+            if nbytes and name not in self._found
+        ]
+
+    def world_size(self) -> int | None:
+        """A rank without values writes an empty file, or none."""
+        empty = [name for name, nbytes in self._files_of_ranks().items() if not nbytes]
+        matches = map(_FILE_OF_RANK.fullmatch, [*self._found, *empty])
+        return max((int(match[1]) + 1 for match in matches if match), default=None)
+
+
+# -- nesting
+
+
+class _Node(dict[Any, Any]):
+    """A container that is being filled."""
+
+
+def _nested(entries: Iterable[tuple[_Keys, Any]], path: Path) -> dict[Any, Any]:
+    """Return nested containers. Numbers in the keys are indices of lists."""
+    root = _Node()
+    for keys, value in entries:
+        node = root
+        for key in keys[:-1]:
+            node = node.setdefault(key, _Node())
+            if not isinstance(node, _Node):
+                raise damaged(path, f"the path {list(keys)} leads through a value")
+        if keys[-1] in node:
+            raise damaged(path, f"two values have the path {list(keys)}")
+        node[keys[-1]] = value
+    return {key: _finished(value, path) for key, value in root.items()}
+
+
+def _finished(value: Any, path: Path) -> Any:
+    """Return a node as a list, if it has numbers alone: where there is no value was an empty
+    container."""
+    if not isinstance(value, _Node):
+        return value
+    items = {key: _finished(item, path) for key, item in value.items()}
+    if not all(isinstance(key, int) for key in items):
+        return {str(key): item for key, item in items.items()}
+    length = max(items) + 1
+    if length > len(items) + _MAX_LIST:
+        raise damaged(path, f"a list of {length} elements, of which {len(items)} have values")
+    return [items.get(index) for index in range(length)]
+
+
+# -- safetensors files with parts of tensors
+
+
+def is_sharded_safetensors(path: Path) -> bool:
+    """Return whether a directory has what HuggingFaceStorageWriter writes with save_distributed:
+    safetensors files with a part of each tensor."""
+    return path.is_dir() and any(_SHARD.fullmatch(name) for name in os.listdir(path))
+
+
+def read_sharded_safetensors(path: Path) -> Archive:
+    """Return what such a directory holds. Shapes follow from the parts: nothing says where a tensor
+    ends, so a missing last file is noticed only if the tensors' other sizes need it.
+
+    Raises CheckpointError for damaged files and for parts that overlap or leave gaps; OSError.
+    """
+    parts: dict[str, dict[Box, Piece]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
+    for holder, name in enumerate(names):
+        file = member(path, name)
+        header, metadata = read_header(file)
+        try:
+            places = parse_json(metadata.get(_SHARDING, "{}").encode())
+            for key, found in header.items():
+                box = Box(shape_in(places[key]["saved_offsets"]), found.shape)
+                if (
+                    len(box.offsets) != len(box.sizes)
+                    or dtypes.get(key, found.dtype) != found.dtype
+                ):
+                    raise ValueError(f"{key!r}: offsets {box.offsets}, {found.dtype}")
+                (piece,) = of_info(found, file, holder).pieces
+                parts.setdefault(key, {})[box] = dataclasses.replace(piece, box=box)
+                dtypes[key] = found.dtype
+        except (ValueError, TypeError, LookupError) as error:
+            raise damaged(file, brief(error)) from error
+    tree = {}
+    for key, pieces in parts.items():
+        ends = [map(int.__add__, box.offsets, box.sizes) for box in pieces]
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        filled = {box: piece for box, piece in pieces.items() if box.numel}
+        problem = coverage_problem(shape, list(filled))
+        if problem is not None:
+            raise damaged(path, f"{key!r}: {problem}")
+        tree[key] = StoredTensor(key, dtypes[key], shape, tuple(filled.values()))
+    return archive_of(path, "sharded safetensors", tree, world_size=len(names))
+
+
+# -- writing
+
+
+def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
+    """Write ``archive`` as a directory that ``torch.distributed.checkpoint`` loads: into FSDP1's
+    SHARDED state dicts, FSDP2 and this package's front ends, on any number of ranks.
+
+    An archive of nothing but a model becomes a flat state dict:
+
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=path)
+
+    With an optimizer or other values, the model is under "model", the optimizer under
+    "optimizer", as ``get_optimizer_state_dict`` gives it, and other values are beside them:
+
+        state = {"model": ..., "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path)
+
+    Tensors are cut along their first dim as for ``options.world_size`` ranks, one file per rank,
+    and further into chunks of at most ``options.slab_nbytes`` where rows are not larger than that;
+    a worker writes one file at a time, and has one chunk in memory. Tied tensors are written under
+    each of their names. Objects that a reader left out are named in ``archive.left_out``.
+
+    Imports torch.distributed.checkpoint, which may import torch.distributed.fsdp. Raises UsageError
+    if two values would get one name, CheckpointError for damaged sources, and OSError.
+    """
+    from torch.distributed.checkpoint import metadata as described
+
+    values = _flattened(archive)
+    entries: dict[str, Any] = {}
+    ranks: list[list[tuple[Any, Any, Box | None]]] = [[] for _ in range(options.world_size)]
+    for name, (_, value) in values.items():
+        if not isinstance(value, StoredTensor):
+            entries[name] = described.BytesStorageMetadata()
+            ranks[0].append((described.MetadataIndex(name), value, None))
+            continue
+        chunks = []
+        for rank, box in _boxes(value, options):
+            offsets = torch.Size(box.offsets)
+            chunks.append(described.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
+            ranks[rank].append((described.MetadataIndex(name, offsets), value, box))
+        properties = described.TensorProperties(dtype_to_write(value))
+        entries[name] = described.TensorStorageMetadata(properties, torch.Size(value.shape), chunks)
+
+    def write(rank: int, tick: object) -> dict[Any, Any]:
+        places: dict[Any, Any] = {}
+        if ranks[rank]:
+            name = f"__{rank}_0.distcp"
+            with open(path / name, "xb") as file:
+                for index, value, box in ranks[rank]:
+                    start = file.tell()
+                    torch.save(_chunk(value, box, files, options), file)
+                    places[index] = place_in_file(name, start, file.tell() - start)
+                file.flush()
+                os.fsync(file.fileno())
+        return places
+
+    path.mkdir()
+    written = for_each(range(options.world_size), write, workers=options.workers)
+    paths: Any = {name: keys for name, (keys, _) in values.items()}
+    places = {index: place for of_rank in written for index, place in of_rank.items()}
+    with open(path / ".metadata", "xb") as file:
+        pickle.dump(described.Metadata(entries, paths, places), file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path)
+
+
+def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
+    """Return what is saved of a value: a box of a tensor, or the value with the tensors in it."""
+    if box is None:
+        return map_leaves(
+            value, lambda leaf, _: read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
+        )
+    tensor = read_box(value, box, files).to(dtype_to_write(value))
+    options.tick(tensor.nbytes)
+    return tensor
+
+
+def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:
+    """Return every value by its name in the checkpoint, with its path in the nested state dict:
+    what is in mappings, and in lists that hold tensors or mappings."""
+    entries: dict[str, tuple[_Keys, Any]] = {}
+
+    def add(keys: _Keys, value: Any) -> None:
+        name = ".".join(map(str, keys))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add((*keys, str(key)), item)
+        elif isinstance(value, list) and _is_nested(value):
+            for number, item in enumerate(value):
+                add((*keys, number), item)
+        elif isinstance(value, (Ignored, Record)):
+            archive.left_out.append(f"{name}, an object")
+        elif name in entries:
+            raise UsageError.of(
+                "Two values would get the same name in the checkpoint.",
+                expected="paths that differ when they are joined by dots",
+                got=f"{list(entries[name][0])} and {list(keys)}",
+                where="torch.distributed.checkpoint as the target",
+                fix="rename one of them, or leave it out",
+            )
+        else:
+            entries[name] = keys, value
+
+    values = state_dict_of(archive)
+    if archive.step is not None and not isinstance(values, OrderedDict):  # more than a model
+        values.setdefault("step", archive.step)
+    add((), values)
+    return entries
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_nested, value))
+    return isinstance(value, (StoredTensor, dict))
+
+
+def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, Box]]:
+    """Yield the chunks of a tensor with their ranks, which hold rows as torch.chunk cuts them."""
+    if not tensor.shape or not tensor.numel:
+        yield 0, whole(tensor.shape)
+        return
+    rows, *rest = tensor.shape
+    share = -(-rows // options.world_size)
+    at_once = max(options.slab_nbytes // max(tensor.nbytes // rows, 1), 1)
+    for rank, first in enumerate(range(0, rows, share)):
+        stop = min(first + share, rows)
+        for start in range(first, stop, at_once):
+            sizes = (min(at_once, stop - start), *rest)
+            yield rank, Box((start, *(0,) * len(rest)), sizes)
