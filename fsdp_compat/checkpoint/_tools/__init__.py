@@ -25,6 +25,5 @@ Readers and writers, by format:
   ``client_directories``
 
 What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``), with
-``facts`` (their results as JSON) and ``selection`` (patterns of names);
-from a shell ``commands``, with ``arguments``, ``tables`` and ``display``.
+``arguments`` (limits, and patterns of names); from a shell ``commands``, with ``tables``.
 """

@@ -1,8 +1,8 @@
 """The commands of ``fsdp-compat`` that work on checkpoints: arguments, output and exit status.
 
-Arguments are parsed by click rather than typer, which builds on it: the commands share many options
-(a decorator each), all they need is in click, and it depends on nothing. Tables are rich's, in
-`tables`. Both are in the extra ``cli``; nothing but ``__main__`` imports this module."""
+Each is a function, a list of parameters and examples; parameters that several commands have are
+made once. They are click's, which depends on nothing, and tables are rich's, in `tables`. Both are
+in the extra ``cli``; nothing but ``__main__`` imports this module."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
+import torch
 
 from ...errors import FsdpCompatError, UsageError, explain
+from .._header import dtype_of
 from .._publishing import published
+from .._texts import parse_json, read_text
 from . import tables
-from .arguments import DTYPE, PATTERN, RENAME, SIZE, list_in, names_in
 from .convert import FORMATS, convert
 from .difference import diff
-from .display import shown
-from .inspection import inspect
+from .inspection import Facts, inspect
+from .shapes import shapes_from_callable
+from .tables import shown
 from .verification import verify
-from .work import MEMORY
 
 STATUS = """\b
 Exit status:
@@ -39,10 +42,11 @@ Exit status:
   130  interrupted by Ctrl-C; nothing is left under the target's name
   141  the output was closed early, as by head"""
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141
 _SUFFIXES = [suffix for each in FORMATS.values() for suffix in each.suffixes]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
+_EXAMPLE = '{"old name": "new name"}'
+_PREFIXES = ("", "k", "m", "g", "t")
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class _Commands(click.Group):
@@ -56,17 +60,17 @@ class _Commands(click.Group):
             sys.stdout.flush()
             return result
         except FsdpCompatError as error:
-            _say(str(error))
-            ctx.exit(2 if isinstance(error, UsageError) else 3)
+            status, message = 2 if isinstance(error, UsageError) else 3, str(error)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(_BROKEN_PIPE)
+            status, message = 141, ""
         except OSError as error:
-            _say(_of_system(error))
-            ctx.exit(3)
+            status, message = 3, _of_system(error)
         except KeyboardInterrupt:
-            _say("Interrupted. No target was written; the command can be run again.")
-            ctx.exit(_INTERRUPTED)
+            message = "Interrupted. No target was written; the command can be run again."
+            status = 130
+        _say(message)
+        ctx.exit(status)
 
 
 def _of_system(error: OSError) -> str:
@@ -99,208 +103,236 @@ def commands() -> None:
     """Look into, check, compare and convert checkpoints, in one process without a GPU."""
 
 
-# -- options that several commands have
-
-
 def _epilog(*examples: str) -> str:
     title = "Example:" if len(examples) == 1 else "Examples:"
     return "\n".join(["\b", title, *(f"  fsdp-compat {line}" for line in examples), "", STATUS])
 
 
-def _options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
-    def decorate(function: _F) -> _F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
+# -- types of arguments; their names stand in --help
 
 
-_existing = click.Path(exists=True, path_type=Path)
-_source = click.argument("source", type=_existing)
-_target = click.argument("target", type=click.Path(path_type=Path))
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-_shapes = click.option(
-    "--shapes",
-    type=_existing,
-    help="Where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: whole tensors of the same "
-    "model, or the JSON that `fsdp-compat shapes` writes.",
-)
-_ignored = click.option(
-    "--ignore-class",
-    "ignored",
-    multiple=True,
-    metavar="NAME",
-    help="Leave out objects of this class in torch.save files: package.module.Class. Repeatable.",
-)
-_keep_module = click.option(
-    "--keep-module",
-    is_flag=True,
-    help="Keep a 'module.' that all names begin with. Default: remove it, as it is usually the "
-    "prefix that DistributedDataParallel adds. Native checkpoints always keep it.",
-)
-_memory = click.option(
-    "--memory",
-    type=SIZE,
-    default=MEMORY,
-    metavar="SIZE",
-    help="Values in memory at a time, for example 256MB (the default) or 2GiB.",
-)
-_workers = click.option(
-    "--workers", type=click.IntRange(min=1), default=1, metavar="N", help="Number of threads."
-)
-_include = click.option(
-    "--include",
-    type=PATTERN,
-    multiple=True,
-    metavar="REGEX",
-    help="Only names in which this is found. Repeatable: any of them.",
-)
-_exclude = click.option(
-    "--exclude",
-    type=PATTERN,
-    multiple=True,
-    metavar="REGEX",
-    help="Leave out tensors whose names match. Repeatable.",
-)
-_reading = _options(_shapes, _ignored, _keep_module, _memory, _workers)
-_writing = _options(
-    click.option(
-        "--dtype", type=DTYPE, metavar="DTYPE", help="Convert floating-point weights: bfloat16."
+def size(value: str | int) -> int:
+    """A number of bytes: 5GB, 256MB, 1.5GiB, 4096."""
+    found, nbytes = _SIZE.fullmatch(str(value)), 0
+    if found is not None:
+        number, prefix, binary = found.groups(default="")
+        nbytes = int(float(number) * (1024 if binary else 1000) ** _PREFIXES.index(prefix.lower()))
+    if nbytes < 1:
+        raise click.BadParameter(f"{value!r} is not a size, such as 5GB, 256MB, 1.5GiB or 4096")
+    return nbytes
+
+
+def dtype(value: str) -> torch.dtype:
+    try:
+        return dtype_of(_SHORT.get(value, value))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{value!r} is not a dtype, such as bfloat16 or float32"
+        ) from error
+
+
+def regex(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise click.BadParameter(f"{value!r} is not a regular expression: {error}") from error
+    return value
+
+
+def _replacement(value: str) -> tuple[str, str]:
+    pattern, arrow, text = value.partition("=>")
+    if not arrow or not pattern:
+        raise click.BadParameter(f"{value!r} is not of the form 'PATTERN=>REPLACEMENT'")
+    return regex(pattern), text
+
+
+def _json(kind: type, what: str) -> Callable[[str], Any]:
+    """Return a function that reads a JSON file with a list, or an object, of texts."""
+
+    def content_of(path: str) -> Any:
+        try:
+            content = parse_json(read_text(Path(path)))
+        except (ValueError, RecursionError, OSError, FsdpCompatError) as error:
+            raise click.BadParameter(f"{path} cannot be read as JSON: {error}") from error
+        items = content.values() if isinstance(content, dict) else content
+        if not isinstance(content, kind) or not all(isinstance(item, str) for item in items):
+            raise click.BadParameter(f"{path} has to hold {what}")
+        return content
+
+    content_of.__name__ = "json"  # in --help
+    return content_of
+
+
+def _free(value: str) -> Path:
+    """A target. Raises FileExistsError, before any work, if something stands there already."""
+    if os.path.lexists(value):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), value)
+    return Path(value)
+
+
+# -- parameters that several commands have
+
+
+def _option(
+    names: str, help: str, type: Any = None, *, is_repeatable: bool = False, **settings: Any
+) -> click.Option:
+    """Return an option; without a type it is a flag."""
+    return click.Option(
+        names.split(),
+        help=f"{help} Repeatable." if is_repeatable else help,
+        type=type,
+        is_flag=type is None,
+        multiple=is_repeatable,
+        **settings,
+    )
+
+
+_EXISTING = click.Path(exists=True, path_type=Path)
+_COUNT = click.IntRange(min=1)
+_SOURCE = click.Argument(["source"], type=_EXISTING)
+_TARGET = click.Argument(["target"], type=_free)
+_AS_JSON = _option("--json as_json", "Print JSON instead of tables.")
+_OPENING = [
+    _option(
+        "--shapes",
+        "Where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: whole tensors of the same "
+        "model, or the JSON that `fsdp-compat shapes` writes.",
+        _EXISTING,
     ),
-    click.option(
+    _option(
+        "--ignore-class ignored",
+        "Leave out objects of this class in torch.save files: package.module.Class.",
+        str,
+        is_repeatable=True,
+        metavar="NAME",
+    ),
+    _option(
+        "--keep-module",
+        "Keep a 'module.' that all names begin with. Default: remove it, as it is usually the "
+        "prefix that DistributedDataParallel adds. Native checkpoints always keep it.",
+    ),
+]
+_READING = [
+    *_OPENING,
+    _option(
+        "--memory",
+        "Values in memory at a time, such as 256MiB (the default) or 2GB.",
+        size,
+        default="256MiB",
+    ),
+    _option("--workers", "Number of threads.", _COUNT, default=1, metavar="N"),
+]
+_SELECTION = [
+    _option("--include", "Only names in which this is found.", regex, is_repeatable=True),
+    _option("--exclude", "Leave out tensors whose names match.", regex, is_repeatable=True),
+]
+_WRITING = [
+    _option("--dtype", "Convert floating-point weights: bfloat16.", dtype),
+    _option(
         "--rename",
-        type=RENAME,
-        multiple=True,
+        "Replace matches in names, as Python's re.sub does, in this order.",
+        _replacement,
+        is_repeatable=True,
         metavar="'REGEX=>TEXT'",
-        help="Replace matches in names, as Python's re.sub does. Repeatable, in this order.",
     ),
-    click.option(
+    _option(
         "--rename-file",
-        type=_existing,
-        metavar="JSON",
-        help='New names by old ones: {"old name": "new name"}.',
+        f"New names by old ones: {_EXAMPLE}.",
+        _json(dict, f"an object of names: {_EXAMPLE}"),
     ),
-    _include,
-    _exclude,
-    click.option(
+    *_SELECTION,
+    _option(
         "--optimizer/--no-optimizer",
+        "Require the optimizer state, or leave it out. Default: write it if the format can hold "
+        "it.",
         default=None,
-        help="Require the optimizer state, or leave it out. Default: write it if the format can "
-        "hold it.",
     ),
-    click.option(
+    _option(
         "--optimizer-names",
-        "optimizer_names",
-        type=_existing,
-        metavar="JSON",
-        help="Names for numbered parameters of the optimizer, as a list in the order of the "
-        "numbers. A native target needs names.",
+        "Names for numbered parameters of the optimizer, as a list in the order of the numbers. A "
+        "native target needs names.",
+        _json(list, 'a list of names: ["first", "second"]'),
     ),
-)
-_cutting = _options(
-    click.option(
+]
+_CUTTING = [
+    _option(
         "--unit",
-        type=PATTERN,
-        metavar="REGEX",
-        help="Parameters whose names have the same match share a unit: 'layers\\.\\d+'.",
+        "Parameters whose names have the same match share a unit: 'layers\\.\\d+'.",
+        regex,
     ),
-    click.option("--step", type=click.IntRange(min=0), help="Step that the target records."),
-)
+    _option("--step", "Step that the target records.", click.IntRange(min=0)),
+]
 
 
 def _progress() -> bool:
     """Return whether to draw a bar: on a terminal only."""
-    return sys.stderr.isatty() and _has("tqdm")
+    return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
 
 
-def _print(report: tables.Report) -> None:
-    sys.stdout.write(report.text())
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+def _show(found: Facts, as_json: bool, text: Callable[[], str], is_fine: bool = True) -> None:
+    """Print a result and end, with status 0 or 1."""
+    sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n" if as_json else text())
+    click.get_current_context().exit(0 if is_fine else 1)
 
 
 # -- looking
 
 
 @commands.command(
-    "inspect", epilog=_epilog("inspect runs/7/step-00001200", "inspect model.safetensors --json")
+    "inspect",
+    params=[_SOURCE, _AS_JSON, *_OPENING],
+    epilog=_epilog("inspect runs/7/step-00001200", "inspect model.safetensors --json"),
 )
-@_source
-@_json
-@_shapes
-@_ignored
-@_keep_module
-def inspect_command(source: Path, as_json: bool, **reading: Any) -> None:
+def inspect_command(source: Path, as_json: bool, **given: Any) -> None:
     """Show what a checkpoint is and holds: tensors with dtype, shape and size, the ranks that wrote
     them, and totals. No values are read."""
-    found = inspect(source, **reading)
-    if as_json:
-        _print_json(found.as_json())
-    else:
-        _print(tables.of_inspection(found))
+    found = inspect(source, **given)
+    _show(found, as_json, lambda: tables.of_inspection(found))
 
 
 @commands.command(
-    "verify", epilog=_epilog("verify runs/7/step-00001200", "verify checkpoint-1000 --finite")
+    "verify",
+    params=[
+        _SOURCE,
+        _option("--quick", "Read no values: no checksums, no NaN counts."),
+        _option("--finite", "Count NaN and infinite values as problems."),
+        _AS_JSON,
+        *_READING,
+    ],
+    epilog=_epilog("verify runs/7/step-00001200", "verify checkpoint-1000 --finite"),
 )
-@_source
-@click.option("--quick", is_flag=True, help="Read no values: no checksums, no NaN counts.")
-@click.option("--finite", is_flag=True, help="Count NaN and infinite values as problems.")
-@_json
-@_reading
-@click.pass_context
-def verify_command(
-    ctx: click.Context,
-    source: Path,
-    quick: bool,
-    finite: bool,
-    as_json: bool,
-    **reading: Any,
-) -> None:
+def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> None:
     """Check that every element of every tensor is there exactly once, that files have their lengths
     and checksums, and that replicas are equal; count NaN and infinite values. Values of files
     without checksums, such as safetensors, can have changed unnoticed: the last line says so."""
-    found = verify(source, values=not quick, finite=finite, progress=_progress(), **reading)
-    if as_json:
-        _print_json(found.as_json())
-    else:
-        _print(tables.of_verification(found))
-    ctx.exit(0 if found.is_intact else 1)
+    found = verify(source, values=not quick, progress=_progress(), **given)
+    _show(found, as_json, lambda: tables.of_verification(found), found.is_intact)
 
 
 @commands.command(
     "diff",
+    params=[
+        click.Argument(["one"], type=_EXISTING),
+        click.Argument(["other"], type=_EXISTING),
+        _option("--rtol", "Tolerance relative to the larger value.", float, default=0.0),
+        _option("--atol", "Absolute tolerance.", float, default=0.0),
+        _option("--any-dtype", "Compare values only: dtypes may differ."),
+        *_SELECTION,
+        _option("--optimizer/--no-optimizer", "Compare the optimizer's state.", default=True),
+        _option("--all shows_all", "List tensors that are the same, too."),
+        _AS_JSON,
+        *_READING,
+    ],
     epilog=_epilog(
         "diff runs/7/step-00001100 runs/7/step-00001200",
         "diff full.pt exported --no-optimizer --rtol 1e-2 --any-dtype",
     ),
 )
-@click.argument("one", type=_existing)
-@click.argument("other", type=_existing)
-@click.option("--rtol", type=float, default=0.0, help="Tolerance relative to the larger value.")
-@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
-@click.option("--any-dtype", is_flag=True, help="Compare values only: dtypes may differ.")
-@_include
-@_exclude
-@click.option("--optimizer/--no-optimizer", default=True, help="Compare the optimizer's state.")
-@click.option("--all", "shows_all", is_flag=True, help="List tensors that are the same, too.")
-@_json
-@_reading
-@click.pass_context
-def diff_command(
-    ctx: click.Context, any_dtype: bool, shows_all: bool, as_json: bool, **given: Any
-) -> None:
+def diff_command(any_dtype: bool, shows_all: bool, as_json: bool, **given: Any) -> None:
     """Compare two checkpoints, of any two formats: tensors that only one has, other shapes and
     dtypes, and how far values are apart, the largest distance first. NaN equals NaN."""
     found = diff(dtypes=not any_dtype, progress=_progress(), **given)
-    if as_json:
-        _print_json(found.as_json())
-    else:
-        _print(tables.of_difference(found, shows_all))
-    ctx.exit(0 if found.is_same else 1)
+    _show(found, as_json, lambda: tables.of_difference(found, shows_all), found.is_same)
 
 
 # -- writing
@@ -308,152 +340,111 @@ def diff_command(
 
 @commands.command(
     "convert",
+    params=[
+        _SOURCE,
+        _TARGET,
+        _option(
+            "--to",
+            "Format of the target. Default: by its suffix (.safetensors, .pt, .pth, .bin), or else "
+            "a directory of safetensors files with an index, as Hugging Face has it.",
+            click.Choice(tuple(FORMATS)),
+        ),
+        _option("--world-size", "Number of ranks to split the files for.", _COUNT, metavar="N"),
+        *_CUTTING,
+        _option(
+            "--max-file-size max_file_nbytes",
+            "Largest size of one safetensors file.",
+            size,
+            default="5GB",
+        ),
+        *_WRITING,
+        *_READING,
+    ],
     epilog=_epilog(
         "convert runs/7/step-00001200 exported",
         "convert checkpoint-1000 model.pt --dtype bfloat16 --no-optimizer",
         "convert sharded adapter --include '\\.lora_' --rename '^base_model\\.=>'",
     ),
 )
-@_source
-@_target
-@click.option(
-    "--to",
-    type=click.Choice(tuple(FORMATS)),
-    help="Format of the target. Default: by its suffix (.safetensors, .pt, .pth, .bin), otherwise "
-    "a directory of safetensors files with an index, as Hugging Face has it.",
-)
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of ranks to split the files for.",
-)
-@_cutting
-@click.option(
-    "--max-file-size",
-    type=SIZE,
-    default="5GB",
-    metavar="SIZE",
-    help="Largest size of one safetensors file.",
-)
-@_writing
-@_reading
-def convert_command(source: Path, target: Path, max_file_size: int, **given: Any) -> None:
+def convert_command(**given: Any) -> None:
     """Write a checkpoint in another format, with other names or dtypes, or a part of it. The target
     must not exist; it appears once it is complete."""
-    _convert(source, target, max_file_nbytes=max_file_size, **given)
+    _convert(**given)
 
 
 @commands.command(
-    "merge", epilog=_epilog("merge fsdp_checkpoint model.safetensors", "merge dcp model.pt")
+    "merge",
+    params=[_SOURCE, _TARGET, *_WRITING, *_READING],
+    epilog=_epilog("merge fsdp_checkpoint model.safetensors", "merge dcp model.pt"),
 )
-@_source
-@_target
-@_writing
-@_reading
-def merge_command(source: Path, target: Path, **given: Any) -> None:
+def merge_command(target: Path, **given: Any) -> None:
     """Write a checkpoint of many files as one. Its format is that of TARGET's suffix: .safetensors,
     or .pt, .pth and .bin for torch.load."""
     if target.suffix.lower() not in _SUFFIXES:
         raise click.UsageError(
             f"{str(target)!r} does not say which format to write: end it in {', '.join(_SUFFIXES)}"
         )
-    _convert(source, target, **given)
+    _convert(target=target, **given)
 
 
 @commands.command(
     "reshard",
+    params=[
+        _SOURCE,
+        _TARGET,
+        _option(
+            "--world-size",
+            "Number of ranks that the target is cut for.",
+            _COUNT,
+            metavar="N",
+            required=True,
+        ),
+        _option(
+            "--to",
+            "Format of the target: of fsdp_compat.checkpoint, or of torch.distributed.checkpoint. "
+            "Default: dcp if SOURCE is one, otherwise native.",
+            click.Choice(("native", "dcp")),
+        ),
+        *_CUTTING,
+        *_WRITING,
+        *_READING,
+    ],
     epilog=_epilog("reshard runs/7/step-00001200 two-ranks --world-size 2 --unit 'layers\\.\\d+'"),
 )
-@_source
-@_target
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    required=True,
-    help="Number of ranks that the target is cut for.",
-)
-@click.option(
-    "--to",
-    type=click.Choice(("native", "dcp")),
-    help="Format of the target: of fsdp_compat.checkpoint, or of torch.distributed.checkpoint. "
-    "Default: dcp if SOURCE is one, otherwise native.",
-)
-@_cutting
-@_writing
-@_reading
-def reshard_command(source: Path, target: Path, to: str | None, **given: Any) -> None:
+def reshard_command(source: Path, to: str | None, **given: Any) -> None:
     """Write a checkpoint as another number of ranks would have saved it."""
     to = to or ("dcp" if (source / ".metadata").is_file() else "native")
-    _convert(source, target, to=to, **given)
+    _convert(source=source, to=to, **given)
 
 
-def _convert(source: Path, target: Path, **given: Any) -> None:
-    pairs, file = given.pop("rename"), given.pop("rename_file")
-    if pairs and file is not None:
+def _convert(rename: Any, rename_file: Any, **given: Any) -> None:
+    if rename and rename_file is not None:
         raise click.UsageError("--rename and --rename-file exclude each other")
-    _require_free(target)
-    rename = pairs or (None if file is None else names_in(file))
-    listed = given.pop("optimizer_names")
-    names = None if listed is None else list_in(listed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        path = convert(
-            source,
-            target,
-            rename=rename or None,
-            optimizer_names=names,
-            progress=_progress(),
-            **given,
-        )
+        path = convert(rename=rename or rename_file, progress=_progress(), **given)
     for warning in caught:  # what the target does not hold
         _say(f"note: {warning.message}")
     click.echo(shown(str(path)))
 
 
-# -- shapes
-
-
 @commands.command(
-    "shapes", epilog=_epilog("shapes my.module:make_model -o model.json", "shapes train:build")
-)
-@click.argument("factory", metavar="MODULE:FUNCTION")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="The file to write. Default: stdout."
+    "shapes",
+    params=[
+        click.Argument(["factory"], metavar="MODULE:FUNCTION"),
+        _option("-o --output", "The file to write. Default: stdout.", _free, metavar="PATH"),
+    ],
+    epilog=_epilog("shapes my.module:make_model -o model.json", "shapes train:build"),
 )
 def shapes_command(factory: str, output: Path | None) -> None:
     """Write the shapes of a model's parameters and buffers as JSON, for --shapes. FUNCTION takes no
     arguments and returns the model, which is made on the meta device: without memory."""
-    from .shapes import shapes_from_callable
-
-    if output is not None:
-        _require_free(output)
     text = json.dumps(shapes_from_callable(factory).as_json(), indent=1) + "\n"
     if output is None:
         sys.stdout.write(text)
-    else:
-        _write(output, text.encode(), "shapes")
-
-
-def _write(target: Path, content: bytes, command: str) -> None:
-    """Write a small file, which appears under its name once it is complete; print the name."""
-    with published(target, command) as path, open(path, "xb") as file:
-        file.write(content)
+        return
+    with published(output, "shapes") as path, open(path, "x") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    click.echo(shown(str(target)))
-
-
-def _require_free(target: Path) -> None:
-    """Raise FileExistsError, before any work, if something stands at ``target`` already."""
-    if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-
-
-def _has(package: str) -> bool:
-    """Return whether a package is installed, without importing it."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # sys.modules says that it cannot be imported
-        return False
+    click.echo(shown(str(output)))

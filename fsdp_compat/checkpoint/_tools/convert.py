@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import warnings
@@ -13,19 +14,18 @@ from typing import Any
 
 import torch
 
-from ... import errors
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, UsageError, wrong_type
 from .._progress import progress_bar, require_bar
 from .._publishing import published, require_free
 from .._texts import joined
 from .archive import Archive, StoredTensor
+from .arguments import compiled, require_count, selection
 from .dcp import write_dcp
 from .native_writing import write_native
 from .opening import open_archive, problems_of
 from .optimizer_tree import named_optimizer
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
-from .selection import compiled, selection
 from .shapes import Shapes
 from .torch_writing import write_torch
 from .walk import LEFT_OUT, map_leaves
@@ -49,8 +49,9 @@ FORMATS = {
     "native": _Format(write_native, True),
 }
 _MIN_MEMORY = 16 << 20
-_MAX_RANKS = 100_000
 _STEP = re.compile(r"step-([0-9]+)")
+_CALL = "checkpoint.convert"
+_VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
 
 
 def convert(
@@ -125,57 +126,54 @@ def convert(
 
     Warns (UserWarning) of values of the source that the target does not hold.
     """
-    call = "checkpoint.convert"
-    target_path = Path(target)
-    name = _format_of(target_path, to, call)
-    _check(call, world_size, unit, dtype, optimizer, max_file_nbytes, memory, workers, step)
-    errors.require_bools(call, progress=progress)
-    require_bar(progress, f"{call}(..., progress=True)")
-    is_selected, new_name = selection(include, exclude, call), _renaming(rename, call)
-    require_free(target_path, call)
-    source_path = Path(source)
-    if target_path.absolute().parent.is_relative_to(source_path.absolute()):
+    path = Path(target)
+    to = _format_of(path, to)
+    _require_valid(world_size, unit, dtype, max_file_nbytes, memory, workers, step)
+    require_bar(progress, _CALL)
+    new_name = _naming(include, exclude, rename)
+    require_free(path, _CALL)
+    if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise UsageError.of(
             "The target lies in the source.",
             expected="a target outside of the checkpoint that is read",
             got=str(target),
-            where=call,
+            where=_CALL,
             fix="pass another target",
         )
-    archive = open_archive(source_path, shapes, ignored, keep_module)
+    archive = open_archive(source, shapes, ignored, keep_module)
     if optimizer_names is not None:
-        _name_optimizer(archive, optimizer_names, call)
-    wanted = _selected(archive, is_selected, new_name, dtype, name, optimizer, call)
+        _name_optimizer(archive, optimizer_names)
+    wanted = _selected(archive, new_name, dtype, to, optimizer)
     _require_complete(wanted)
-    match = _STEP.fullmatch(target_path.name)
-    options = WriteOptions(
-        world_size or 1,
-        unit,
-        max_file_nbytes,
-        step if step is not None else int(match[1]) if match else archive.step or 0,
-        min(SLAB_NBYTES, memory // (4 * workers)),
-        workers,
-    )
+    by_name = _STEP.fullmatch(path.name)
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
     with (
         Files(archive.checksums) as files,
-        published(target_path, call) as path,
-        progress_bar(progress, f"{name} {target_path.name}", total) as tick,
+        published(path, _CALL) as hidden,
+        progress_bar(progress, f"{to} {path.name}", total) as tick,
     ):
-        FORMATS[name].write(wanted, path, dataclasses.replace(options, tick=tick), files)
+        options = WriteOptions(
+            world_size or 1,
+            unit,
+            max_file_nbytes,
+            step if step is not None else int(by_name[1]) if by_name else archive.step or 0,
+            min(SLAB_NBYTES, memory // (4 * workers)),
+            workers,
+            tick,
+        )
+        FORMATS[to].write(wanted, hidden, options, files)
     if wanted.left_out:
-        left = joined(wanted.left_out, 8, ", ")
-        warnings.warn(f"not written to {target_path}: {left}", stacklevel=2)
-    return target_path
+        warnings.warn(f"not written to {path}: {joined(wanted.left_out, 8, ', ')}", stacklevel=2)
+    return path
 
 
 # -- what is converted
 
 
-def _name_optimizer(archive: Archive, names: Sequence[str], call: str) -> None:
+def _name_optimizer(archive: Archive, names: Sequence[str]) -> None:
     """Replace the numbers of the optimizer's parameters by names."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise errors.wrong_type("optimizer_names", "a list of names", names, call)
+        raise wrong_type("optimizer_names", "a list of names", names, _CALL)
     shapes = {name: tensor.shape for name, tensor in archive.tensors.items()}
     shapes |= {alias: shapes[name] for alias, name in archive.aliases.items()}
     try:
@@ -190,7 +188,7 @@ def _name_optimizer(archive: Archive, names: Sequence[str], call: str) -> None:
             expected="a tensor of the model for each numbered parameter, in the order of the "
             "numbers",
             got=str(error),
-            where=call,
+            where=_CALL,
             fix="pass the names in the order in which the optimizer got the parameters; "
             "inspect shows the names and shapes of both",
         ) from error
@@ -199,112 +197,101 @@ def _name_optimizer(archive: Archive, names: Sequence[str], call: str) -> None:
 
 def _selected(
     archive: Archive,
-    is_selected: Callable[[str], bool],
     new_name: Callable[[str], str | None],
     dtype: torch.dtype | None,
     to: str,
     optimizer: bool | None,
-    call: str,
 ) -> Archive:
     """Return the archive that the target is to hold."""
     has_optimizer = archive.param_groups is not None or bool(archive.states)
-    if optimizer and not (FORMATS[to].holds_optimizer and has_optimizer):
+    holds_optimizer = FORMATS[to].holds_optimizer
+    if optimizer and not (holds_optimizer and has_optimizer):
         raise UsageError.of(
             "The optimizer's state cannot be taken along.",
             expected="a source with optimizer state, and a target of torch, dcp or native",
             got=f"{to} as the target" if has_optimizer else "a source without optimizer state",
-            where=f"{call}(..., optimizer=True)",
+            where=f"{_CALL}(..., optimizer=True)",
             fix="leave optimizer out, or choose another target",
         )
-    can_hold = FORMATS[to].holds_optimizer and not (archive.is_by_number and to == "native")
-    takes_optimizer = has_optimizer and (can_hold if optimizer is None else optimizer)
-    names: dict[str, str] = {}  # what is taken: its name in the target
-    for name in (*archive.tensors, *archive.aliases, *(archive.states if takes_optimizer else ())):
-        if is_selected(name) and (new := new_name(name)) is not None:
-            names[name] = new
-    if not any(name in names for name in (*archive.tensors, *archive.aliases)):
-        raise UsageError.of(
-            "No tensor matches.",
-            expected="patterns that keep at least one of the source's tensors",
-            got=joined([repr(name) for name in archive.tensors], 5, ", ") or "no tensors",
-            where=call,
-            fix="look at the names with inspect",
-        )
-    selected = dataclasses.replace(archive, tensors={}, aliases={}, states={}, extra={})
-    selected.left_out = list(archive.left_out)
-    taken = _select_model(archive, selected, names, dtype, call)
+    selected = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
+    names = {
+        name: new
+        for name in (*archive.tensors, *archive.aliases, *archive.states)
+        if (new := new_name(name)) is not None
+    }
+    names |= _select_model(archive, selected, names, dtype)
     if to.startswith("safetensors") and selected.aliases:
         left = joined(list(selected.aliases), 5, ", ")
         selected.left_out.append(
             f"second names of tied tensors ({left}): safetensors stores a tensor once"
         )
-    if takes_optimizer:
-        _select_optimizer(archive, selected, {**names, **taken})
+    can_hold = holds_optimizer and not (archive.is_by_number and to == "native")
+    if has_optimizer and (can_hold if optimizer is None else optimizer):
+        _select_optimizer(selected, names)
     else:
-        selected.param_groups = None
+        selected.states, selected.param_groups = {}, None
         if has_optimizer and optimizer is None:
             selected.left_out.append(
                 "the optimizer state: its parameters are numbered, and a native checkpoint needs "
                 "their names (see optimizer_names, --optimizer-names)"
-                if FORMATS[to].holds_optimizer
+                if holds_optimizer
                 else "optimizer state (safetensors holds weights only)"
             )
-    if FORMATS[to].holds_optimizer:
+    if holds_optimizer:
         selected.extra = _data_in(archive.extra, selected, to)
     elif any(value is not None for value in archive.extra.values()):
         selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
+    if not holds_optimizer:
+        selected.extra = {}
     return selected
 
 
 def _select_model(
-    archive: Archive,
-    selected: Archive,
-    names: Mapping[str, str],
-    dtype: torch.dtype | None,
-    call: str,
+    archive: Archive, selected: Archive, names: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, str]:
-    """Enter the tensors; return the new name of each, by the names of the source."""
-    taken: dict[str, str] = {}  # the new name of a tensor, by its old one
+    """Enter the tensors. Return the new name of each, by all of its names in the source."""
+    taken: dict[str, str] = {}  # the new name of a tensor, by its first name in the source
     new_names: dict[str, str] = {}
     for old in filter(names.__contains__, (*archive.tensors, *archive.aliases)):
-        new = names[old]
+        new, first = names[old], archive.aliases.get(old, old)
         if new in new_names:
             raise UsageError.of(
                 "Two tensors get the same name.",
                 expected="a different name for each",
                 got=f"{new!r} for {new_names[new]!r} and for {old!r}",
-                where=call,
+                where=_CALL,
                 fix="change rename, or leave one of them out with exclude",
             )
         new_names[new] = old
-        first = archive.aliases.get(old, old)
         if first in taken:
             selected.aliases[new] = taken[first]
             continue
         taken[first] = new
         tensor = archive.tensors[first]
-        changes = dtype is not None and tensor.dtype.is_floating_point
         selected.tensors[new] = dataclasses.replace(
-            tensor, name=new, written_as=dtype if changes else None
+            tensor, name=new, written_as=dtype if tensor.dtype.is_floating_point else None
+        )
+    if not taken:
+        raise UsageError.of(
+            "No tensor matches.",
+            expected="patterns that keep at least one of the source's tensors",
+            got=joined([repr(name) for name in archive.tensors], 5, ", ") or "no tensors",
+            where=_CALL,
+            fix="look at the names with inspect",
         )
     return {old: taken[first] for old, first in archive.aliases.items() if first in taken} | taken
 
 
-def _select_optimizer(archive: Archive, selected: Archive, names: Mapping[str, str]) -> None:
-    if archive.is_by_number:
-        selected.states = archive.states
+def _select_optimizer(selected: Archive, names: Mapping[str, str]) -> None:
+    """Keep the states of these parameters, under their new names; numbered ones as they are."""
+    if selected.is_by_number:
         return
-    selected.states = {
-        names[name]: states for name, states in archive.states.items() if name in names
-    }
-    if archive.param_groups is not None:
+    selected.states = {names[old]: each for old, each in selected.states.items() if old in names}
+    if selected.param_groups is not None:
         selected.param_groups = [
             {**group, "params": [names[name] for name in group["params"] if name in names]}
-            for group in archive.param_groups
+            for group in selected.param_groups
         ]
-
-
-_VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
 
 
 def _data_in(value: Any, selected: Archive, to: str) -> Any:
@@ -338,85 +325,71 @@ def _require_complete(archive: Archive) -> None:
 # -- arguments
 
 
-def _format_of(target: Path, to: str | None, call: str) -> str:
-    by_suffix = next(
-        (name for name, each in FORMATS.items() if target.suffix.lower() in each.suffixes), None
-    )
-    if to is None:
-        return by_suffix or "safetensors"
-    if to not in FORMATS:
-        raise errors.wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, call)
-    if by_suffix not in (None, to):
-        raise UsageError.of(
-            "The target's name does not fit its format.",
-            expected=f"a name for {to}",
-            got=f"{target.name!r}, as a {by_suffix} target is called",
-            where=call,
-            fix="change the name, or leave `to` out",
-        )
-    return to
-
-
-def _check(
-    call: str,
+def _require_valid(
     world_size: Any,
     unit: Any,
     dtype: Any,
-    optimizer: Any,
     max_file_nbytes: Any,
     memory: Any,
     workers: Any,
     step: Any,
 ) -> None:
-    counts = {
-        "world_size": (1 if world_size is None else world_size, 1, "ranks"),
-        "max_file_nbytes": (max_file_nbytes, 1, "bytes"),
-        "memory": (memory, _MIN_MEMORY, "bytes"),
-        "workers": (workers, 1, "threads"),
-        "step": (0 if step is None else step, 0, "steps"),
-    }
-    for name, (value, least, what) in counts.items():
-        if type(value) is not int or value < least:
-            raise errors.wrong_type(name, f"a number of {what}, at least {least}", value, call)
-    if world_size is not None and world_size > _MAX_RANKS:
-        raise errors.wrong_type("world_size", f"at most {_MAX_RANKS} ranks", world_size, call)
+    require_count("world_size", 1 if world_size is None else world_size, 1, "ranks", _CALL)
+    require_count("max_file_nbytes", max_file_nbytes, 1, "bytes", _CALL)
+    require_count("memory", memory, _MIN_MEMORY, "bytes", _CALL)
+    require_count("workers", workers, 1, "threads", _CALL)
+    require_count("step", 0 if step is None else step, 0, "steps", _CALL)
+    compiled("unit", unit or (), _CALL)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise errors.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
-    if optimizer is not None and type(optimizer) is not bool:
-        raise errors.wrong_type("optimizer", "True, False or None", optimizer, call)
-    if unit is not None:
-        compiled("unit", [unit], call)
+        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _CALL)
 
 
-def _renaming(rename: Any, call: str) -> Callable[[str], str | None]:
+def _format_of(target: Path, to: str | None) -> str:
+    suffix = target.suffix.lower()
+    by_suffix = next((name for name, each in FORMATS.items() if suffix in each.suffixes), None)
+    if to is None:
+        return by_suffix or "safetensors"
+    if to not in FORMATS:
+        raise wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, _CALL)
+    if by_suffix not in (None, to):
+        raise UsageError.of(
+            "The target's name does not fit its format.",
+            expected=f"a name for {to}",
+            got=f"{target.name!r}, as a {by_suffix} target is called",
+            where=_CALL,
+            fix="change the name, or leave `to` out",
+        )
+    return to
+
+
+def _renaming(rename: Names | None) -> Callable[[str], str | None]:
     """Return the function from a name in the source to the one in the target."""
     if rename is None:
         return lambda name: name
     if isinstance(rename, Mapping):
         return lambda name: rename.get(name, name)
     if callable(rename):
-        return _checked(rename, call)
+        return rename
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
         for pattern, replacement in pairs:
             pattern.sub(replacement, "")  # raises for a wrong reference
     except (re.error, TypeError, ValueError, IndexError) as error:
         expected = "a mapping, pairs of regular expression and replacement, or a function"
-        raise errors.wrong_type("rename", expected, rename, call) from error
-
-    def renamed(name: str) -> str | None:
-        for pattern, replacement in pairs:
-            name = pattern.sub(replacement, name)
-        return name
-
-    return renamed
+        raise wrong_type("rename", expected, rename, _CALL) from error
+    return lambda name: functools.reduce(lambda text, pair: pair[0].sub(pair[1], text), pairs, name)
 
 
-def _checked(rename: Callable[[str], Any], call: str) -> Callable[[str], str | None]:
-    def renamed(name: str) -> str | None:
-        new = rename(name)
-        if new is not None and not isinstance(new, str):
-            raise errors.wrong_type("the result of rename", f"a name for {name!r}", new, call)
+def _naming(
+    include: Sequence[str], exclude: Sequence[str], rename: Names | None
+) -> Callable[[str], str | None]:
+    """Return the function from a name in the source to the one in the target, or to None."""
+    is_selected, renamed = selection(include, exclude, _CALL), _renaming(rename)
+
+    def new_name(name: str) -> str | None:
+        new = renamed(name) if is_selected(name) else None
+        if not isinstance(new, (str, type(None))):
+            raise wrong_type("the result of rename", f"a name for {name!r}", new, _CALL)
         return new
 
-    return renamed
+    return new_name

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...errors import UsageError
 from .archive import Archive, StoredTensor
-from .facts import Facts
-from .inspection import plain_values
+from .arguments import MEMORY, require_limits, selection
+from .inspection import Facts, plain_values
 from .numbers import Distance, comparable, distance
 from .opening import open_archive
 from .reading import Files, boxes_of, read, read_box
-from .selection import selection
-from .work import MEMORY, Tick, for_each, numel_at_once, require_amount, require_limits
+from .work import Tick, for_each, numel_at_once
 
-_WHERE = "fsdp_compat.checkpoint.diff"
-_DTYPES = {
-    bool: torch.int64,
-    int: torch.int64,
-    float: torch.float64,
-    complex: torch.complex128,
-}
+_CALL = "fsdp_compat.checkpoint.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
+_Pair = tuple[str, StoredTensor, StoredTensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,24 +133,23 @@ def diff(
     Raises CheckpointError if one of them is not a checkpoint, or is damaged, incomplete or refused;
     UsageError for wrong arguments; OSError.
     """
-    require_amount("rtol", rtol, _WHERE)
-    require_amount("atol", atol, _WHERE)
-    require_limits(memory, workers, progress, _WHERE)
+    _require_tolerance("rtol", rtol)
+    _require_tolerance("atol", atol)
+    require_limits(memory, workers, progress, _CALL)
     is_wanted = _selection(include, exclude, optimizer)
     archives = [open_archive(Path(path), shapes, ignored, keep_module) for path in (one, other)]
-    sides = [_tensors(archive, is_wanted) for archive in archives]
-    values = [
-        {path: value for path, value in plain_values(archive) if is_wanted(path)}
-        for archive in archives
-    ]
+    contents = [_content(archive, is_wanted) for archive in archives]
     with Files() as files:
-        _read_numbers(sides[0], values[0], values[1], files)
-        _read_numbers(sides[1], values[1], values[0], files)
+        sides = [_with_numbers(files, *both) for both in (contents, contents[::-1])]
         pairs = _pairs(*sides)
-        compare = _Comparison(files, rtol, atol, numel_at_once(memory, workers, _TEMPORARY_NBYTES))
         compared = for_each(
             pairs,
-            compare.tensor,
+            functools.partial(
+                _compared,
+                files=files,
+                tolerance=(rtol, atol),
+                numel=numel_at_once(memory, workers, _TEMPORARY_NBYTES),
+            ),
             workers=workers,
             what="diff",
             total_nbytes=sum(one.nbytes + other.nbytes for _, one, other in pairs),
@@ -163,18 +158,28 @@ def diff(
     return Difference(
         one=archives[0].path,
         other=archives[1].path,
-        missing=_only_in(sides[0], sides[1]),
-        added=_only_in(sides[1], sides[0]),
-        tensors=tuple(sorted(compared, key=_by_size)),
-        values=tuple(compare.values(*values)),
+        missing=_only_in(sides[0], [one for _, one, _ in pairs]),
+        added=_only_in(sides[1], [other for _, _, other in pairs]),
+        tensors=tuple(sorted(compared, key=_nearness)),
+        values=tuple(_different_values((rtol, atol), *sides)),
         compares_dtypes=dtypes,
     )
 
 
-def _by_size(tensor: TensorDifference) -> tuple[float, float]:
-    if tensor.max_absolute is None or tensor.max_relative is None:
-        return -math.inf, -math.inf
-    return -tensor.max_absolute, -tensor.max_relative
+def _require_tolerance(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+        raise UsageError.of(
+            f"{name} is out of range.",
+            expected="a finite number of at least 0",
+            got=repr(value),
+            where=f"argument {name!r} of {_CALL}",
+            fix="pass such a number",
+        )
+
+
+def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:
+    has_distance = tensor.num_different is not None
+    return has_distance, -(tensor.max_absolute or 0), -(tensor.max_relative or 0)
 
 
 # -- what is compared
@@ -184,8 +189,7 @@ def _selection(
     include: Iterable[str], exclude: Iterable[str], optimizer: bool
 ) -> Callable[[str], bool]:
     """Return whether a path is to be compared. Raises UsageError for an invalid pattern."""
-    include, exclude = ([each] if isinstance(each, str) else [*each] for each in (include, exclude))
-    is_selected = selection(include, exclude, _WHERE)
+    is_selected = selection(include, exclude, _CALL)
 
     def is_wanted(path: str) -> bool:
         section, _, name = path.partition("/")
@@ -196,99 +200,97 @@ def _selection(
     return is_wanted
 
 
-def _tensors(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
-    """Return all tensors that are wanted, also under their further names."""
-    found = dict(archive.all_tensors())
+def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Return everything that is wanted, by its path; tensors also under their further names."""
+    found: dict[str, Any] = dict(archive.all_tensors())
     for name, target in archive.aliases.items():
         if target in archive.tensors:
             found.setdefault(f"model/{name}", archive.tensors[target])
-    return {path: tensor for path, tensor in found.items() if is_wanted(path)}
+    found |= plain_values(archive)
+    return {path: value for path, value in found.items() if is_wanted(path)}
 
 
-def _only_in(one: dict[str, StoredTensor], other: dict[str, StoredTensor]) -> tuple[str, ...]:
-    """Return the paths of tensors that ``other`` has under none of their names: some formats keep
-    one name of a tied tensor."""
-    found = {id(tensor) for path, tensor in one.items() if path in other}
-    return tuple(path for path, tensor in one.items() if id(tensor) not in found)
+def _with_numbers(
+    files: Files, content: dict[str, Any], opposite: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content with numbers in the place of tensors of one element where the other side
+    has a number: formats differ in how they write, for example, the number of steps."""
+    found = dict(content)
+    for path, value in content.items():
+        is_one = isinstance(value, StoredTensor) and value.numel == 1 and comparable(value.dtype)
+        if is_one and isinstance(opposite.get(path), (bool, int, float)):
+            found[path] = read(value, files).reshape(()).item()
+    return found
 
 
-def _read_numbers(
-    tensors: dict[str, StoredTensor],
-    plain: dict[str, Any],
-    opposite: dict[str, Any],
-    files: Files,
-) -> None:
-    """Move tensors of one element to the plain values where the other side has a number: formats
-    differ in how they write, for example, the number of steps."""
-    for path, value in opposite.items():
-        tensor = tensors.get(path)
-        is_number = isinstance(value, (bool, int, float))
-        if is_number and tensor is not None and tensor.numel == 1 and comparable(tensor.dtype):
-            plain[path] = read(tensor, files).reshape(()).item()
-            del tensors[path]
-
-
-def _pairs(
-    one: dict[str, StoredTensor], other: dict[str, StoredTensor]
-) -> list[tuple[str, StoredTensor, StoredTensor]]:
+def _pairs(one: dict[str, Any], other: dict[str, Any]) -> list[_Pair]:
     """Return the tensors that both sides have. Where both have further names of a pair, it occurs
     once."""
-    found: dict[tuple[int, int], tuple[str, StoredTensor, StoredTensor]] = {}
-    for path, tensor in one.items():
-        if path in other:
-            found.setdefault((id(tensor), id(other[path])), (path, tensor, other[path]))
+    found: dict[tuple[int, int], _Pair] = {}
+    for path in filter(other.__contains__, one):
+        sides = one[path], other[path]
+        if all(isinstance(side, StoredTensor) for side in sides):
+            found.setdefault((id(sides[0]), id(sides[1])), (path, *sides))
     return list(found.values())
+
+
+def _only_in(side: dict[str, Any], paired: Iterable[StoredTensor]) -> tuple[str, ...]:
+    """Return the paths of tensors that the other side has under none of their names: some formats
+    keep one name of a tied tensor."""
+    ids = set(map(id, paired))
+    tensors = ((path, each) for path, each in side.items() if isinstance(each, StoredTensor))
+    return tuple(path for path, tensor in tensors if id(tensor) not in ids)
 
 
 # -- comparing
 
 
-class _Comparison:
-    """Compares tensors and plain values within one tolerance."""
+def _compared(
+    pair: _Pair, tick: Tick, files: Files, tolerance: tuple[float, float], numel: int
+) -> TensorDifference:
+    """numel: elements in memory at a time."""
+    path, one, other = pair
+    found: Distance | None = None
+    if one.shape == other.shape:
+        found = Distance()
+        for box in boxes_of(one.shape, numel):
+            values = [read_box(side, box, files).view(-1) for side in (one, other)]
+            found += distance(values[0], values[1], *tolerance)
+            tick(sum(side.nbytes for side in values))
+    numbers = (None, None, None) if found is None else dataclasses.astuple(found)
+    return TensorDifference(path, (one.dtype, other.dtype), (one.shape, other.shape), *numbers)
 
-    def __init__(self, files: Files, rtol: float, atol: float, numel: int) -> None:
-        self._files, self._rtol, self._atol, self._numel = files, rtol, atol, numel
 
-    def tensor(self, pair: tuple[str, StoredTensor, StoredTensor], tick: Tick) -> TensorDifference:
-        path, one, other = pair
-        found: Distance | None = None
-        if one.shape == other.shape:
-            found = Distance()
-            for box in boxes_of(one.shape, self._numel):
-                values = [read_box(side, box, self._files).view(-1) for side in (one, other)]
-                found += distance(values[0], values[1], self._rtol, self._atol)
-                tick(sum(side.nbytes for side in values))
-        return TensorDifference(
-            path,
-            (one.dtype, other.dtype),
-            (one.shape, other.shape),
-            None if found is None else found.num_different,
-            None if found is None else found.max_absolute,
-            None if found is None else found.max_relative,
-        )
+def _different_values(
+    tolerance: tuple[float, float], one: dict[str, Any], other: dict[str, Any]
+) -> Iterator[ValueDifference]:
+    """Yield what is not a tensor, and differs or is in one side alone."""
+    plain = [
+        {path: value for path, value in side.items() if not isinstance(value, StoredTensor)}
+        for side in (one, other)
+    ]
+    for path in {**plain[0], **plain[1]}:
+        # To a format None may be nothing at all.
+        if not _is_same(tolerance, *(side.get(path) for side in plain)):
+            texts = (reprlib.repr(side[path]) if path in side else None for side in plain)
+            yield ValueDifference(path, *texts)
 
-    def values(self, one: dict[str, Any], other: dict[str, Any]) -> list[ValueDifference]:
-        """Return the values that differ, or that only one side has."""
-        found, both = [], (one, other)
-        for path in dict.fromkeys((*one, *other)):
-            sides = [side.get(path) for side in both]  # to a format None may be nothing at all
-            if sides[0] is not sides[1] and not self._is_same(sides[0], sides[1]):
-                texts = [reprlib.repr(side[path]) if path in side else None for side in both]
-                found.append(ValueDifference(path, texts[0], texts[1]))
-        return found
 
-    def _is_same(self, one: Any, other: Any) -> bool:
-        numbers = [side for side in (one, other) if isinstance(side, (bool, int, float, complex))]
-        if len(numbers) == 2:
-            if one == other:
-                return True
-            try:
-                sides = [torch.tensor([number], dtype=_DTYPES[type(number)]) for number in numbers]
-            except (KeyError, RuntimeError, OverflowError):  # more than 64 bits
-                return False
-            return not distance(sides[0], sides[1], self._rtol, self._atol).num_different
-        if isinstance(one, Sequence) and isinstance(other, Sequence):
-            if isinstance(one, (str, bytes)) or isinstance(other, (str, bytes)):
-                return bool(one == other)
-            return len(one) == len(other) and all(map(self._is_same, one, other))
-        return type(one) is type(other) and bool(one == other)
+def _is_same(tolerance: tuple[float, float], one: Any, other: Any) -> bool:
+    both = one, other
+    if all(isinstance(side, (bool, int, float, complex)) for side in both):
+        return _are_close(one, other, *tolerance)
+    if all(isinstance(side, Sequence) and not isinstance(side, (str, bytes)) for side in both):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_is_same(tolerance, *pair) for pair in pairs)
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+def _are_close(one: complex, other: complex, rtol: float, atol: float) -> bool:
+    if one == other or (one != one and other != other):  # both are NaN
+        return True
+    try:
+        apart = abs(one - other)
+        return math.isfinite(apart) and apart <= atol + rtol * max(abs(one), abs(other))
+    except OverflowError:  # of integers that are too large for a float
+        return False

@@ -1,21 +1,50 @@
-"""What a checkpoint holds, without reading a value: tensors, and where their parts lie."""
+"""What a checkpoint holds, without reading a value: tensors, and where their parts lie. Also what
+the results of all tools have in common."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import reprlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from .._header import dtype_name
 from .archive import Archive, Piece, Span, StoredTensor
-from .facts import Facts
 from .opening import open_archive
 from .walk import leaves
+
+
+class Facts:
+    """A result: a dataclass that becomes JSON."""
+
+    in_json: ClassVar[tuple[str, ...]] = ()  # fields, properties, methods; empty: the fields
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as values for ``json.dumps``: bytes are numbers, dtypes and paths are
+        texts, and so is an infinite number ("inf")."""
+        fields: Any = self
+        names = self.in_json or [field.name for field in dataclasses.fields(fields)]
+        found = {name: getattr(self, name) for name in names}
+        return {name: _plain(item() if callable(item) else item) for name, item in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Facts):
+        return value.as_json()
+    if isinstance(value, dict):
+        # None is the key of what lies in no file, or what no rank is known to have written.
+        return {str(_plain(key)): _plain(item) for key, item in value.items() if key is not None}
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return "inf" if value == math.inf else str(value) if isinstance(value, Path) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +153,11 @@ def inspect(
 
     Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused; OSError.
     """
-    return inspection_of(open_archive(Path(path), shapes, ignored, keep_module))
-
-
-def inspection_of(archive: Archive) -> Inspection:
-    """Return the facts of an archive."""
+    archive = open_archive(Path(path), shapes, ignored, keep_module)
     return Inspection(
         path=archive.path,
         kind=archive.kind,
-        tensors=tuple(_facts(path, tensor, archive) for path, tensor in archive.all_tensors()),
+        tensors=tuple(_facts(path, tensor, archive.path) for path, tensor in archive.all_tensors()),
         aliases=dict(archive.aliases),
         values={path: reprlib.repr(value) for path, value in plain_values(archive)},
         world_size=archive.world_size,
@@ -141,25 +166,18 @@ def inspection_of(archive: Archive) -> Inspection:
     )
 
 
-def _facts(path: str, tensor: StoredTensor, archive: Archive) -> TensorFacts:
-    parts = [_part(piece, tensor, archive.path) for piece in tensor.pieces]
-    parts += [
-        dataclasses.replace(_part(piece, tensor, archive.path), is_copy=True)
-        for piece in tensor.copies
-    ]
+def _facts(path: str, tensor: StoredTensor, directory: Path) -> TensorFacts:
+    parts = [_part(piece, False, tensor.dtype, directory) for piece in tensor.pieces]
+    parts += [_part(piece, True, tensor.dtype, directory) for piece in tensor.copies]
     return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts))
 
 
-def _part(piece: Piece, tensor: StoredTensor, directory: Path) -> Part:
-    source = piece.source
-    return Part(
-        piece.box.offsets,
-        piece.box.sizes,
-        piece.nbytes(tensor.dtype),
-        piece.holder,
-        file_name(source.path, directory) if isinstance(source, Span) else None,
-        source.start if isinstance(source, Span) else None,
-    )
+def _part(piece: Piece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:
+    file = start = None
+    if isinstance(piece.source, Span):
+        file, start = file_name(piece.source.path, directory), piece.source.start
+    box = piece.box
+    return Part(box.offsets, box.sizes, piece.nbytes(dtype), piece.holder, file, start, is_copy)
 
 
 def file_name(path: Path, directory: Path) -> str:

@@ -13,12 +13,14 @@ import torch
 def comparable(dtype: torch.dtype) -> bool:
     """Return whether torch can compute with values of a dtype, once they are converted."""
     try:
-        torch.zeros(1, dtype=torch.uint8).expand(dtype.itemsize).contiguous().view(dtype).to(
-            torch.complex128 if dtype.is_complex else torch.float64
-        )
+        torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype).to(_wide(dtype))
     except (RuntimeError, NotImplementedError):  # packed ones, such as two numbers in a byte
         return False
     return True
+
+
+def _wide(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.complex128 if any(dtype.is_complex for dtype in dtypes) else torch.float64
 
 
 def count_not_finite(values: torch.Tensor) -> tuple[int, int]:
@@ -32,6 +34,15 @@ def count_not_finite(values: torch.Tensor) -> tuple[int, int]:
     if bool(torch.isfinite(values).all()):
         return 0, 0
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+
+
+def count_unequal(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Return how many elements of two contiguous tensors of one dtype and shape differ in a bit."""
+    itemsize = one.dtype.itemsize
+    one, other = (side.view(-1).view(torch.uint8) for side in (one, other))
+    if torch.equal(one, other):
+        return 0
+    return int((one != other).view(-1, itemsize).any(dim=1).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,46 +66,36 @@ def distance(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -
     """Compare two 1-D contiguous tensors of one length. NaN is equal to NaN, and an infinite value
     to the same one. Two values differ if they are further apart than ``atol + rtol * m``, where m
     is the larger of their magnitudes."""
-    if one.dtype == other.dtype and _same_bytes(one, other):
+    dtypes = one.dtype, other.dtype
+    num_unequal = count_unequal(one, other) if one.dtype == other.dtype else one.numel()
+    if not num_unequal:
         return Distance()
-    if not (comparable(one.dtype) and comparable(other.dtype)):
-        if one.dtype != other.dtype:
-            return Distance(one.numel(), torch.inf, torch.inf)
-        size = one.dtype.itemsize
-        pairs = (part.view(torch.uint8).view(-1, size) for part in (one, other))
-        num_different = int(torch.ne(*pairs).any(dim=1).sum())
-        return Distance(num_different, torch.inf, torch.inf)
-    kinds = one.dtype, other.dtype
-    are_integers = not any(kind.is_floating_point or kind.is_complex for kind in kinds)
-    if are_integers and max(kind.itemsize for kind in kinds) == 8:
-        return _of_integers(one, other, rtol, atol)
-    kind = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    one, other = one.to(kind), other.to(kind)
-    equal = (one == other) | (one.isnan() & other.isnan())
-    one, other = one[~equal], other[~equal]
-    apart = (one - other).abs()
-    # Inf - inf is NaN, as is everything with a NaN: these values are unequal, so infinitely far.
-    apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    return _measured(apart, torch.maximum(one.abs(), other.abs()), rtol, atol)
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def _of_integers(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> Distance:
-    """Compare as Python's numbers, as neither float64 nor int64 holds all of 64 bits."""
-    pairs = zip(one.tolist(), other.tolist(), strict=True)
-    unequal = [(abs(a - b), max(abs(a), abs(b))) for a, b in pairs if a != b]
-    apart, magnitudes = torch.tensor([*unequal, (0, 0)], dtype=torch.float64)[:-1].T
-    return _measured(apart, magnitudes, rtol, atol)
-
-
-def _measured(apart: torch.Tensor, magnitudes: torch.Tensor, rtol: float, atol: float) -> Distance:
-    """apart: the distances of unequal values; magnitudes: the larger one of each pair."""
+    if not all(map(comparable, dtypes)):
+        return Distance(num_unequal, torch.inf, torch.inf)
+    are_integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    is_wide = max(dtype.itemsize for dtype in dtypes) == 8
+    apart, magnitudes = (_integers_apart if are_integers and is_wide else _apart)(one, other)
     if not apart.numel():
         return Distance()
     relative = (apart / magnitudes).nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    is_close = apart <= atol + rtol * magnitudes
-    is_close &= apart.isfinite()
+    is_close = apart.isfinite() & (apart <= atol + rtol * magnitudes)
     return Distance(int((~is_close).sum()), float(apart.max()), float(relative.max()))
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the distances of unequal values, and the larger magnitude of each pair."""
+    wide = _wide(one.dtype, other.dtype)
+    one, other = one.to(wide), other.to(wide)
+    differs = (one != other) & ~(one.isnan() & other.isnan())
+    one, other = one[differs], other[differs]
+    # Inf - inf is NaN, as is everything with a NaN: these values are infinitely far apart.
+    apart = (one - other).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    return apart, torch.maximum(one.abs(), other.abs())
+
+
+def _integers_apart(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like ``_apart``, as Python's numbers: neither float64 nor int64 holds all of 64 bits."""
+    pairs = zip(one.tolist(), other.tolist(), strict=True)
+    unequal = [(abs(a - b), max(abs(a), abs(b))) for a, b in pairs if a != b]
+    apart, magnitudes = torch.tensor([*unequal, (0, 0)], dtype=torch.float64)[:-1].T
+    return apart, magnitudes

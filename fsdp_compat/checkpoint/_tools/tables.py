@@ -1,83 +1,29 @@
 """What the commands print: tables on a terminal, the same without colours and cuts elsewhere.
 
-Imports rich, which is in the extra ``cli``; only the commands import this module."""
+Names come from files, so they are untrusted. Imports rich, which is in the extra ``cli``; only the
+commands import this module."""
 
 from __future__ import annotations
 
+import collections
 import io
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
-from .display import count_of, nbytes_text, ranks_text, shortened, shown
 from .inspection import Inspection, TensorFacts
-from .verification import Verification
+from .verification import TensorCheck, Verification
 
 _MAX_CELL = 300  # characters in a table; JSON has all of them
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
-
-
-class Report:
-    """Lines and tables, in order."""
-
-    def __init__(self) -> None:
-        self._items: list[Text | Table] = []
-
-    def line(self, text: str, style: str = "") -> None:
-        self._items.append(Text(shown(text), style=style))
-
-    def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Add a table of names and values, without a head."""
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="dim")
-        table.add_column(overflow="fold")
-        for name, value in pairs:
-            table.add_row(Text(name), Text(shown(value)))
-        self._items.append(table)
-
-    def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> None:
-        """Add a table. titles: with "<" before those of texts; the others are numbers."""
-        rows = list(rows)
-        if not rows:
-            return
-        table = Table(box=box.SIMPLE_HEAD if is_terminal() else None, pad_edge=False, style=style)
-        for title in titles:
-            is_text = title.startswith("<")
-            table.add_column(
-                Text(title.removeprefix("<")),
-                justify="left" if is_text else "right",
-                overflow="fold",
-                no_wrap=not is_text,
-            )
-        for row in rows:
-            table.add_row(*(Text(shortened(cell, _MAX_CELL)) for cell in row))
-        self._items.append(table)
-
-    def text(self) -> str:
-        """Return everything as it is printed to stdout."""
-        terminal = is_terminal()
-        file = io.StringIO()
-        console = Console(
-            file=file,
-            force_terminal=terminal,
-            color_system="auto" if terminal and not os.environ.get("NO_COLOR") else None,
-            width=None if terminal else _FAR,
-            markup=False,
-            highlight=False,
-            emoji=False,
-        )
-        for number, item in enumerate(self._items):
-            if number:
-                console.print()
-            console.print(item)
-        return "".join(f"{line.rstrip()}\n" for line in file.getvalue().strip().split("\n"))
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def is_terminal() -> bool:
@@ -85,26 +31,70 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-# -- inspect
-
-
-def of_inspection(found: Inspection) -> Report:
-    report = Report()
-    report.facts(_facts_of_inspection(found))
-    report.table(
-        ("<tensor", "<dtype", "<shape", "size", "parts", "<ranks"),
-        (_row_of_tensor(tensor) for tensor in found.tensors),
+def _printed(*items: RenderableType | None) -> str:
+    """Return lines and tables as they are printed to stdout, without those that are None."""
+    terminal = is_terminal()
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        force_terminal=terminal,
+        color_system="auto" if terminal and not os.environ.get("NO_COLOR") else None,
+        width=None if terminal else _FAR,
+        markup=False,
+        highlight=False,
+        emoji=False,
     )
-    report.table(("<further name", "<of"), found.aliases.items())
-    report.table(("<other value", "<"), found.values.items())
-    by_rank = found.nbytes_by_rank()
-    if len(by_rank) > 1 or None not in by_rank:
-        report.table(
-            ("<rank", "bytes"),
-            (("unknown" if r is None else str(r), nbytes_text(n)) for r, n in by_rank.items()),
+    for item in items:
+        if item is not None:
+            console.print(item)
+            console.print()
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().strip().split("\n"))
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
+    """Return a table, or None without rows. titles: with "<" before those of texts; the others are
+    numbers."""
+    rows = list(rows)
+    has_frame = is_terminal() and any(title != "<" for title in titles)
+    table = Table(
+        box=box.SIMPLE_HEAD if has_frame else None,
+        show_header=any(title != "<" for title in titles),
+        pad_edge=False,
+        style=style,
+    )
+    for title in titles:
+        is_text = title.startswith("<")
+        table.add_column(
+            Text(title.removeprefix("<")),
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=not is_text,
         )
-    report.table(("<left out",), ((reason,) for reason in found.left_out), "yellow")
-    return report
+    for row in rows:
+        table.add_row(*(Text(shortened(cell, _MAX_CELL)) for cell in row))
+    return table if rows else None
+
+
+def of_inspection(found: Inspection) -> str:
+    by_rank = found.nbytes_by_rank()
+    return _printed(
+        _table(("<", "<"), _facts_of_inspection(found)),
+        _table(
+            ("<tensor", "<dtype", "<shape", "size", "parts", "<ranks"),
+            map(_row_of_tensor, found.tensors),
+        ),
+        _table(("<further name", "<of"), found.aliases.items()),
+        _table(("<other value", "<"), found.values.items()),
+        _table(
+            ("<rank", "bytes"),
+            [
+                ("unknown" if rank is None else str(rank), nbytes_text(nbytes))
+                for rank, nbytes in by_rank.items()
+                if by_rank.keys() != {None}
+            ],
+        ),
+        _table(("<left out",), ([reason] for reason in found.left_out), "yellow"),
+    )
 
 
 def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -114,74 +104,60 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "written by", count_of(found.world_size, "rank")
     if found.step is not None:
         yield "step", str(found.step)
-    numbers: dict[str, int] = {}
-    for tensor in found.tensors:
-        numbers[tensor.section] = numbers.get(tensor.section, 0) + 1
+    numbers = collections.Counter(tensor.section for tensor in found.tensors)
     for section, nbytes in found.nbytes_by_section().items():
         yield section, f"{count_of(numbers[section], 'tensor')}, {nbytes_text(nbytes)}"
     yield "total", f"{count_of(len(found.tensors), 'tensor')}, {nbytes_text(found.nbytes)}"
     by_dtype = found.nbytes_by_dtype().items()
     if by_dtype:
-        texts = (f"{dtype_name(dtype)} {nbytes_text(nbytes)}" for dtype, nbytes in by_dtype)
-        yield "dtypes", ", ".join(texts)
-    files = [name for name in found.nbytes_by_file() if name is not None]
-    yield "files", str(len(files))
+        yield "dtypes", ", ".join(f"{dtype_name(each)} {nbytes_text(n)}" for each, n in by_dtype)
+    yield "files", str(len(found.nbytes_by_file().keys() - {None}))
 
 
 def _row_of_tensor(tensor: TensorFacts) -> tuple[str, ...]:
     num_copies = sum(part.is_copy for part in tensor.parts)
     copies = f" (+{count_of(num_copies, 'copy', 'copies')})" if num_copies else ""
     return (
-        tensor.path,
-        dtype_name(tensor.dtype),
-        _shape_text(tensor.shape),
+        *_head(tensor),
         nbytes_text(tensor.nbytes),
         f"{len(tensor.parts) - num_copies}{copies}",
         ranks_text(tensor.ranks),
     )
 
 
+def _head(tensor: TensorFacts | TensorCheck) -> tuple[str, str, str]:
+    return tensor.path, dtype_name(tensor.dtype), _shape_text(tensor.shape)
+
+
 def _shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) if shape else "-"
 
 
-# -- verify
-
-
-def of_verification(found: Verification) -> Report:
-    report = Report()
-    report.facts(_facts_of_verification(found))
-    report.table(
-        ("<tensor", "<dtype", "<shape", "NaN", "infinite"),
-        (
-            (
-                tensor.path,
-                dtype_name(tensor.dtype),
-                _shape_text(tensor.shape),
-                f"{tensor.num_nan:,}",
-                f"{tensor.num_inf:,}",
-            )
-            for tensor in found.tensors
-            if tensor.num_nan or tensor.num_inf
+def of_verification(found: Verification) -> str:
+    verdict = Text(_verdict(found), "bold red" if found.problems else "bold green")
+    return _printed(
+        _table(("<", "<"), _facts_of_verification(found)),
+        _table(
+            ("<tensor", "<dtype", "<shape", "NaN", "infinite"),
+            [
+                (*_head(tensor), f"{tensor.num_nan:,}", f"{tensor.num_inf:,}")
+                for tensor in found.tensors
+                if tensor.num_nan or tensor.num_inf
+            ],
         ),
+        _table(
+            ("<problem", "<where", "<what"),
+            [(problem.kind, problem.where, problem.what) for problem in found.problems],
+            "red",
+        ),
+        _table(("<not looked at",), ([reason] for reason in found.left_out), "yellow"),
+        verdict,
     )
-    report.table(
-        ("<problem", "<where", "<what"),
-        ((problem.kind, problem.where, problem.what) for problem in found.problems),
-        "red",
-    )
-    report.table(("<not looked at",), ((reason,) for reason in found.left_out), "yellow")
-    if found.problems:
-        report.line(
-            f"{count_of(len(found.problems), 'problem')} found: do not load this checkpoint",
-            "bold red",
-        )
-    else:
-        report.line(_verdict(found), "bold green")
-    return report
 
 
 def _verdict(found: Verification) -> str:
+    if found.problems:
+        return f"{count_of(len(found.problems), 'problem')} found: do not load this checkpoint"
     if any(tensor.num_nan is None for tensor in found.tensors):
         return "complete; values were not read"
     if not found.num_without_checksum:
@@ -205,39 +181,35 @@ def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
         yield f"dtypes, {section}", ", ".join(texts)
 
 
-# -- diff
-
-
-def of_difference(found: Difference, shows_all: bool) -> Report:
+def of_difference(found: Difference, shows_all: bool) -> str:
     """shows_all: list the tensors that are the same, too."""
-    report = Report()
-    alone = [*((path, "only in the first") for path in found.missing)]
-    alone += [(path, "only in the second") for path in found.added]
-    report.table(("<tensor", "<"), alone)
-    report.table(
-        ("<tensor", "<dtype", "<shape", "different", "largest distance", "relative"),
-        map(_row_of_difference, found.tensors if shows_all else found.different),
-    )
-    report.table(
-        ("<other value", "<first", "<second"),
-        ((v.path, v.one or "-", v.other or "-") for v in found.values),
-    )
-    if found.is_same:
-        report.line(f"{count_of(len(found.tensors), 'tensor')}, all the same", "bold green")
-        return report
-    num_same = len(found.tensors) - len(found.different)
-    report.line(
-        f"{count_of(len(found.different), 'tensor')} different, {num_same:,} the same, "
+    num_different, num_same = len(found.different), len(found.tensors) - len(found.different)
+    summary = Text(
+        f"{count_of(num_different, 'tensor')} different, {num_same:,} the same, "
         f"{len(found.missing):,} missing, {len(found.added):,} added; "
         f"{count_of(len(found.values), 'other value')} different",
         "bold yellow",
     )
-    return report
+    if found.is_same:
+        summary = Text(f"{count_of(len(found.tensors), 'tensor')}, all the same", "bold green")
+    alone = [(path, "only in the first") for path in found.missing]
+    alone += [(path, "only in the second") for path in found.added]
+    return _printed(
+        _table(("<tensor", "<"), alone),
+        _table(
+            ("<tensor", "<dtype", "<shape", "different", "largest distance", "relative"),
+            map(_row_of_difference, found.tensors if shows_all else found.different),
+        ),
+        _table(
+            ("<other value", "<first", "<second"),
+            [(each.path, each.one or "-", each.other or "-") for each in found.values],
+        ),
+        summary,
+    )
 
 
 def _row_of_difference(tensor: TensorDifference) -> tuple[str, ...]:
-    dtypes = dict.fromkeys(dtype_name(dtype) for dtype in tensor.dtypes)
-    shapes = dict.fromkeys(_shape_text(shape) for shape in tensor.shapes)
+    dtypes, shapes = map(dtype_name, tensor.dtypes), map(_shape_text, tensor.shapes)
     numbers = ("-", "-", "-")
     if tensor.num_different is not None:
         numbers = (
@@ -245,4 +217,57 @@ def _row_of_difference(tensor: TensorDifference) -> tuple[str, ...]:
             f"{tensor.max_absolute:.3g}",
             f"{tensor.max_relative:.3g}",
         )
-    return (tensor.path, " / ".join(dtypes), " / ".join(shapes), *numbers)
+    return (
+        tensor.path,
+        " / ".join(dict.fromkeys(dtypes)),
+        " / ".join(dict.fromkeys(shapes)),
+        *numbers,
+    )
+
+
+# -- texts
+
+
+def shown(text: str) -> str:
+    """Return a text in which nothing moves the cursor, changes colours, breaks the line or turns
+    the direction of writing: such characters are escaped, as Python writes them."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """Return ``shown(text)``, without its middle if it has more than ``most`` characters."""
+    if len(text) > 2 * most:  # what is cut off need not be escaped first
+        text = text[:most] + text[-most:]
+    text = shown(text)
+    if len(text) <= most:
+        return text
+    head = (most - 3) // 2
+    return f"{text[:head]}...{text[head + 3 - most :]}"
+
+
+def nbytes_text(nbytes: float) -> str:
+    """Return a number of bytes in powers of 1000: "1.50 GB"."""
+    number = 0
+    while nbytes >= 999.5 and number + 1 < len(_UNITS):
+        nbytes, number = nbytes / 1000, number + 1
+    digits = 0 if not number or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
+    return f"{nbytes:.{digits}f} {_UNITS[number]}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return numbers as intervals: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def count_of(number: int, singular: str, plural: str = "") -> str:
+    """Return "1 tensor", "2 tensors"."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

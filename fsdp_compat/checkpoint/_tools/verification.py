@@ -5,29 +5,29 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..._layout.box import Box
 from ...errors import CheckpointError, UsageError
 from .._blocks import FileFacts
 from .._manifest import MANIFEST
 from .._texts import brief, joined
-from .archive import Archive, NotRead, Piece, StoredTensor, coverage_problem
-from .facts import Facts
-from .inspection import file_name
+from .archive import Archive, NotRead, StoredTensor, coverage_problem, moved
+from .arguments import MEMORY, require_limits
+from .inspection import Facts, file_name
 from .native_reading import files_of_native, is_native
-from .numbers import comparable, count_not_finite
+from .numbers import count_not_finite, count_unequal
 from .opening import open_archive, spans_of
 from .paths import require_inside
-from .reading import Files, boxes_of, read_box
-from .work import MEMORY, Tick, for_each, numel_at_once, require_limits
+from .reading import Files, boxes_of, read_box, slabs
+from .work import Tick, for_each
 
-_WHERE = "fsdp_compat.checkpoint.verify"
-_TEMPORARY = 4  # copies of a slab in memory while it is looked at, as float64 at most
+_CALL = "fsdp_compat.checkpoint.verify"
+_TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,25 +127,29 @@ def verify(
     still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of a
     class that is not in ``ignored``; UsageError for wrong arguments; OSError.
     """
-    require_limits(memory, workers, progress, _WHERE)
+    require_limits(memory, workers, progress, _CALL)
     if finite and not values:
         raise UsageError.of(
             "Nothing can be said about values that are not read.",
             expected="values=True with finite=True",
             got="values=False",
-            where=_WHERE,
+            where=_CALL,
             fix="leave one of them out",
         )
+    problem: Problem | None = None
     try:
         archive = open_archive(Path(path), shapes, ignored, keep_module)
     except NotRead:
         raise
     except CheckpointError as error:
+        title = str(error).partition("\n")[0].rstrip(".")
+        problem = Problem("file", Path(path).name, f"{title}: {_line(error)}")
         archive = _unopened(Path(path))
-        found = _Verifier(archive, values, finite, memory, workers).run(progress)
-        problems = found.problems or (_problem_of(error, Path(path)),)
-        return dataclasses.replace(found, problems=problems)
-    return _Verifier(archive, values, finite, memory, workers).run(progress)
+    verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
+    found = verifier.run(workers, progress)
+    if problem is None or found.problems:
+        return found
+    return dataclasses.replace(found, problems=(problem,))
 
 
 def _unopened(path: Path) -> Archive:
@@ -156,95 +160,66 @@ def _unopened(path: Path) -> Archive:
     return Archive(path, "not known: it cannot be opened", {})
 
 
-def _problem_of(error: CheckpointError, path: Path) -> Problem:
-    """Return an error that was raised while a checkpoint was opened."""
-    title = str(error).partition("\n")[0].rstrip(".")
-    return Problem("file", path.name, f"{title}: {_line(error)}")
-
-
 class _Verifier:
-    """One call of ``verify``."""
+    """One call of ``verify``. nbytes: of values in memory at a time, in each thread."""
 
-    def __init__(
-        self, archive: Archive, values: bool, finite: bool, memory: int, workers: int
-    ) -> None:
+    def __init__(self, archive: Archive, values: bool, finite: bool, nbytes: int) -> None:
         self._archive, self._values, self._finite = archive, values, finite
-        self._memory, self._workers = memory, workers
-        self._files = Files(compares_records=False)  # every block and record is compared once
-        self._checked = Files(archive.checksums)
+        self._nbytes = nbytes
+        # Each block and record is compared once, apart from the tensors that lie in it.
+        self._blocks, self._files = Files(archive.checksums), Files(compares_records=False)
+        self._records: dict[Any, dict[str, None]] = {}  # with a checksum: the tensors in each
 
-    def run(self, progress: bool) -> Verification:
+    def run(self, workers: int, progress: bool) -> Verification:
         archive = self._archive
         tensors = list(archive.all_tensors())
-        spans = [(path, span, stop) for path, tensor in tensors for span, stop in spans_of(tensor)]
-        ends: dict[Path, int] = {}
-        for _, span, stop in spans:
-            ends[span.path] = max(ends.get(span.path, 0), stop)
-        problems = [*self._of_names(), *self._of_files(ends)]
-        unusable = {problem.where for problem in problems if problem.kind in ("file", "link")}
-        records: dict[Any, dict[str, None]] = {}  # with a checksum: the tensors in them
-        for path, span, _ in spans:
+        spans = [(path, span) for path, tensor in tensors for span, _ in spans_of(tensor)]
+        for path, span in spans:
             if span.checksum is not None:
-                records.setdefault((span.path, span.checksum), {})[path] = None
-        checked = [
-            (path, what)
-            for path, what in (*archive.checksums.items(), *records)
-            if self._values and self._name(path) not in unusable
-        ]
-
-        def do(item: tuple[Any, Any], tick: Tick) -> tuple[TensorCheck | None, list[Problem]]:
-            where, what = item
-            if isinstance(what, StoredTensor):
-                return self._look_at(where, what, unusable, tick)
-            try:
-                if isinstance(what, FileFacts):
-                    self._checked.check_blocks(where, range(len(what.checksums)), tick)
-                else:
-                    self._files.compare(where, what, tick)
-            except (CheckpointError, OSError) as error:
-                names = f", of {joined([*records[item]], 3, ', ')}" if item in records else ""
-                return None, [Problem("checksum", self._name(where), _line(error) + names)]
-            return None, []
-
+                self._records.setdefault((span.path, span.checksum), {})[path] = None
+        problems = [*self._of_names(), *self._of_files()]
+        compared = self._compared({problem.where for problem in problems})
+        items = [*compared, *tensors]
         with self._files:
             results = for_each(
-                [*checked, *tensors],
-                do,
-                workers=self._workers,
+                items,
+                self._look_at,
+                workers=workers,
                 what="verify",
-                total_nbytes=sum(map(self._nbytes_to_read, [*checked, *tensors])),
-                progress=progress,
+                total_nbytes=sum(what.nbytes for _, what in items),
+                progress=progress and self._values,
             )
         for _, found in results:
             problems += found
-        bare = {
-            path
-            for path, span, _ in spans
-            if span.checksum is None and span.path not in archive.checksums
-        }
         return Verification(
             path=archive.path,
             kind=archive.kind,
             tensors=tuple(result for result, _ in results if result is not None),
             problems=tuple(problems),
-            num_files=len(ends.keys() | archive.checksums.keys()),
+            num_files=len({span.path for _, span in spans} | archive.checksums.keys()),
             num_checksums=sum(
-                len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in checked
+                len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in compared
             ),
-            num_without_checksum=len(bare),
+            num_without_checksum=len(
+                {
+                    path
+                    for path, span in spans
+                    if span.checksum is None and span.path not in archive.checksums
+                }
+            ),
             nbytes=archive.nbytes,
             left_out=tuple(archive.left_out),
         )
 
+    def _compared(self, unusable: set[str]) -> list[tuple[Path, Any]]:
+        """Return what has checksums: files with their facts, and records. unusable: files."""
+        if not self._values:
+            return []
+        items = [*self._archive.checksums.items(), *self._records]
+        return [item for item in items if self._name(item[0]) not in unusable]
+
     def _name(self, file: Path) -> str:
         return file_name(file, self._archive.path)
-
-    def _nbytes_to_read(self, item: tuple[Any, Any]) -> int:
-        what = item[1]
-        if not isinstance(what, StoredTensor):
-            return int(what.nbytes)
-        copies = sum(piece.nbytes(what.dtype) for piece in what.copies)
-        return what.nbytes + 2 * copies if self._values else 0
 
     # -- names and files
 
@@ -254,104 +229,84 @@ class _Verifier:
             if target not in archive.tensors:
                 yield Problem("alias", f"model/{name}", f"the checkpoint has no {target!r}")
 
-    def _of_files(self, ends: dict[Path, int]) -> Iterator[Problem]:
-        """Yield what is wrong with the files, without reading them."""
-        archive = self._archive
-        for path in sorted(ends.keys() | archive.checksums.keys()):
-            name = self._name(path)
+    def _of_files(self) -> Iterator[Problem]:
+        """Yield what is wrong with the files whose lengths are known, without reading them. An
+        archive that was opened has no such problem."""
+        for file, facts in sorted(self._archive.checksums.items(), key=lambda item: item[0]):
+            kind = "link"
             try:
-                if archive.path.is_dir():
-                    require_inside(archive.path, path)
-            except CheckpointError as error:
-                yield Problem("link", name, _line(error))
-                continue
-            expected = archive.checksums.get(path)
-            end = ends.get(path, 0) if expected is None else expected.nbytes
-            try:
-                with self._files.descriptor(path) as descriptor:
+                require_inside(self._archive.path, file)
+                kind = "file"
+                with self._files.descriptor(file) as descriptor:
                     nbytes = os.fstat(descriptor).st_size
+                if nbytes != facts.nbytes:
+                    yield Problem(
+                        kind, self._name(file), f"{nbytes} bytes instead of {facts.nbytes}"
+                    )
             except (OSError, CheckpointError) as error:
-                yield Problem("file", name, _line(error))
-                continue
-            if nbytes < end or (expected is not None and nbytes != end):
-                at_least = "" if expected is not None else "at least "
-                yield Problem("file", name, f"{nbytes} bytes instead of {at_least}{end}")
+                yield Problem(kind, self._name(file), _line(error))
 
     # -- values
 
-    def _look_at(
-        self, path: str, tensor: StoredTensor, unusable: set[str], tick: Tick
+    def _look_at(self, item: Any, tick: Tick) -> tuple[TensorCheck | None, list[Problem]]:
+        where, what = item
+        if isinstance(what, StoredTensor):
+            return self._of_tensor(where, what, tick)
+        try:
+            if isinstance(what, FileFacts):
+                self._blocks.check_blocks(where, range(len(what.checksums)), tick)
+            else:
+                self._files.compare(where, what, tick)
+        except (CheckpointError, OSError) as error:
+            names = [*self._records.get(item, ())]
+            of = f", of {joined(names, 3, ', ')}" if names else ""
+            return None, [Problem("checksum", self._name(where), _line(error) + of)]
+        return None, []
+
+    def _of_tensor(
+        self, path: str, tensor: StoredTensor, tick: Tick
     ) -> tuple[TensorCheck, list[Problem]]:
+        counts: tuple[int, int] | tuple[None, None] = None, None
+        problems = []
         what = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
-        problems = [] if what is None else [Problem("coverage", path, what)]
-        counts: tuple[int, int] | None = None
-        names = {self._name(span.path) for span, _ in spans_of(tensor)}
-        if self._values and not problems and not names & unusable:
+        if what is not None:
+            problems.append(Problem("coverage", path, what))
+        elif self._values:
             try:
                 counts = self._count(tensor, tick)
-                problems += self._compare_copies(path, tensor, tick)
+                problems += [Problem("copies", path, text) for text in self._copies(tensor, tick)]
             except (CheckpointError, OSError) as error:
                 problems.append(Problem("file", path, _line(error)))
-            if self._finite and counts is not None and any(counts):
-                problems.append(
-                    Problem("not finite", path, f"{counts[0]} NaN, {counts[1]} infinite")
-                )
-        num_nan, num_inf = counts if counts is not None else (None, None)
-        return TensorCheck(path, tensor.dtype, tensor.shape, num_nan, num_inf), problems
+        if self._finite and any(counts):
+            problems.append(Problem("not finite", path, f"{counts[0]} NaN, {counts[1]} infinite"))
+        return TensorCheck(path, tensor.dtype, tensor.shape, *counts), problems
 
     def _count(self, tensor: StoredTensor, tick: Tick) -> tuple[int, int]:
+        """Return how many elements are NaN, and how many infinite."""
         num_nan = num_inf = 0
-        has_such = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        wide = 8 if has_such and comparable(tensor.dtype) else 0
-        numel = numel_at_once(
-            self._memory, self._workers, _TEMPORARY * (tensor.dtype.itemsize + wide)
-        )
-        buffer = torch.empty(min(numel, tensor.numel), dtype=tensor.dtype)
-        for box in boxes_of(tensor.shape, numel):
-            values = buffer[: box.numel]
-            read_box(tensor, box, self._files, values.view(box.sizes))
+        for _, values in slabs(tensor, self._files, self._nbytes):
             found = count_not_finite(values)
             num_nan, num_inf = num_nan + found[0], num_inf + found[1]
             tick(values.nbytes)
         return num_nan, num_inf
 
-    def _compare_copies(self, path: str, tensor: StoredTensor, tick: Tick) -> list[Problem]:
-        numel = numel_at_once(self._memory, self._workers, 4 * tensor.dtype.itemsize)
-        problems = []
+    def _copies(self, tensor: StoredTensor, tick: Tick) -> Iterator[str]:
+        """Yield which copies differ from the pieces, and in how many elements."""
         for copy in tensor.copies:
             alone = dataclasses.replace(tensor, pieces=(copy,), copies=())
             num_different = 0
-            for inner in boxes_of(copy.box.sizes, numel):
-                offsets = zip(copy.box.offsets, inner.offsets, strict=True)
-                box = Box(tuple(at + inside for at, inside in offsets), inner.sizes)
-                one = read_box(tensor, box, self._files).view(-1).view(torch.uint8)
-                other = read_box(alone, box, self._files).view(-1).view(torch.uint8)
-                if not torch.equal(one, other):
-                    size = tensor.dtype.itemsize
-                    num_different += int((one != other).view(-1, size).any(dim=1).sum())
-                tick(one.nbytes + other.nbytes)
+            for inner in boxes_of(copy.box.sizes, self._nbytes // tensor.dtype.itemsize):
+                box = moved(inner, copy.box.offsets)
+                values = [read_box(side, box, self._files) for side in (tensor, alone)]
+                num_different += count_unequal(*values)
+                tick(0)
             if num_different:
-                problems.append(
-                    Problem(
-                        "copies",
-                        path,
-                        f"{num_different} of {copy.box.numel} elements {_by(copy)} differ from the "
-                        "others'",
-                    )
-                )
-        return problems
-
-
-def _by(piece: Piece) -> str:
-    return "in a copy" if piece.holder is None else f"in the copy of rank {piece.holder}"
+                where = "a copy" if copy.holder is None else f"the copy of rank {copy.holder}"
+                counts = f"{num_different} of {copy.box.numel} elements"
+                yield f"{counts} in {where} differ from the others'"
 
 
 def _line(error: Exception) -> str:
     """Return an error as one line: what was expected, and what was found instead."""
-    if not isinstance(error, CheckpointError):
-        return brief(error)
-    facts = dict(
-        line.strip().partition(":")[::2] for line in str(error).splitlines()[1:] if ":" in line
-    )
-    got, expected = facts.get("got", "").strip(), facts.get("expected", "").strip()
-    return f"{got} instead of {expected}" if got and expected else brief(error)
+    found = re.search(r"\n  expected: (.*)\n  got:      (.*)", str(error))
+    return f"{found[2]} instead of {found[1]}" if found else brief(error)

@@ -3,18 +3,13 @@ or by Ctrl-C."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from ...errors import UsageError, wrong_type
-from .._progress import progress_bar, require_bar
+from .._progress import progress_bar
 from .reading import SLAB_NBYTES
-
-MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
-_LEAST_MEMORY = 1 << 20  # per worker
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -23,38 +18,6 @@ Tick = Callable[[int], object]  # called with the number of bytes just read
 
 class _Stopped(Exception):
     """Ends the work of a thread after another one failed."""
-
-
-def require_limits(memory: int, workers: int, progress: bool, where: str) -> None:
-    """Raise UsageError unless the arguments that all calls share are valid."""
-    for name, number, least in (("workers", workers, 1), ("memory", memory, _LEAST_MEMORY)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise wrong_type(name, "a whole number", number, where)
-        least *= workers if name == "memory" else 1
-        if number < least:
-            raise UsageError.of(
-                f"{name} is too small.",
-                expected=f"at least {least}" + (" bytes" if name == "memory" else ""),
-                got=str(number),
-                where=f"argument {name!r} of {where}",
-                fix="pass a larger number"
-                + (", or fewer workers" if name == "memory" and workers > 1 else ""),
-            )
-    require_bar(progress, where)
-
-
-def require_amount(name: str, number: float, where: str) -> None:
-    """Raise UsageError unless ``number`` is finite and at least 0."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise wrong_type(name, "a number", number, where)
-    if not (math.isfinite(number) and number >= 0):
-        raise UsageError.of(
-            f"{name} is out of range.",
-            expected="a finite number of at least 0",
-            got=str(number),
-            where=f"argument {name!r} of {where}",
-            fix="pass such a number",
-        )
 
 
 def numel_at_once(memory: int, workers: int, nbytes_per_element: int) -> int:

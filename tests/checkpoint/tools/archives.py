@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat._layout.box import Box
-from fsdp_compat.checkpoint._tools import difference, inspection, verification
+from fsdp_compat.checkpoint._tools import opening
 from fsdp_compat.checkpoint._tools.archive import Archive, Piece, Span, StoredTensor, row_major
 
 
@@ -45,5 +45,4 @@ def archive(path: Path, tensors: dict[str, Tensor], **facts: Any) -> Archive:
 def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
     """Let the tools find these archives at their paths."""
     found = {made.path: made for made in archives}
-    for module in (difference, inspection, verification):
-        monkeypatch.setattr(module, "open_archive", lambda path, *given: found[path])
+    monkeypatch.setattr(opening, "_opened", lambda path, *given: found[path])

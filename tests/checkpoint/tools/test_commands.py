@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_compat import __main__, checkpoint
 from fsdp_compat.checkpoint._tools import commands, tables
-from fsdp_compat.checkpoint._tools.display import nbytes_text, ranks_text, shortened, shown
+from fsdp_compat.checkpoint._tools.tables import nbytes_text, ranks_text, shortened, shown
 from fsdp_compat.errors import CheckpointError, explain
 from tests.checkpoint.tools.archives import archive, opens
 
@@ -141,16 +141,16 @@ def test_ranks_copies_and_other_values_are_listed(
 def test_colours_and_frames_are_for_terminals(
     monkeypatch: pytest.MonkeyPatch, model: Path, other: Path
 ) -> None:
-    plain = tables.of_difference(checkpoint.diff(model, other), False).text()
+    plain = tables.of_difference(checkpoint.diff(model, other), False)
     assert "\x1b" not in plain and "─" not in plain
     monkeypatch.setattr(tables, "is_terminal", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    report = tables.of_difference(checkpoint.diff(model, other), False)
-    assert "\x1b[" in report.text() and "─" in report.text()
+    text = tables.of_difference(checkpoint.diff(model, other), False)
+    assert "\x1b[" in text and "─" in text
     monkeypatch.setenv("NO_COLOR", "1")
-    text = tables.of_difference(checkpoint.diff(model, other), False).text()
+    text = tables.of_difference(checkpoint.diff(model, other), False)
     assert "\x1b" not in text and "─" in text
     assert max(map(len, text.splitlines())) <= 60, "folded, not cut"
 
@@ -216,7 +216,7 @@ def test_the_answer_no_is_1(
         (["convert", ".", "t", "--include", "["], "not a regular expression"),
         (["convert", ".", "t", "--rename-file", "list.json"], "has to hold an object of names"),
         (["convert", ".", "t", "--rename-file", "bad.json"], "cannot be read as JSON"),
-        (["convert", ".", "t", "--rename", "a=>b", "--rename-file", "list.json"], "exclude each"),
+        (["convert", ".", "t", "--rename", "a=>b", "--rename-file", "names.json"], "exclude each"),
         (["merge", ".", "t.txt"], "does not say which format to write"),
         (["reshard", ".", "t"], "Missing option '--world-size'"),
         (["diff", ".", ".", "--rtol", "-1"], "rtol is out of range"),
@@ -229,11 +229,12 @@ def test_wrong_arguments_are_2_and_one_message(
 ) -> None:
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "bad.json").write_text('{"a": ')
+    (tmp_path / "names.json").write_text('{"a": "b"}')
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in result.stderr and "Traceback" not in result.stderr
-    assert sorted(os.listdir()) == ["bad.json", "list.json"]
+    assert sorted(os.listdir()) == ["bad.json", "list.json", "names.json"]
 
 
 def test_damaged_or_unknown_files_are_3(model: Path, tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         ({"workers": True}, "workers"),
         ({"dtype": torch.int64}, "dtype"),
         ({"unit": "("}, "unit"),
-        ({"include": "blocks"}, "include"),
+        ({"include": 3}, "include"),
         ({"include": ["nothing like it"]}, "No tensor matches"),
         ({"rename": [("(", "x")]}, "rename"),
         ({"rename": lambda name: 3}, "rename"),

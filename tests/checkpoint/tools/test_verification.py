@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_compat._layout.box import Box
-from fsdp_compat.checkpoint import Problem, Verification, verify
+from fsdp_compat.checkpoint import Problem, Verification, convert, verify
 from fsdp_compat.checkpoint._blocks import FileFacts
 from fsdp_compat.checkpoint._tools.archive import Archive, Piece, StoredTensor
 from fsdp_compat.errors import UsageError
@@ -91,39 +91,27 @@ def test_one_changed_bit_is_seen_where_there_are_checksums(
     assert verified(monkeypatch, made).is_intact, "without checksums nobody can tell"
 
 
-@pytest.mark.parametrize("has_checksums", [True, False])
-def test_files_that_are_short_or_gone_are_seen_without_reading_values(
-    monkeypatch: pytest.MonkeyPatch, made: Archive, has_checksums: bool
+def test_every_damaged_file_of_a_native_checkpoint_is_named_without_reading_values(
+    tmp_path: Path,
 ) -> None:
-    if not has_checksums:
-        made.checksums.clear()
-    content = (made.path / "rank0").read_bytes()
-    (made.path / "rank0").write_bytes(content[:-1])
-    (made.path / "rank1").unlink()
+    torch.save({"w": torch.arange(100.0)}, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=4)
+    long, short, gone, link = (path / f"rank-0000{rank}.safetensors" for rank in range(4))
+    nbytes = [file.stat().st_size for file in (long, short)]
+    long.write_bytes(long.read_bytes() + b"more")
+    short.write_bytes(short.read_bytes()[:-1])
+    gone.unlink()
+    link.rename(tmp_path / "elsewhere")
+    link.symlink_to("../elsewhere")
     for values in (True, False):
-        short, gone = verified(monkeypatch, made, values=values).problems
-        assert (short.kind, short.where) == (gone.kind, "rank0") == ("file", "rank0")
-        at_least = "" if has_checksums else "at least "
-        assert short.what == f"{len(content) - 1} bytes instead of {at_least}{len(content)}"
-        assert gone.where == "rank1" and "No such file" in gone.what
-
-
-def test_a_file_that_is_too_long_is_seen_where_its_length_is_known(
-    monkeypatch: pytest.MonkeyPatch, made: Archive
-) -> None:
-    with open(made.path / "rank0", "ab") as file:
-        file.write(b"more")
-    (problem,) = verified(monkeypatch, made).problems
-    assert (problem.kind, problem.where) == ("file", "rank0")
-
-
-def test_a_link_out_of_the_directory_is_seen(
-    monkeypatch: pytest.MonkeyPatch, made: Archive
-) -> None:
-    (made.path / "rank1").rename(made.path.parent / "elsewhere")
-    (made.path / "rank1").symlink_to("../elsewhere")
-    (problem,) = verified(monkeypatch, made).problems
-    assert (problem.kind, problem.where) == ("link", "rank1")
+        *lengths, missing, outside = verify(path, values=values).problems
+        assert lengths == [
+            Problem("file", long.name, f"{nbytes[0] + 4} bytes instead of {nbytes[0]}"),
+            Problem("file", short.name, f"{nbytes[1] - 1} bytes instead of {nbytes[1]}"),
+        ]
+        assert (missing.kind, missing.where) == ("file", gone.name)
+        assert "No such file" in missing.what
+        assert (outside.kind, outside.where) == ("link", link.name)
 
 
 def test_replicas_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
