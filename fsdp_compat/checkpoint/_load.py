@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import errors
 from .._state.older_optimizers import convert
 from .._state.units import names_before, units_of
 from .._state.unmanaged import unmanaged_state
@@ -32,7 +33,7 @@ from ._load_plan import LoadPlan
 from ._named_groups import named_groups
 from ._optimizers import SharedOptimizer
 from ._ranks import ranks_of, require_rest
-from ._report import LoadReport, deliver, require_report
+from ._report import LoadReport
 from ._source import open_source
 from ._texts import brief, joined
 from ._tools.shapes import Shape, Shapes
@@ -143,7 +144,9 @@ def _load(
             require_arguments(
                 call, progress, path=path, optimizer=optimizer, rename=rename, dtype=dtype
             )
-            require_report(call, strict, report)
+            errors.require_bools(call, strict=strict)
+            if report is not None and not isinstance(report, LoadReport):
+                raise errors.wrong_type("report", "a LoadReport, or None", report, call)
             require_rest(units, call)
             if optimizer is not None:
                 convert(optimizer)
@@ -155,7 +158,10 @@ def _load(
             agreement.own = (f"{source.identity} {arguments}", shared.facts())
         shared.require_alike([facts for _, facts in agreement.by_rank], call)
         _require_one(path, {identity for identity, _ in agreement.by_rank}, call)
-        deliver(plan.report, report, strict, call, path)
+        if report is not None:
+            vars(report).update(vars(plan.report))
+        elif plan.report and not strict:
+            warnings.warn(f"{call} of {path} with strict=False: {plan.report}", stacklevel=3)
         if ranks.number == 0 and source.archive.left_out:
             left = joined(source.archive.left_out, 8, "; ")
             warnings.warn(f"{call}: not read from {path}: {left}", stacklevel=3)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..errors import CheckpointError
 from ._held_parts import HeldPart, of_whole
 from ._load_settings import settings_for
 from ._named_groups import NamedGroup, held_by
-from ._optimizers import classes_of, is_of_another_kind
+from ._optimizers import classes_of
 from ._report import LoadReport
 from ._source import Source
 from ._tools.archive import StoredTensor
@@ -50,29 +49,23 @@ class OptimizerLoadPlan:
             source.number_optimizer(_names_by_number(model, optimizer))
         saved, classes = source.param_groups(), source.archive.optimizer_classes
         if saved is None:
+            self._kept.update(own)
             if strict:
                 raise _no_state(source)
+        elif _is_of_another_kind(optimizer, classes, {key for group in saved for key in group}):
             self._kept.update(own)
-        elif is_of_another_kind(optimizer, classes, {key for group in saved for key in group}):
             if strict:
                 raise _another_optimizer(source, optimizer)
-            self._kept.update(own)
-            report.settings_kept.update(
-                (number, f"the checkpoint is of {classes[0]}")
-                for number in range(len(optimizer.param_groups))
-            )
+            why = f"the checkpoint is of {classes[0]}"
+            report.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
         else:
             self._settings = settings_for(
                 source.path, saved, optimizer.param_groups, self._names, report, strict
             )
             self._plan_states(own, groups, taken, {*report.missing, *report.mismatched})
         if not strict:
-            report.state_kept += [
-                name
-                for parameter in own
-                if parameter in self._kept
-                for name in self._names[parameter]
-            ]
+            kept = [parameter for parameter in own if parameter in self._kept]
+            report.state_kept += [name for parameter in kept for name in self._names[parameter]]
 
     def apply(self) -> None:
         """Load the states, once they were read, and the settings."""
@@ -88,11 +81,7 @@ class OptimizerLoadPlan:
             {
                 "state": {numbers[p]: dict(values) for p, values in state.items()},
                 "param_groups": [
-                    {
-                        **{key: value for key, value in group.items() if key != "params"},
-                        **settings,
-                        "params": [numbers[parameter] for parameter in group["params"]],
-                    }
+                    {**group, **settings, "params": [numbers[p] for p in group["params"]]}
                     for group, settings in zip(optimizer.param_groups, self._settings, strict=True)
                 ],
             }
@@ -117,12 +106,7 @@ class OptimizerLoadPlan:
         left: set[str],
     ) -> None:
         """left: names of parameters that are not taken."""
-        by_place = {
-            (id(named.group), index): held
-            for held in taken
-            if held.place
-            for named, index in [held.place]
-        }
+        by_place = {(id(held.place[0].group), held.place[1]): held for held in taken if held.place}
         managed: set[torch.Tensor] = set()
         for named in groups:
             for param, indices in named.sharded_params:
@@ -191,8 +175,11 @@ class OptimizerLoadPlan:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
         one."""
         own: Any = (self._optimizer.state.get(param) or {}).get(key)
-        if _is_tensor_like(own, param) and own.dtype == dtype:
-            return typing.cast(torch.Tensor, own)
+        kind = torch.Tensor if _torch_private.is_plain(param) else type(param.data)
+        if type(own) is kind and own.dtype == dtype and own.device == param.device:
+            facts = [(each.shape, getattr(each, "placements", None)) for each in (own, param)]
+            if facts[0] == facts[1] and _torch_private.local_part(own).is_contiguous():
+                return own
         return torch.zeros_like(param.detach(), dtype=dtype)
 
 
@@ -238,21 +225,23 @@ def _another_optimizer(source: Source, optimizer: torch.optim.Optimizer) -> Chec
     )
 
 
-def _is_tensor_like(value: Any, param: torch.Tensor) -> bool:
-    """True for a contiguous tensor that lies as ``param`` does."""
-    kind = torch.Tensor if _torch_private.is_plain(param) else type(param.data)
-    if type(value) is not kind or not _torch_private.local_part(value).is_contiguous():
+def _is_of_another_kind(
+    optimizer: torch.optim.Optimizer, classes: Collection[str], settings: Collection[str]
+) -> bool:
+    """Return whether the states of an optimizer of ``classes``, with these names of settings, mean
+    nothing to ``optimizer``.
+
+    Another class alone does not tell: it may be a subclass, a wrapper, or another implementation of
+    the same algorithm. Of another algorithm, each has a setting that the other one lacks: SGD a
+    momentum, AdamW betas. Without ``classes``, nothing is known.
+    """
+    own = {key for group in optimizer.param_groups for key in group} - {"params"}
+    if not classes or {*classes} & {*classes_of(optimizer)}:
         return False
-    facts = [
-        (tensor.shape, tensor.device, getattr(tensor, "placements", None))
-        for tensor in (value, param)
-    ]
-    return facts[0] == facts[1]
+    return bool({*settings} - own and own - {*settings})
 
 
 def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
-    """Move a state to the device of its parameter; 0-d ones stay on the CPU, where optimizers keep
-    their counts."""
-    return (
-        value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
-    )
+    """Move a state to its parameter; 0-d ones stay on the CPU, where optimizers keep counts."""
+    moves = isinstance(value, torch.Tensor) and value.dim()
+    return value.to(parameter.device) if moves else value

@@ -1,4 +1,4 @@
-"""The plan of a load: what a rank reads from a checkpoint, and what it replaces.
+"""The plan of a load: what a rank reads from a checkpoint, what it replaces, and what it leaves.
 
 A `LoadPlan` compares names, shapes and dtypes with the model's, and plans to read this rank's part
 of each tensor. Optimizer states are planned in `_load_optimizer`."""
@@ -13,11 +13,11 @@ from torch import nn
 from .._state.units import units_of
 from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError
-from ._held_parts import HeldPart, managed_parts, of_whole
+from ._held_parts import HeldPart, managed_parts, of_whole, unmanaged_tensors
 from ._load_optimizer import OptimizerLoadPlan
 from ._named_groups import named_groups
 from ._ranks import Ranks
-from ._report import LoadReport, nothing_fits, problems_in
+from ._report import LoadReport, problems_in
 from ._snapshot import warn_of_left_out
 from ._source import Source
 from ._texts import joined
@@ -52,7 +52,7 @@ class LoadPlan:
         for held in taken:
             source.plan(source.value(self._name(held.names)), held, through)
         others = unmanaged_state(model)
-        self._find_others(others)
+        self._plan_others(others)
         known = {*others, *(name for held in parts for name in held.names)}
         self.report.unexpected += [name for name in source.names if name not in known]
         self._require_fit(strict, bool(taken or self._others))
@@ -85,43 +85,33 @@ class LoadPlan:
         if name not in self.source.names:
             self.report.missing.append(held.names[0])
             return False
-        stored = self.source.value(name)
-        if not isinstance(stored, StoredTensor):
-            self.report.mismatched[name] = "not a tensor in the checkpoint"
-        elif stored.shape != held.shape:
-            self.report.mismatched[name] = (
-                f"shape {list(stored.shape)} in the checkpoint, {list(held.shape)} in the model"
-            )
-        elif not torch.can_cast(stored.dtype, held.dtype):  # a fraction or imaginary part is lost
-            self.report.mismatched[name] = (
-                f"{stored.dtype} in the checkpoint, {held.dtype} in the model"
-            )
-        return name not in self.report.mismatched
+        if how := _mismatch(self.source.value(name), held):
+            self.report.mismatched[name] = how
+        return not how
 
-    def _find_others(self, others: dict[str, Any]) -> None:
+    def _plan_others(self, others: dict[str, Any]) -> None:
         """Plan what is not a parameter of a unit. A tensor with several names is in the checkpoint
         under one of them, or under all."""
-        names: dict[Any, list[str]] = {}
-        for name, value in others.items():
-            names.setdefault(_memory(name, value), []).append(name)
-        for shared in map(tuple, names.values()):
-            value, name = others[shared[0]], self._name(shared)
-            if isinstance(value, torch.Tensor):
+        for held in unmanaged_tensors(self._model, is_written_here=False):
+            if self._takes(held):
                 # The state dict may hold a copy in another dtype than the module computes with.
-                held = of_whole(shared, torch.empty_like(value, device="cpu").contiguous())
-                if self._takes(held):
-                    self.source.plan(self.source.value(name), held, self._through)
-                    whole = held.values.view(held.shape)
-                    self._others.update(dict.fromkeys(shared, whole))
-            elif name not in self.source.names:
-                self.report.missing.append(name)
-            else:
+                target = torch.empty_like(held.values, device="cpu").view(held.shape)
+                stored = self.source.value(self._name(held.names))
+                self.source.plan(stored, of_whole(held.names, target), self._through)
+                self._others.update(dict.fromkeys(held.names, target))
+        for name, value in others.items():
+            if isinstance(value, torch.Tensor):
+                continue
+            if name in self.source.names:
                 self._others[name] = self.source.planned(self.source.value(name))
+            else:
+                self.report.missing.append(name)
 
     def _require_fit(self, strict: bool, takes_any: bool) -> None:
         """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
         buffers, in their shapes and kinds of dtype; not strict: unless it holds some of them."""
-        if strict and (wrong := problems_in(self.report)):
+        wrong = problems_in(self.report)
+        if wrong and strict:
             raise CheckpointError.of(
                 "The checkpoint does not fit the model.",
                 expected="the names and shapes of the model's parameters and buffers, and "
@@ -131,12 +121,22 @@ class LoadPlan:
                 fix="build the model that was saved; pass rename, a function from a name in the "
                 "checkpoint to the name in the model; or pass strict=False to load what fits",
             )
-        if problems_in(self.report) and not takes_any:
-            raise nothing_fits(self.source.path, self.report)
+        if wrong and not takes_any:
+            raise CheckpointError.of(
+                "Nothing in the checkpoint fits the model.",
+                expected="at least one name with the same shape in both, also with strict=False",
+                got=joined(wrong, 20, "; "),
+                where=str(self.source.path),
+                fix="check that it is the checkpoint of this model, and compare the names",
+            )
 
 
-def _memory(name: str, value: Any) -> Any:
-    """Return what only the names of one tensor have in common."""
-    if not isinstance(value, torch.Tensor) or not value.data_ptr():
-        return name
-    return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+def _mismatch(stored: Any, held: HeldPart) -> str:
+    """Return how a value of the checkpoint differs from a tensor of the model, or ""."""
+    if not isinstance(stored, StoredTensor):
+        return "not a tensor in the checkpoint"
+    if stored.shape != held.shape:
+        return f"shape {list(stored.shape)} in the checkpoint, {list(held.shape)} in the model"
+    if not torch.can_cast(stored.dtype, held.dtype):  # a fraction or imaginary part is lost
+        return f"{stored.dtype} in the checkpoint, {held.dtype} in the model"
+    return ""

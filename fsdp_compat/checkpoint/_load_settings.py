@@ -4,15 +4,13 @@ from a checkpoint."""
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, explain
+from ..errors import CheckpointError
 from ._report import LoadReport
 from ._texts import joined
 
@@ -20,21 +18,9 @@ from ._texts import joined
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
-@dataclasses.dataclass(frozen=True)
-class _SavedGroup:
-    number: int
-    names: list[str]  # of its parameters
-    settings: dict[str, Any]
-
-    @functools.cached_property
-    def texts(self) -> dict[str, str]:
-        """The settings as texts to compare."""
-        return {key: repr(value) for key, value in self.settings.items()}
-
-
 def settings_for(
     path: Path,
-    saved_groups: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
     param_groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, Sequence[str]],
     report: LoadReport,
@@ -44,51 +30,71 @@ def settings_for(
     of them was saved with settings, those of the group at the same position if no other group has
     them.
 
-    saved_groups: with the names of parameters as "params". names: of each parameter of the
-    optimizer. Raises CheckpointError for a group of parameters that
-    were saved with different settings, and for groups with different settings whose parameters were
-    saved in one group; not strict: they keep their own, and the report says so.
+    saved: groups with the names of parameters as "params". names: of each parameter of the
+    optimizer. Raises CheckpointError for a group of parameters that were saved with different
+    settings, and for groups with different settings whose parameters were saved in one group; not
+    strict: they keep their own, and the report says so.
     """
-    saved = [
-        _SavedGroup(number, group["params"], {key: group[key] for key in group if key != "params"})
-        for number, group in enumerate(saved_groups)
-    ]
-    by_name = {name: group for group in saved for name in group.names}
-    claimed: list[list[_SavedGroup]] = []
+    all_settings = [{key: group[key] for key in group if key != "params"} for group in saved]
+    of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
     for group in param_groups:
         own_names = [name for parameter in group["params"] for name in names[parameter]]
-        found = {id(by_name[name]): by_name[name] for name in own_names if name in by_name}
-        claimed.append(list(found.values()))
-    all_claimed = {each.number for groups in claimed for each in groups}
-    split = {
-        number: problem
-        for each in saved
-        for heirs in [[number for number, groups in enumerate(claimed) if each in groups]]
-        if (problem := _split_group(path, param_groups, each, heirs)) is not None
-        for number in heirs
-    }
-    if split and strict:
-        raise CheckpointError(next(iter(split.values())))
+        claimed.append(list(dict.fromkeys(of_name[n] for n in own_names if n in of_name)))
+    split = [_among_heirs(each, number, param_groups, claimed) for number, each in enumerate(saved)]
     result: list[dict[str, Any]] = []
-    for number, (group, found_groups) in enumerate(zip(param_groups, claimed, strict=True)):
+    for number, (group, own) in enumerate(zip(param_groups, claimed, strict=True)):
         settings: dict[str, Any] = {}
-        if any(each.texts != found_groups[0].texts for each in found_groups):
-            problem = _several_settings(path, number, found_groups)
-            if strict:
-                raise CheckpointError(problem)
-            report.settings_kept[number] = "its parameters were saved with different ones"
-        elif number in split:
-            report.settings_kept[number] = "other groups with other settings were saved with it"
-        elif found_groups:
-            settings = found_groups[0].settings
-        elif number < len(saved) == len(param_groups) and number not in all_claimed:
-            settings = saved[number].settings
+        if differences := _among_saved([saved[each] for each in own]):
+            what = "Parameters in one group of the optimizer were saved with different settings."
+            kept = "its parameters were saved with different ones"
+        elif differences := [text for each in own for text in split[each]]:
+            what = "Parameters of one saved group are in groups with different settings."
+            kept = "other groups with other settings were saved with it"
+        elif own:
+            settings = all_settings[own[0]]
+        elif len(saved) == len(param_groups) and not any(number in each for each in claimed):
+            settings = all_settings[number]
         elif group["params"]:
             report.settings_kept[number] = "none of its parameters was saved with settings"
+        if differences and strict:
+            raise _unlike(what, differences, number, path)
+        if differences:
+            report.settings_kept[number] = kept
         result.append(
             {key: _like(copy.deepcopy(value), group.get(key)) for key, value in settings.items()}
         )
     return result
+
+
+def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how the settings of saved groups differ, of which one group would get them all."""
+    return [
+        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
+        f"{other.get(key)!r} for {other['params'][0]!r}"
+        for other in groups[1:]
+        for key in dict.fromkeys([*groups[0], *other])
+        if key != "params" and repr(groups[0].get(key)) != repr(other.get(key))
+    ]
+
+
+def _among_heirs(
+    saved: Mapping[str, Any],
+    number: int,
+    param_groups: Sequence[Mapping[str, Any]],
+    claimed: Sequence[Sequence[int]],
+) -> list[str]:
+    """Return how the groups differ whose parameters were saved in one: all would get its settings,
+    and lose what makes them differ."""
+    heirs = [heir for heir, own in enumerate(claimed) if number in own]
+    return [
+        f"{key}={first[key]} in group {heirs[0]}, {other[key]} in group {heir}, saved as {value!r}"
+        for heir in heirs[1:]
+        for first, other in [(param_groups[heirs[0]], param_groups[heir])]
+        for key, value in saved.items()
+        if key in first and key in other and key not in ("params", *_IMPLEMENTATION)
+        if not _is_same(first[key], other[key])
+    ]
 
 
 def _like(value: Any, own: Any) -> Any:
@@ -100,43 +106,6 @@ def _like(value: Any, own: Any) -> Any:
     return value
 
 
-def _split_group(
-    path: Path,
-    param_groups: Sequence[Mapping[str, Any]],
-    saved: _SavedGroup,
-    heirs: Sequence[int],
-) -> str | None:
-    """Return the problem with groups of the optimizer, ``heirs``, whose parameters were saved in
-    one group: both would get its settings, and lose what makes them differ. None if nothing
-    does."""
-    for number in heirs[1:]:
-        first, other = param_groups[heirs[0]], param_groups[number]
-        keys = [
-            key
-            for key in saved.texts
-            if key in first and key in other and key not in _IMPLEMENTATION
-            if not _is_same(first[key], other[key])
-        ]
-        if keys:
-            return explain(
-                "Parameters of one saved group are in groups with different settings.",
-                expected="groups like those that were saved, or with the same settings",
-                got=joined(
-                    [
-                        f"{key}={first[key]} in group {heirs[0]}, {other[key]} in group {number}, "
-                        f"saved as {saved.texts[key]}"
-                        for key in keys
-                    ],
-                    4,
-                    "; ",
-                ),
-                where=f"parameter groups of the optimizer, {path}",
-                fix="give these groups the same settings and change them after the load; or pass "
-                "strict=False to keep this optimizer's settings",
-            )
-    return None
-
-
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(other, torch.Tensor):
         one, other = other, one
@@ -146,28 +115,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _several_settings(path: Path, number: int, groups: Sequence[_SavedGroup]) -> str:
-    first = groups[0]
-    other = next(group for group in groups if group.texts != first.texts)
-    keys = [
-        key
-        for key in dict.fromkeys([*first.texts, *other.texts])
-        if first.texts.get(key) != other.texts.get(key)
-    ]
-    return explain(
-        "Parameters in one group of the optimizer were saved with different settings.",
-        expected="groups like those that were saved; a FlatParameter (use_orig_params=False) is in "
-        "one group, with one setting for all parameters in it",
-        got=joined(
-            [
-                f"{key}={first.texts.get(key)} for {first.names[0]!r}, "
-                f"{other.texts.get(key)} for {other.names[0]!r}"
-                for key in keys
-            ],
-            4,
-            "; ",
-        ),
+def _unlike(what: str, differences: list[str], number: int, path: Path) -> CheckpointError:
+    return CheckpointError.of(
+        what,
+        expected="groups like those that were saved, or with the same settings",
+        got=joined(differences, 4, "; "),
         where=f"parameter group {number} of the optimizer, {path}",
         fix="make the groups as they were saved, with use_orig_params=True or fully_shard if a "
-        "FlatParameter stands in the way; or pass strict=False to keep this optimizer's settings",
+        "FlatParameter, which is in one group, stands in the way; give them the same settings, and "
+        "others after the load; or pass strict=False to keep this optimizer's settings",
     )

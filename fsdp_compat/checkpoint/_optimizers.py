@@ -1,12 +1,11 @@
-"""Checks that all ranks save or load optimizers of the same parameters, with the same settings, and
-that an optimizer is of the kind that was saved."""
+"""Checks that all ranks save or load optimizers of the same parameters, with the same settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,22 +78,6 @@ def classes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         for each in type(optimizer).__mro__
         if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
     )
-
-
-def is_of_another_kind(
-    optimizer: torch.optim.Optimizer, classes: Collection[str], settings: Collection[str]
-) -> bool:
-    """Return whether the states of an optimizer of ``classes``, with these names of settings, mean
-    nothing to ``optimizer``.
-
-    Another class alone does not tell: it may be a subclass, a wrapper, or another implementation of
-    the same algorithm. Of another algorithm, each has a setting that the other one lacks: SGD a
-    momentum, AdamW betas. Without ``classes``, nothing is known.
-    """
-    own = {key for group in optimizer.param_groups for key in group} - {"params"}
-    if not classes or {*classes} & {*classes_of(optimizer)}:
-        return False
-    return bool({*settings} - own and own - {*settings})
 
 
 def _ranks_beside(group: Group, axes: Sequence[Axis]) -> int:

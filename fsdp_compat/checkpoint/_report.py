@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from typing import Any
 
-from .. import errors
-from ..errors import CheckpointError
 from ._texts import joined
 
 
@@ -56,33 +52,3 @@ def problems_in(report: LoadReport) -> list[str]:
         *(f"not in the model: {name}" for name in report.unexpected),
         *(f"{name}: {how}" for name, how in report.mismatched.items()),
     ]
-
-
-def deliver(
-    found: LoadReport, report: LoadReport | None, strict: bool, call: str, path: object
-) -> None:
-    """Copy what was found to the caller's report or, without one, warn if anything was left. To be
-    called by the function that the user calls."""
-    if report is not None:
-        for field in dataclasses.fields(found):
-            setattr(report, field.name, getattr(found, field.name))
-    elif found and not strict:
-        warnings.warn(f"{call} of {path} with strict=False: {found}", stacklevel=3)
-
-
-def require_report(call: str, strict: Any, report: Any) -> None:
-    """Raise UsageError for arguments of another type."""
-    errors.require_bools(call, strict=strict)
-    if report is not None and not isinstance(report, LoadReport):
-        raise errors.wrong_type("report", "a LoadReport, or None", report, call)
-
-
-def nothing_fits(path: object, report: LoadReport) -> CheckpointError:
-    """Return the error for a checkpoint that has nothing in common with the model."""
-    return CheckpointError.of(
-        "Nothing in the checkpoint fits the model.",
-        expected="at least one name with the same shape in both, also with strict=False",
-        got=joined(problems_in(report), 20, "; "),
-        where=str(path),
-        fix="check that it is the checkpoint of this model, and compare the names",
-    )
