@@ -6,8 +6,8 @@ first if the format has any. Nothing that a file holds is run.
 
 Files are not trusted. Bounded before any work, whatever a small file says: bytes of text and of
 pickles; the depth and the number of nested values, also by references; shapes (64 dims, 2**60
-elements); the sizes of a mesh; the boxes that the placements of DTensors cut a tensor into, for
-each and for all of one checkpoint. Not bounded: what ``pickle.Unpickler`` takes for a crafted
+elements); the sizes of a mesh; the boxes that the placements of a DTensor cut it into. Not
+bounded: what ``pickle.Unpickler`` takes for a crafted
 pickle, and ``json`` for a crafted text, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values

@@ -7,23 +7,21 @@ add up to the size of the flat parameter."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..._comm.host_memory import memory_of
-from ..._layout.box import Box, cut_into_boxes
-from ..._layout.spec import Interval, ParamSpec
+from ..._layout.box import Box
+from ..._layout.spec import FlatLayout, Interval, ParamSpec, between, flat_layout
 from ...errors import CheckpointError
 from .._texts import joined
-from .archive import Span, StoredTensor
-from .merging import disagreement
-from .reading import Files, read, read_box
+from .archive import Piece, Span, StoredTensor
+from .merging import sample
+from .reading import Files, read_box
 from .shapes import Shapes
-from .sharded_records import ShardedTensorRecord, run_part
+from .sharded_records import RankPart, in_shape
 from .tree import plain_name
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
@@ -32,29 +30,180 @@ _PADDING = 42  # torch fills gaps with this value
 _ALIGN_NBYTES = 16
 _ITEM_SIZES = (8, 4, 2, 1)  # of the dtypes that gaps may have been made for
 
-
-def holds_flat_params(tree: Any) -> bool:
-    """Return whether one rank's values hold flat parameters that ``unflattened`` knows."""
-    return any(_is_local(node) for _, node in _dicts(tree, 0))
+_Node = dict[Any, Any]
+_Names = dict[str, str]
 
 
-def unflattened(trees: Mapping[int, Any], shapes: Shapes | None, where: Path) -> dict[int, Any]:
-    """Return the values of all ranks with this rank's parts of the parameters in the place of flat
-    parameters. Raises CheckpointError; OSError."""
-    places = {rank: dict(_dicts(tree, 0)) for rank, tree in trees.items()}
-    first = next(iter(places.values()))
-    with Files() as files:
-        for path, node in first.items():
-            if not _is_local(node):
-                continue
-            if not all(path in found for found in places.values()):
-                raise disagreement(where, "/".join(path), "the same values on all ranks", "fewer")
-            nodes = {rank: found[path] for rank, found in places.items()}
-            _Local(nodes, shapes, where, files).unflatten()
-    return dict(trees)
+class FlatParams:
+    """The flat parameters in the values of all ranks. Raises CheckpointError and OSError."""
+
+    def __init__(self, shapes: Shapes | None, where: Path, files: Files) -> None:
+        self._shapes, self._where, self._files = shapes, where, files
+        self._found: dict[tuple[tuple[str, ...], Any], _Flat] = {}  # by path of the node, and key
+
+    def take_views(self, tree: Any) -> None:
+        """Note the flat parameters of one rank, and remove the entries that view their memory: with
+        use_orig_params=True each parameter has one, and a tied one has several."""
+        for path, node in _dicts(tree):
+            flat_keys = [key for key, value in node.items() if _is_flat(key, value)]
+            for key in flat_keys:
+                flat = self._found.setdefault((path, key), _Flat(node[key].inside))
+                for name, value in [*node.items()]:
+                    place = _place_in(node[key], value) if isinstance(value, StoredTensor) else None
+                    if place is not None:
+                        flat.views[plain_name(str(name))] = place
+                        del node[name]
+
+    def replace(self, tree: Any) -> None:
+        """Put the parameters in the place of flat parameters, in the merged values."""
+        nodes = dict(_dicts(tree))
+        for (path, key), flat in self._found.items():
+            others = [other for at, other in self._found if at == path and other != key]
+            self._replace(nodes[path], key, flat, others)
+
+    def _replace(self, node: _Node, key: Any, flat: _Flat, others: Sequence[Any]) -> None:
+        values: StoredTensor = node.pop(key)
+        layout: Sequence[ParamSpec]
+        prefix, ties = _prefix(key), _Names(self._shapes.ties if self._shapes else {})
+        if flat.inside is not None:
+            layout = [
+                dataclasses.replace(param, name=_under(prefix, plain_name(param.name)))
+                for param in flat.inside.params
+            ]
+        else:
+            names = self._names(node, prefix, [_prefix(other) for other in others])
+            layout, by_value = self._layout(key, names, values)
+            ties |= by_value
+        params = {param.name: param for param in layout}
+        params |= {name: params[first] for name, first in ties.items() if first in params}
+        for name, place in flat.views.items():
+            params[name] = next(p for p in layout if p.start <= place < p.place.stop)
+        for name in [name for name in node if plain_name(str(name)) in params]:
+            del node[name]
+        for name, param in params.items():
+            node[name] = _cut(values, param)
+
+    def _names(self, node: _Node, prefix: str, others: Sequence[str]) -> list[str]:
+        """Return the names of the parameters that a flat one holds: those of its wrapper without
+        inner ones, unless they have an entry of their own."""
+        entries = {} if self._shapes is None else self._shapes.entries
+        inner = [other for other in others if other != prefix and _is_in(other, prefix)]
+        whole = {
+            plain_name(str(name)): value.shape
+            for name, value in node.items()
+            if isinstance(value, StoredTensor)
+        }
+        return [
+            name
+            for name, shape in entries.items()
+            if shape.is_buffer is not True
+            and whole.get(name) != shape.sizes
+            and _is_in(name, prefix)
+            and not any(_is_in(name, other) for other in inner)
+        ]
+
+    def _layout(
+        self, key: Any, names: list[str], values: StoredTensor
+    ) -> tuple[Sequence[ParamSpec], _Names]:
+        """Return where the parameters lie in a flat one, and further names of some of them."""
+        found, ties = self._fitting(names, values), _Names()
+        if not found and (ties := self._ties_by_value(names, values.numel)):
+            found = self._fitting([name for name in names if name not in ties], values)
+        if len(found) != 1:
+            raise self._unclear(key, names, values.numel, len(found))
+        if self._shapes is not None and not self._shapes.is_ordered and len(names) > 1:
+            raise self._error(
+                f"The order of the parameters in {key} is not known.",
+                "shapes in the order of the modules",
+                f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
+            )
+        return found[0], ties
+
+    def _ties_by_value(self, names: list[str], numel: int) -> _Names:
+        """Return matrices that have the values of an earlier one where the shapes come from, with
+        the name of that one: torch's full state dicts do not say which parameters are tied.
+
+        Vectors are often equal by chance, and so are matrices larger than what is too much."""
+        if self._shapes is None or self._shapes.source is None:
+            return {}
+        stored = self._shapes.source.tensors
+        most = sum(stored[name].numel + _ALIGN_NBYTES for name in names) - numel
+        firsts: dict[Any, str] = {}
+        ties = {}
+        for name in names:
+            tensor = stored[name]
+            if len(tensor.shape) > 1 and 0 < tensor.numel <= most:
+                content = (tensor.dtype, tensor.shape, sample(tensor, self._files))
+                if (first := firsts.setdefault(content, name)) != name:
+                    ties[name] = first
+        return ties
+
+    def _fitting(self, names: list[str], values: StoredTensor) -> list[tuple[ParamSpec, ...]]:
+        """Return the layouts whose sizes add up, with padding in their gaps and nowhere else."""
+        if self._shapes is None:
+            return []
+        shapes = [self._shapes.entries[name].sizes for name in names]
+        num_ranks = len({piece.holder for piece in values.pieces})
+        found: dict[tuple[ParamSpec, ...], None] = {}
+        for align in (1, *(_ALIGN_NBYTES // size for size in _ITEM_SIZES)):
+            params = flat_layout(names, shapes, ranks=1, align=align).params
+            rest = values.numel - (params[-1].place.stop if params else 0)
+            if (rest == 0 or (align > 1 and 0 < rest < num_ranks)) and self._is_padded(
+                params, values
+            ):
+                found[params] = None
+        return [*found]
+
+    def _is_padded(self, params: Sequence[ParamSpec], values: StoredTensor) -> bool:
+        gaps = between((param.place for param in params), values.numel)
+        ends = [Interval(p.place.stop - 1, p.place.stop) for p in params if p.numel and gaps]
+        return all(self._is_filled(values, gap) for gap in gaps) and not any(
+            self._is_filled(values, end) for end in ends
+        )
+
+    def _is_filled(self, values: StoredTensor, part: Interval) -> bool:
+        found = read_box(values, Box((part.start,), (part.numel,)), self._files)
+        return bool((found == _PADDING).all())
+
+    def _unclear(self, key: Any, names: list[str], numel: int, num: int) -> CheckpointError:
+        if self._shapes is None:
+            got = "no shapes: local state dicts of FSDP1 do not hold them"
+        elif num:
+            got = f"{num} ways to lay out its parameters in {numel} elements"
+        else:
+            sizes = [math.prod(self._shapes.entries[name].sizes) for name in names]
+            parts = [f"{name} {size}" for name, size in zip(names, sizes, strict=True)]
+            got = (
+                f"{numel} elements, but its {len(parts)} parameters have {sum(sizes)}: "
+                f"{joined(parts, 20, ', ')}"
+            )
+        return self._error(
+            f"The parameters in {key} cannot be told apart.",
+            "the shapes of the model that was wrapped, which add up",
+            got,
+        )
+
+    def _error(self, what: str, expected: str, got: str) -> CheckpointError:
+        return CheckpointError.of(
+            what,
+            expected=expected,
+            got=got,
+            where=str(self._where),
+            fix="write the shapes with `fsdp-compat shapes my.module:make_model -o model.json`, "
+            "and pass --shapes model.json; or a full checkpoint of torch.save of the same model",
+        )
 
 
-def _dicts(tree: Any, depth: int) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
+@dataclasses.dataclass
+class _Flat:
+    """A flat parameter."""
+
+    inside: FlatLayout | None  # if its file says where its parameters lie
+    views: dict[str, int] = dataclasses.field(default_factory=dict)
+    # ^ where in it the entries begin that view its memory
+
+
+def _dicts(tree: Any, depth: int = 0) -> Iterator[tuple[tuple[str, ...], _Node]]:
     """Yield the mappings of the upper levels, with their paths."""
     if isinstance(tree, dict) and depth < _MAX_LEVELS:
         yield (), tree
@@ -63,245 +212,24 @@ def _dicts(tree: Any, depth: int) -> Iterator[tuple[tuple[str, ...], dict[Any, A
                 yield (str(key), *path), node
 
 
-# -- FSDP1
-
-
 def _is_flat(key: object, value: Any) -> bool:
     is_name = _FLAT.fullmatch(str(key).rpartition(".")[2]) is not None
-    return is_name and isinstance(value, ShardedTensorRecord) and len(value.shape) == 1
+    return is_name and isinstance(value, RankPart) and len(value.shape) == 1
 
 
-def _is_local(node: dict[Any, Any]) -> bool:
-    return any(_is_flat(key, value) for key, value in node.items())
+def _place_in(flat: RankPart, view: StoredTensor) -> int | None:
+    """Return the element of a flat parameter that a tensor begins with in memory, or None."""
+    source = view.pieces[0].source
+    for part in flat.pieces if view.numel else ():
+        if isinstance(part.source, Span) and isinstance(source, Span):
+            at = (source.start - part.source.start) // flat.dtype.itemsize
+            if source.path == part.source.path and 0 <= at < part.box.numel:
+                return part.box.offsets[0] + at
+    return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Where the parameters are in a flat one."""
-
-    params: tuple[ParamSpec, ...]
-    numel: int
-
-    def gaps(self) -> list[Interval]:
-        found, end = [], 0
-        for param in self.params:
-            found.append(Interval(end, param.start))
-            end = param.place.stop
-        return [gap for gap in (*found, Interval(end, self.numel)) if gap]
-
-
-class _Local:
-    """A local state dict of all ranks."""
-
-    def __init__(
-        self, nodes: Mapping[int, dict[Any, Any]], shapes: Shapes | None, where: Path, files: Files
-    ) -> None:
-        self._nodes, self._shapes, self._where, self._files = nodes, shapes, where, files
-        self._ties = {} if shapes is None else dict(shapes.ties)
-        first = next(iter(nodes.values()))
-        self._keys = [key for key, value in first.items() if _is_flat(key, value)]
-        self._prefixes = {key: plain_name(str(key)).rpartition(".")[0] for key in self._keys}
-
-    def unflatten(self) -> None:
-        """Replace the flat parameters by the parts of the parameters, in each rank's mapping."""
-        for key in self._keys:
-            records = {}
-            for rank, node in self._nodes.items():
-                value = node.pop(key, None)
-                if not isinstance(value, ShardedTensorRecord):
-                    raise disagreement(
-                        self._where, str(key), "a flat parameter on all ranks", f"none on {rank}"
-                    )
-                records[rank] = value
-            facts = {(record.shape, record.dtype) for record in records.values()}
-            if len(facts) > 1:
-                raise disagreement(
-                    self._where, str(key), "one size and dtype", f"{len(facts)} of them"
-                )
-            layout = self._layout(key, records)
-            params = {param.name: param for param in layout.params}
-            params |= {name: params[first] for name, first in self._ties.items() if first in params}
-            params |= self._names_of_parts(records, params)
-            for rank, node in self._nodes.items():
-                for other in [other for other in node if plain_name(str(other)) in params]:
-                    del node[other]  # with use_orig_params=True, views of the same values
-                for name, param in params.items():
-                    node[name] = _part_of_flat(records[rank], param)
-
-    def _names_of_parts(
-        self, records: Mapping[int, ShardedTensorRecord], params: Mapping[str, ParamSpec]
-    ) -> dict[str, ParamSpec]:
-        """Return the parameters by the names of entries that view their memory. With
-        use_orig_params=True each has such entries, and a tied one has several."""
-        found = {}
-        for rank, node in self._nodes.items():
-            starts = {}
-            for param in params.values():
-                shards = _part_of_flat(records[rank], param).shards
-                if shards and (start := _start_of(shards[0][1])) is not None:
-                    starts[start] = param
-            for other, value in node.items():
-                start = _start_of(value) if isinstance(value, StoredTensor) else None
-                if start is not None and start in starts:
-                    found[plain_name(str(other))] = starts[start]
-        return found
-
-    def _layout(self, key: Any, records: Mapping[int, ShardedTensorRecord]) -> _Layout:
-        first = next(iter(records.values()))
-        (numel,) = first.shape
-        if first.inside is not None:
-            prefix = self._prefixes[key]
-            params = [
-                dataclasses.replace(param, name=_under(prefix, plain_name(param.name)))
-                for param in first.inside.params
-            ]
-            return _Layout(tuple(params), numel)
-        names = self._names(key)
-        fitting = self._fitting(names, numel, records)
-        if not fitting and (ties := self._ties_by_value(names, numel)):
-            without = [[name for name in some if name not in ties] for some in names]
-            fitting = self._fitting(without, numel, records)
-            self._ties |= ties if fitting else {}
-        if len(fitting) != 1:
-            raise self._does_not_fit(key, names, numel, len(fitting))
-        if self._shapes is not None and not self._shapes.is_ordered and len(names[0]) > 1:
-            raise self._unordered(key, names[0])
-        return fitting[0]
-
-    def _names(self, key: Any) -> list[list[str]]:
-        """Return the names of the parameters that a flat one may hold, the likeliest first."""
-        prefix = self._prefixes[key]
-        if self._shapes is None:
-            return []
-        inner = [
-            other for other in self._prefixes.values() if other != prefix and _is_in(other, prefix)
-        ]
-        all_names = [
-            name
-            for name, shape in self._shapes.entries.items()
-            if shape.is_buffer is not True
-            and _is_in(name, prefix)
-            and not any(_is_in(name, other) for other in inner)
-        ]
-        plain = [
-            {
-                plain_name(str(key)): value.shape
-                for key, value in node.items()
-                if isinstance(value, StoredTensor)
-            }
-            for node in self._nodes.values()
-        ]
-        flattened = [
-            name
-            for name in all_names
-            if any(shapes.get(name) != self._shapes.entries[name].sizes for shapes in plain)
-        ]
-        return [flattened] if flattened == all_names else [flattened, all_names]
-
-    def _ties_by_value(self, names: list[list[str]], numel: int) -> dict[str, str]:
-        """Return matrices that have the values of an earlier one where the shapes come from, with
-        the name of that one: torch's full state dicts do not say which parameters are tied.
-
-        Vectors are often equal by chance. Only matrices are read that are small enough to be what
-        is too much.
-        """
-        if self._shapes is None or self._shapes.source is None:
-            return {}
-        stored = self._shapes.source.tensors
-        ties: dict[str, str] = {}
-        for some in names:
-            gaps = _ALIGN_NBYTES * (len(some) + len(self._nodes))
-            most = sum(stored[name].numel for name in some) - numel + gaps
-            firsts: dict[Any, str] = {}
-            for name in some:
-                tensor = stored[name]
-                if len(tensor.shape) > 1 and 0 < tensor.numel <= most:
-                    digest = hashlib.blake2b(memory_of(read(tensor, self._files))).digest()
-                    first = firsts.setdefault((tensor.dtype, tensor.shape, digest), name)
-                    ties |= {name: first} if name != first else {}
-        return ties
-
-    def _fitting(
-        self, names: list[list[str]], numel: int, records: Mapping[int, ShardedTensorRecord]
-    ) -> list[_Layout]:
-        """Return the layouts whose sizes add up, with padding where they have gaps."""
-        layouts = dict.fromkeys(self._candidates(names, numel))
-        return [layout for layout in layouts if self._is_padded(layout, records)]
-
-    def _candidates(self, names: list[list[str]], numel: int) -> Iterator[_Layout]:
-        """Yield the layouts whose sizes add up."""
-        assert self._shapes is not None or not names
-        for some in names:
-            for align in (1, *(_ALIGN_NBYTES // size for size in _ITEM_SIZES)):
-                params, end = [], 0
-                for name in some:
-                    shape = self._shapes.entries[name].sizes  # type: ignore[union-attr]
-                    start = -(-end // align) * align
-                    params.append(ParamSpec(name, shape, start))
-                    end = start + math.prod(shape)
-                rest = numel - end
-                if rest == 0 or (align > 1 and 0 < rest < len(self._nodes)):
-                    yield _Layout(tuple(params), numel)
-
-    def _is_padded(self, layout: _Layout, records: Mapping[int, ShardedTensorRecord]) -> bool:
-        """Return whether there is padding in all gaps, and none at the ends of parameters."""
-        gaps = layout.gaps()
-        ends = [param.place.stop for param in layout.params if param.numel] if gaps else []
-        return all(self._is_filled(gap, records) for gap in gaps) and not any(
-            self._is_filled(Interval(end - 1, end), records) for end in ends
-        )
-
-    def _is_filled(self, part: Interval, records: Mapping[int, ShardedTensorRecord]) -> bool:
-        """Return whether these elements of a flat parameter are padding."""
-        for record in records.values():
-            for box, values in record.shards:
-                at = Interval(box.offsets[0], box.offsets[0] + box.numel)
-                common = at.clipped(part)
-                if not common:
-                    continue
-                place = Box((common.start - at.start,), (common.numel,))
-                if not bool((read_box(values, place, self._files) == _PADDING).all()):
-                    return False
-        return True
-
-    def _does_not_fit(
-        self, key: Any, names: list[list[str]], numel: int, num: int
-    ) -> CheckpointError:
-        if self._shapes is None:
-            got = "no shapes: local state dicts of FSDP1 do not hold them"
-        elif num:
-            got = f"{num} ways to lay out its parameters in {numel} elements"
-        else:
-            found = names[0] if names else []
-            sizes = [math.prod(self._shapes.entries[name].sizes) for name in found]
-            parts = [f"{name} {size}" for name, size in zip(found, sizes, strict=True)]
-            got = (
-                f"{numel} elements, but its {len(parts)} parameters have {sum(sizes)}: "
-                f"{joined(parts, 20, ', ')}"
-            )
-        return self._unclear(
-            f"The parameters in {key} cannot be told apart.",
-            "the shapes of the model that was wrapped, which add up",
-            got,
-            "; or a full checkpoint of the same model",
-        )
-
-    def _unordered(self, key: Any, names: list[str]) -> CheckpointError:
-        return self._unclear(
-            f"The order of the parameters in {key} is not known.",
-            "shapes in the order of the modules",
-            f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
-        )
-
-    def _unclear(self, what: str, expected: str, got: str, or_pass: str = "") -> CheckpointError:
-        return CheckpointError.of(
-            what,
-            expected=expected,
-            got=got,
-            where=str(self._where),
-            fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
-            f"model.json`, and pass --shapes model.json{or_pass}",
-        )
+def _prefix(key: Any) -> str:
+    return plain_name(str(key)).rpartition(".")[0]
 
 
 def _is_in(name: str, prefix: str) -> bool:
@@ -312,20 +240,16 @@ def _under(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _part_of_flat(record: ShardedTensorRecord, param: ParamSpec) -> ShardedTensorRecord:
-    """Return one rank's part of a parameter in a flat one."""
-    shards = []
-    for box, values in record.shards:
-        start = box.offsets[0]
-        common = Interval(start, start + box.numel).clipped(param.place)
-        at = common.start - start
-        for each in cut_into_boxes(param.shape, common.shifted(-param.start)) if common else ():
-            shards.append((each, run_part(values, Interval(at, at + each.numel), each.sizes)))
-            at += each.numel
-    return ShardedTensorRecord(param.shape, record.dtype, tuple(shards), ())
+def _cut(flat: StoredTensor, param: ParamSpec) -> StoredTensor:
+    """Return a parameter of a flat one."""
 
+    box = Box((param.start,), (param.numel,))
 
-def _start_of(value: StoredTensor) -> tuple[Path, int] | None:
-    """Return where in a file the elements of a tensor begin, if it has any there."""
-    source = value.pieces[0].source if value.pieces and value.numel else None
-    return (source.path, source.start) if isinstance(source, Span) else None
+    def pieces(of: Sequence[Piece]) -> tuple[Piece, ...]:
+        return tuple(
+            piece
+            for run in dataclasses.replace(flat, pieces=of).pieces_in(box)
+            for piece in in_shape(run, run.box.offsets[0] - param.start, param.shape, flat.dtype)
+        )
+
+    return StoredTensor("", flat.dtype, param.shape, pieces(flat.pieces), pieces(flat.copies))

@@ -14,13 +14,12 @@ from .._texts import joined, open_file
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory, read_indexed_torch_files
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
-from .flat_files import holds_flat_params
 from .native_reading import is_native, read_native
 from .paths import require_inside
 from .rank_files import rank_files_in, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
-from .sharded_records import DTensorRecord, ShardedTensorRecord
+from .sharded_records import RankPart
 from .torch_save import is_torch_file, read_torch_file
 from .tree import archive_of, without_ddp
 from .walk import leaves
@@ -162,8 +161,7 @@ def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) ->
             if file.read(9)[8:] == b"{":
                 return read_safetensors(path)
     tree = read_torch_file(path, ignored=ignored)
-    parts = (DTensorRecord, ShardedTensorRecord)
-    if any(isinstance(leaf, parts) for _, leaf in leaves(tree)) or holds_flat_params(tree):
+    if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
         return read_rank_files([path], shapes, ignored=ignored)
     return archive_of(path, "torch.save", tree)
 

@@ -49,7 +49,7 @@ def is_torch_file(path: Path) -> bool:
 
 def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
     """Return the nested values of a file of torch.save, with StoredTensor leaves that read from it;
-    DTensorRecord and ShardedTensorRecord for the parts of one rank. ignored: as for ``load``.
+    RankPart for the parts of one rank. ignored: as for ``load``.
     Raises CheckpointError and OSError."""
     with open(open_file(path), "rb") as file, refusing(path):
         nbytes = os.fstat(file.fileno()).st_size
@@ -87,7 +87,7 @@ def load(
     ignored: Collection[str] = (),
 ) -> Any:
     """Return the value of one pickle: plain containers and values, with StoredTensor,
-    DTensorRecord, ShardedTensorRecord, Record (metadata of torch.distributed.checkpoint) and
+    RankPart, Record (metadata of torch.distributed.checkpoint) and
     Ignored as leaves. Sizes are tuples, devices and paths are texts, spans of time are seconds,
     namespaces are dicts, and arrays of numpy are tensors.
 

@@ -4,7 +4,6 @@ whatever it asks for. Each call has limits of its own, in a child process."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,9 @@ import torch
 
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint._tools.archive import coverage_problem, of_memory
-from fsdp_compat.checkpoint._tools.merging import Merger
 from fsdp_compat.checkpoint._tools.pickles import Record, Refused
-from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.sharded_records import (
-    DTensorRecord,
-    Placement,
+    RankPart,
     boxed_tensor,
     d_tensor,
     shape_of,
@@ -59,15 +55,19 @@ def test_sizes_are_refused_before_they_are_multiplied() -> None:
     assert shape_of((0, 1 << 59)) == (0, 1 << 59)
 
 
-def mesh_spec(sizes: Any, placements: Any = ()) -> Record:
-    layout = Record("torch.distributed._mesh_layout._MeshLayout")
-    layout.fields = {"shape": sizes, "stride": sizes}
-    mesh = Record("torch.distributed.device_mesh.DeviceMesh")
-    mesh.fields = {"_coordinate_on_dim": [0], "_layout": layout}
-    spec = Record("spec")
-    meta = Record("meta", ((6, 2), (2, 1), torch.float32))
-    spec.fields = {"mesh": mesh, "placements": placements, "tensor_meta": meta}
-    return spec
+def spec(sizes: Any, shape: tuple[int, ...] = (6, 2), splits: tuple[int, ...] = ()) -> Record:
+    """splits: of the strided placement along each dim of a tensor."""
+    mesh = Record("DeviceMesh")
+    mesh.fields = {"_coordinate_on_dim": [0] * max(len(splits), 1), "_layout": Record("layout")}
+    mesh.fields["_layout"].fields = {"shape": sizes}
+    meta = Record("meta", (shape, (), torch.float32))
+    places = []
+    for number, split in enumerate(splits):
+        places.append(Record("_StridedShard"))
+        places[-1].fields = {"dim": number % len(shape), "split_factor": split}
+    found = Record("spec")
+    found.fields = {"mesh": mesh, "placements": tuple(places), "tensor_meta": meta}
+    return found
 
 
 @pytest.mark.parametrize("number", [2, ()], ids=["numbers", "empty"])
@@ -76,44 +76,28 @@ def test_nested_sizes_of_a_mesh_are_refused_before_they_are_followed(number: Any
     for _ in range(7):
         nested = (nested,) * 60
     local = of_memory("", torch.ones(6, 2))
-    require_small(lambda: d_tensor(local, mesh_spec((nested,))), Refused)
-    require_small(lambda: d_tensor(local, mesh_spec([2] * 65)), Refused)
+    require_small(lambda: d_tensor(local, spec((nested,))), Refused)
+    require_small(lambda: d_tensor(local, spec([2] * 65)), Refused, ValueError)
 
 
-def strided(*splits: int) -> DTensorRecord:
+def strided(*splits: int) -> RankPart:
     num = len(splits)
     local = of_memory("", torch.empty(()).expand((4096,) * num))
-    places = tuple(Placement("_StridedShard", dim, split) for dim, split in enumerate(splits))
-    return DTensorRecord(local, (8192,) * num, (2,) * num, (0,) * num, places)
+    return d_tensor(local, spec((2,) * num, (8192,) * num, splits))
 
 
 def test_splits_of_several_dims_are_refused_before_they_are_multiplied() -> None:
-    require_small(strided(4096, 4096).boxes, Refused)
-    require_small(strided(2048, 2048, 4).boxes, Refused)
-    repeated = DTensorRecord(
-        of_memory("", torch.empty(())), (1 << 40,), (2,) * 60, (0,) * 60,
-        (Placement("_StridedShard", 0, 4096),) * 60,
-    )  # fmt: skip
-    require_small(repeated.boxes, Refused)
-    assert len(strided(64, 64).boxes()) == 64 * 64
+    require_small(lambda: strided(4096, 4096), Refused)
+    require_small(lambda: strided(256, 256, 4), Refused)
+    repeated = spec((2,) * 60, (1 << 40,), (512,) * 60)
+    require_small(lambda: d_tensor(of_memory("", torch.empty(())), repeated), Refused)
+    assert len(strided(8, 8).pieces) == 8 * 8
 
 
-def test_splits_of_many_tensors_are_counted_together() -> None:
-    one = strided(4096)
-    other = dataclasses.replace(one, coordinate=(1,))
-    trees = {
-        rank: {str(number): part for number in range(2000)} for rank, part in ((0, one), (1, other))
-    }
-
-    def merge() -> None:
-        with Files() as files:
-            Merger(WHERE, files).merge(trees)
-
-    require_small(merge, CheckpointError)
-    # Tensor parallelism inside FSDP, as many tensors of it as there are.
-    usual = strided(16)
-    for _ in range(3000):
-        usual.boxes()
+def test_many_tensors_with_splits_take_little_time_and_memory_each() -> None:
+    """As tensor parallelism inside FSDP has them, and the most that are not refused."""
+    require_small(lambda: [strided(16) for _ in range(1000)])
+    require_small(lambda: [strided(128) for _ in range(300)])
 
 
 def test_a_tensor_of_columns_is_checked_as_fast_as_one_of_rows() -> None:
@@ -131,7 +115,7 @@ def test_our_sharded_tensors_of_many_ranks_are_read() -> None:
     layout = Record("fsdp_compat._layout.spec.FlatLayout")
     layout.fields = {"params": (params,), "ranks": num, "shard_numel": 1}
     found = boxed_tensor(layout, 0, 5, of_memory("", torch.ones(1)), tuple(range(num)))
-    assert [(box.offsets, rank) for box, rank in found.boxes] == [((at,), at) for at in range(num)]
+    assert [piece.box for piece in found.pieces] == [Box((5,), (1,))]
 
 
 # -- pickled values

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
+from fsdp_compat.checkpoint._tools.archive import Archive, of_memory, slices
 from fsdp_compat.checkpoint._tools.pickles import Record, Refused
 from fsdp_compat.checkpoint._tools.rank_files import rank_files_in, rank_groups, read_rank_files
 from fsdp_compat.checkpoint._tools.reading import Files, read
-from fsdp_compat.checkpoint._tools.sharded_records import DTensorRecord, Placement, d_tensor
+from fsdp_compat.checkpoint._tools.sharded_records import d_tensor
 from fsdp_compat.errors import CheckpointError
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most
@@ -163,7 +164,32 @@ def test_files_of_sharded_tensors_give_the_whole_model(
     assert not both.states and any("optimizer" in line for line in both.left_out)
 
 
-# -- the arithmetic, against torch's
+# -- DTensors as their pickles describe them
+
+
+def _record(name: str, *args: Any, **fields: Any) -> Record:
+    return Record(name, args, fields)
+
+
+def _spec(
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[tuple[Any, ...]],
+    **mesh: Any,
+) -> Record:
+    """placements: kinds, each with a dim, and a split factor."""
+    layout = _record("torch.distributed._mesh_layout._MeshLayout", shape=tuple(sizes))
+    known = mesh or {"_layout": layout}
+    return _record(
+        "spec",
+        mesh=_record("mesh", _coordinate_on_dim=list(coordinate), **known),
+        placements=tuple(
+            _record(f"torch.{kind}", **dict(zip(("dim", "split_factor"), numbers, strict=False)))
+            for kind, *numbers in placements
+        ),
+        tensor_meta=_record("meta", tuple(shape), (), torch.float32),
+    )
 
 
 @given(
@@ -180,98 +206,76 @@ def test_files_of_sharded_tensors_give_the_whole_model(
     ),
 )
 @settings(max_examples=at_most(40, of_all=150), deadline=None)
-def test_boxes_are_what_torch_cuts(shape: list[int], mesh: list[tuple[str, int, int, int]]) -> None:
+def test_the_parts_of_ranks_are_what_torch_cuts(
+    shape: list[int], mesh: list[tuple[str, int, int, int]]
+) -> None:
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    placements = tuple(Placement(kind, dim % len(shape), splits) for kind, dim, splits, _ in mesh)
-    sizes = tuple(size for *_, size in mesh)
+    cuts = {"Shard": (1,), "_StridedShard": (2,), "Replicate": (0,)}
+    placements = [
+        (kind, *(dim % len(shape), splits)[: cuts[kind][0]]) for kind, dim, splits, _ in mesh
+    ]
+    sizes = [size for *_, size in mesh]
     covered = torch.zeros(shape, dtype=torch.int64)
     num_copies = 1
-    for placement, size in zip(placements, sizes, strict=True):
-        num_copies *= size if placement.kind == "Replicate" else 1
+    for (kind, *_), size in zip(placements, sizes, strict=True):
+        num_copies *= size if kind == "Replicate" else 1
     for coordinate in itertools.product(*map(range, sizes)):
         local = whole
-        for placement, size, index in zip(placements, sizes, coordinate, strict=True):
-            if placement.kind == "Replicate":
+        for (kind, *numbers), size, index in zip(placements, sizes, coordinate, strict=True):
+            if kind == "Replicate":
                 continue
-            cut: Any = Shard(placement.dim)
-            if placement.kind == "_StridedShard":
-                cut = _StridedShard(placement.dim, split_factor=placement.split_factor)
+            cut: Any = Shard(numbers[0])
+            if kind == "_StridedShard":
+                cut = _StridedShard(numbers[0], split_factor=numbers[1])
             local = cut._split_tensor(local, size, with_padding=False)[0][index]
-        record = DTensorRecord(of_memory("", local), tuple(shape), sizes, coordinate, placements)
-        for inside, box in record.boxes():
-            part = local[_slices(inside)]
-            assert torch.equal(part, whole[_slices(box)])
-            covered[_slices(box)] += 1
+        part = d_tensor(of_memory("", local), _spec(shape, sizes, coordinate, placements))
+        for piece in part.pieces:
+            assert torch.equal(piece.source, whole[slices(piece.box)])
+            covered[slices(piece.box)] += 1
     assert (covered == num_copies).all()
-
-
-def _slices(box: Any) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-
-
-def _mesh(**fields: Any) -> Record:
-    mesh = Record("torch.distributed.device_mesh.DeviceMesh")
-    mesh.fields = {"_coordinate_on_dim": [1, 0], **fields}
-    return mesh
-
-
-def _spec(mesh: Record, dims: tuple[int, ...]) -> Record:
-    spec = Record("spec")
-    placements = []
-    for dim in dims:
-        placement = Record("torch.distributed._tensor.placement_types.Shard")
-        placement.fields = {"dim": dim}
-        placements.append(placement)
-    meta = Record("meta", ((6, 2), (2, 1), torch.float32))
-    spec.fields = {"mesh": mesh, "placements": tuple(placements), "tensor_meta": meta}
-    return spec
-
-
-def _layout(**fields: Any) -> Record:
-    layout = Record("torch.distributed._mesh_layout._MeshLayout")
-    layout.fields = fields
-    return layout
 
 
 @pytest.mark.parametrize(
     "mesh",
     [
-        _mesh(mesh=of_memory("", torch.arange(6).view(3, 2))),  # before torch 2.10
-        _mesh(_layout=_layout(shape=(3, 2), stride=(2, 1))),
-        _mesh(_layout=_layout(shape=((3,), (2, 1)), stride=((2,), (1, 1)))),
-        _mesh(_layout=_layout(axes=(_layout(shape=(3,)), _layout(shape=(2,))))),
+        {"mesh": of_memory("", torch.arange(6).view(3, 2))},  # before torch 2.10
+        {"_layout": _record("layout", shape=(3, 2))},
+        {"_layout": _record("layout", shape=((3,), (2, 1)))},
+        {"_layout": _record("layout", axes=(_record("", shape=(3,)), _record("", shape=(2,))))},
     ],
 )
-def test_the_meshes_of_all_versions_are_known(mesh: Record) -> None:
-    found = d_tensor(of_memory("", torch.ones(2, 1)), _spec(mesh, (0, 1)))
-    assert (found.mesh_shape, found.coordinate) == ((3, 2), (1, 0))
-    ((inside, box),) = found.boxes()
-    assert (box.offsets, box.sizes, inside.offsets) == ((2, 0), (2, 1), (0, 0))
+def test_the_meshes_of_all_versions_are_known(mesh: dict[str, Any]) -> None:
+    spec = _spec((6, 2), (), (1, 0), [("Shard", 0), ("Shard", 1)], **mesh)
+    (piece,) = d_tensor(of_memory("", torch.ones(2, 1)), spec).pieces
+    assert (piece.box.offsets, piece.box.sizes) == ((2, 0), (2, 1))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"placements": (Placement("Partial"),)}, "Partial"),
-        ({"placements": (Placement("Shard", 5),)}, "Shard"),
-        ({"local": of_memory("", torch.ones(3, 2))}, "local tensor of shape"),
+        ({"placements": [("Partial",)]}, "Partial"),
+        ({"placements": [("Shard", 5)]}, "Shard"),
+        ({"shape": (6, 2)}, "local tensor of shape"),
         ({"coordinate": (2,)}, "share 2 of 2"),
-        ({"placements": (Placement("_StridedShard", 0, 1 << 30),)}, "splits"),
+        ({"placements": [("_StridedShard", 0, 1 << 30)]}, "splits"),
+        ({"_coordinate_on_dim": None}, "not in its mesh"),
     ],
 )
 def test_a_d_tensor_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     facts: dict[str, Any] = {
-        "local": of_memory("", torch.ones(2, 2)),
         "shape": (4, 2),
-        "mesh_shape": (2,),
+        "sizes": (2,),
         "coordinate": (0,),
-        "placements": (Placement("Shard", 0),),
+        "placements": [("Shard", 0)],
     }
-    assert len(DTensorRecord(**facts).boxes()) == 1
+    local = of_memory("", torch.ones(2, 2))
+    assert len(d_tensor(local, _spec(**facts)).pieces) == 1
+    spec = _spec(**{**facts, **{key: change[key] for key in change.keys() & facts.keys()}})
+    spec.fields["mesh"].fields.update({key: change[key] for key in change.keys() - facts.keys()})
     with pytest.raises(Refused, match=message):
-        DTensorRecord(**{**facts, **change}).boxes()
+        d_tensor(local, spec)
 
 
 # -- names
