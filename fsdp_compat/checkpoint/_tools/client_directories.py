@@ -3,7 +3,6 @@ Transformers Trainer, sharded checkpoints of Lightning and Fabric, and Megatron-
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -13,32 +12,34 @@ from typing import Any
 from ...errors import CheckpointError
 from .._texts import brief, found_in, parse_json, read_text, size, text_in
 from .archive import Archive
-from .dcp import damaged, is_dcp, read_dcp, tree_of
+from .dcp import damaged, is_dcp, tree_of
 from .paths import member, require_inside
-from .rank_files import read_rank_files
+from .rank_files import tree_of_ranks
 from .safetensors_files import read_safetensors
 from .shapes import Shapes
 from .torch_save import read_torch_file
 from .tree import archive_of
 
+_INDEX = r"(?:_(?P<index>\d{1,4}))?"
 _FSDP_PART = re.compile(
-    r"(?P<what>pytorch_model_fsdp|optimizer)(?:_(?P<index>\d{1,4}))?(?:_rank(?P<rank>\d{1,6}))?"
+    rf"(?P<what>pytorch_model_fsdp|optimizer){_INDEX}(?P<rank>_rank\d{{1,6}})?"
     r"(?P<suffix>\.bin|\.pt|)"
 )
 _PLAIN_MODEL = re.compile(
-    r"(?:model|pytorch_model|adapter_model)(?:_(?P<index>\d{1,4}))?"
-    r"(?:\.safetensors|\.bin)(?P<is_index>\.index\.json)?"
+    rf"(?:model|pytorch_model|adapter_model){_INDEX}(?:\.safetensors|\.bin)(?:\.index\.json)?"
 )
 _SIGNS = re.compile(r"random_states_\d+\.pkl|trainer_state\.json|rng_state(_\d+)?\.pth")
-_VALUES = re.compile(
-    r"(?P<key>scheduler|scaler|sampler|custom_checkpoint)(?P<index>_\d+)?\.(?:bin|pt|pkl)"
-)
+_VALUES = re.compile(r"((?:scheduler|scaler|sampler|custom_checkpoint)(?:_\d+)?)\.(?:bin|pt|pkl)")
 _OF_ONE_PROCESS = re.compile(
     r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|dl_state_dict(_\d+)?\.bin|training_args\.bin"
 )
 _TRAINER_STATE = "trainer_state.json"
 _META = "meta.pt"  # of Lightning and Fabric
 _COMMON = "common.pt"  # of Megatron
+
+_Parts = dict[
+    str, list[Path]
+]  # by section, such as "model_1": a file, a directory, or one per rank
 
 
 def read_client_directory(
@@ -61,25 +62,16 @@ def read_client_directory(
     if is_dcp(path):
         return _with_values_beside(path, ignored)
     names = sorted(os.listdir(path))
-    parts = _fsdp_parts(path, names)
-    plain = _plain_models(path, names)
-    has_models = any(what == "model" for what, _ in parts)
+    parts, plain = _fsdp_parts(path, names), _plain_models(path, names)
+    has_models = any(key.startswith("model") for key in parts)
     is_signed = any(_SIGNS.fullmatch(name) for name in names)
     if not (has_models or (plain and (parts or is_signed)) or (parts and is_signed)):
         return None
-    kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
-    left_out: list[str] = []
-    models = {index: file for index, file in plain.items() if not has_models}
-    left_out += [
-        f"{file.name}: a further copy of the model" for file in plain.values() if has_models
-    ]
-    opened: dict[tuple[str, int], Archive] = {
-        key: _opened(path, files, key[0], shapes, ignored) for key, files in parts.items()
-    }
-    for index, file in models.items():
-        opened["model", index] = _opened_plain(path, file, ignored)
-    archive = _combined(path, kind, opened)
-    archive.left_out += left_out
+    archive = _opened(path, parts if has_models else {**plain, **parts}, shapes, ignored)
+    if has_models:
+        copies = (file.name for files in plain.values() for file in files)
+        archive.left_out += [f"{name}: a further copy of the model" for name in copies]
+    archive.kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
     _add_values(archive, path, names, ignored)
     return archive
 
@@ -95,12 +87,14 @@ def _with_values_beside(path: Path, ignored: Collection[str]) -> Archive | None:
     tree, world_size, left_out = tree_of(path)
     values = _torch_values(member(path, name), left_out, ignored)
     values = values if isinstance(values, dict) else {"values": values}
-    kind = "Megatron-FSDP"
-    if name == _META:
-        kind = "Lightning" if "pytorch-lightning_version" in values else "Fabric"
-    for key, value in values.items():
-        tree.setdefault(key, value)
-    return archive_of(path, kind, tree, world_size=world_size, left_out=left_out)
+    kind = "Lightning" if "pytorch-lightning_version" in values else "Fabric"
+    return archive_of(
+        path,
+        kind if name == _META else "Megatron-FSDP",
+        {**values, **tree},
+        world_size=world_size,
+        left_out=left_out,
+    )
 
 
 def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> Any:
@@ -115,58 +109,71 @@ def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> 
 # -- Accelerate and the Trainer
 
 
-def _fsdp_parts(path: Path, names: Iterable[str]) -> dict[tuple[str, int], list[Path]]:
-    """Return the files of each model and optimizer, by "model" or "optimizer" and its number:
-    one file, one directory, or one file per rank."""
-    forms: dict[tuple[str, int], dict[str, list[Path]]] = {}
+def _section(what: str, index: str | None) -> str:
+    number = int(index or 0)
+    return f"{what}_{number}" if number else what
+
+
+def _fsdp_parts(path: Path, names: Iterable[str]) -> _Parts:
+    """Return the files of each model and optimizer."""
+    forms: dict[str, _Parts] = {}
     for name in names:
         match = _FSDP_PART.fullmatch(name)
         if match is None or (is_dcp(path / name) == bool(match["suffix"])):
             continue
-        key = "optimizer" if match["what"] == "optimizer" else "model", int(match["index"] or 0)
+        what = "optimizer" if match["what"] == "optimizer" else "model"
+        of_section = forms.setdefault(_section(what, match["index"]), {})
         form = "per rank" if match["rank"] else name
-        file = require_inside(path, path / name)
-        forms.setdefault(key, {}).setdefault(form, []).append(file)
-    for (what, _), several in forms.items():
+        of_section.setdefault(form, []).append(require_inside(path, path / name))
+    for key, several in forms.items():
         if len(several) > 1:
             raise CheckpointError.of(
-                f"The directory holds the {what} in several forms.",
+                f"The directory holds the {key} in several forms.",
                 expected="what one save has written",
                 got=", ".join(file.name for files in several.values() for file in files)[:300],
                 where=str(path),
                 fix="move the files of other saves elsewhere",
             )
-    return {key: next(iter(several.values())) for key, several in forms.items()}
+    return {key: files for key, several in forms.items() for files in several.values()}
 
 
-def _plain_models(path: Path, names: Iterable[str]) -> dict[int, Path]:
+def _plain_models(path: Path, names: Iterable[str]) -> _Parts:
     """Return the file, or the index, of each model that was saved whole."""
-    found: dict[int, Path] = {}
+    found: _Parts = {}
     for name in sorted(names, key=lambda name: (name.startswith("pytorch"), name)):
         if match := _PLAIN_MODEL.fullmatch(name):
-            found.setdefault(int(match["index"] or 0), require_inside(path, path / name))
+            file = require_inside(path, path / name)
+            found.setdefault(_section("model", match["index"]), [file])
     return found
 
 
-def _opened(
-    path: Path, files: list[Path], what: str, shapes: Shapes | None, ignored: Collection[str]
-) -> Archive:
-    if files[0].is_dir():
-        return read_dcp(files[0])
-    if len(files) > 1 or "_rank" in files[0].name:
-        return read_rank_files(files, shapes, ignored=ignored)
-    return archive_of(path, "torch.save", {what: read_torch_file(files[0], ignored=ignored)})
+def _opened(path: Path, parts: _Parts, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+    """Return all models and optimizers, the first ones first."""
+    sections: dict[str, Any] = {}
+    world_sizes, left_out = [0], list[str]()
+    for key in sorted(parts, key=lambda key: (len(key), key)):
+        first, *others = parts[key]
+        world_size, texts = None, list[str]()
+        if first.is_dir():
+            found, world_size, texts = tree_of(first)
+        elif others or "_rank" in first.name:
+            found, world_size, texts = tree_of_ranks(parts[key], shapes, ignored)
+        elif ".safetensors" in first.name:
+            weights = read_safetensors(first)
+            found, texts = weights.tensors, weights.left_out
+        elif first.suffix == ".json":
+            found = tensors_of_index(first, ignored)
+        else:
+            found = read_torch_file(first, ignored=ignored)
+        inside = found.get(key.partition("_")[0]) if isinstance(found, dict) else None
+        sections[key] = inside if isinstance(inside, dict) else found
+        world_sizes.append(world_size or 0)
+        left_out += [f"{key}: {text}" for text in texts]
+    world_size = max(world_sizes) or None
+    return archive_of(path, "", sections, world_size=world_size, left_out=left_out)
 
 
-def _opened_plain(path: Path, file: Path, ignored: Collection[str]) -> Archive:
-    if ".safetensors" in file.name:
-        return read_safetensors(file)
-    if file.suffix == ".json":
-        return read_indexed_torch_files(file, ignored)
-    return archive_of(path, "torch.save", {"model": read_torch_file(file, ignored=ignored)})
-
-
-def read_indexed_torch_files(index: Path, ignored: Collection[str] = ()) -> Archive:
+def tensors_of_index(index: Path, ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the model in the torch.save files that ``pytorch_model.bin.index.json`` lists. Raises
     CheckpointError and OSError."""
     directory = index.parent
@@ -184,70 +191,7 @@ def read_indexed_torch_files(index: Path, ignored: Collection[str] = ()) -> Arch
         if not isinstance(values, dict) or name not in values:
             raise damaged(directory / file, f"no tensor {name!r:.200}, which {index.name} lists")
         found[name] = values[name]
-    return archive_of(index, "torch.save with an index", {"model": found})
-
-
-def _combined(path: Path, kind: str, opened: dict[tuple[str, int], Archive]) -> Archive:
-    """Return one archive for all models and their optimizers."""
-    indices = sorted({index for _, index in opened})
-    several = len({index for what, index in opened if what == "model"}) > 1
-    archive = Archive(path, kind, {})
-    for index in indices:
-        model, optimizer = opened.get(("model", index)), opened.get(("optimizer", index))
-        tree: dict[str, Any] = {}
-        if model is not None:
-            ties = {alias: model.tensors[name] for alias, name in model.aliases.items()}
-            tree["model"] = {**model.tensors, **ties}
-        if optimizer is not None:
-            groups = optimizer.param_groups or []
-            tree["optimizer"] = {"state": optimizer.states, "param_groups": groups}
-        key = f"model_{index}" if index else "model"
-        part = archive_of(path, kind, tree)
-        archive.models.append(f"{key}." if several else "")
-        _merge(archive, part, archive.models[-1], index)
-        for what, source in (("model", model), ("optimizer", optimizer)):
-            if source is not None:
-                _take_facts(archive, source, f"{what}_{index}" if index else what)
-    return archive
-
-
-def _merge(archive: Archive, part: Archive, prefix: str, index: int) -> None:
-    """Enter one model and its optimizer, under names with a prefix."""
-    for name, tensor in part.tensors.items():
-        archive.tensors[prefix + name] = dataclasses.replace(tensor, name=prefix + name)
-    archive.aliases |= {prefix + alias: prefix + name for alias, name in part.aliases.items()}
-    if part.param_groups is None:
-        return
-    if prefix and part.is_by_number:
-        values = {"state": part.states, "param_groups": part.param_groups}
-        archive.extra[f"optimizer_{index}"] = values
-        archive.left_out.append(
-            f"the state of optimizer {index}, as its parameters are numbered; see the extra values"
-        )
-        return
-    if archive.param_groups is not None and archive.states.keys() & {
-        prefix + name for name in part.states
-    }:
-        archive.left_out.append(f"the state of optimizer {index}, of the same parameters")
-        return
-    archive.is_by_number = part.is_by_number
-    archive.states |= {prefix + name: states for name, states in part.states.items()}
-    archive.param_groups = [
-        *(archive.param_groups or ()),
-        *(
-            {**group, "params": [prefix + name for name in group["params"]]}
-            for group in part.param_groups
-        ),
-    ]
-
-
-def _take_facts(archive: Archive, source: Archive, key: str) -> None:
-    if source.world_size is not None:
-        archive.world_size = max(archive.world_size or 0, source.world_size)
-    archive.left_out += [f"{key}: {text}" for text in source.left_out]
-    archive.checksums |= source.checksums
-    if source.extra:
-        archive.extra[key] = source.extra
+    return found
 
 
 def _add_values(
@@ -258,7 +202,7 @@ def _add_values(
         if match := _VALUES.fullmatch(name):
             values = _torch_values(require_inside(path, path / name), archive.left_out, ignored)
             if values != {}:
-                archive.extra[match["key"] + (match["index"] or "")] = values
+                archive.extra[match[1]] = values
         elif _OF_ONE_PROCESS.fullmatch(name):
             archive.left_out.append(f"{name}: state of one process")
         elif name == _TRAINER_STATE:

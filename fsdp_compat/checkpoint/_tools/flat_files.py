@@ -54,14 +54,14 @@ class FlatParams:
                         flat.views[plain_name(str(name))] = place
                         del node[name]
 
-    def replace(self, tree: Any) -> None:
+    def unflatten(self, tree: Any) -> None:
         """Put the parameters in the place of flat parameters, in the merged values."""
         nodes = dict(_dicts(tree))
         for (path, key), flat in self._found.items():
             others = [other for at, other in self._found if at == path and other != key]
-            self._replace(nodes[path], key, flat, others)
+            self._unflatten(nodes[path], key, flat, others)
 
-    def _replace(self, node: _Node, key: Any, flat: _Flat, others: Sequence[Any]) -> None:
+    def _unflatten(self, node: _Node, key: Any, flat: _Flat, others: Sequence[Any]) -> None:
         values: StoredTensor = node.pop(key)
         layout: Sequence[ParamSpec]
         prefix, ties = _prefix(key), _Names(self._shapes.ties if self._shapes else {})

@@ -12,7 +12,7 @@ from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._texts import joined, open_file
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
-from .client_directories import read_client_directory, read_indexed_torch_files
+from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .native_reading import is_native, read_native
 from .paths import require_inside
@@ -28,7 +28,7 @@ _TORCH_INDEX = "pytorch_model.bin.index.json"
 _DEEPSPEED = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states\.pt|mp_rank_\d+_model_states\.pt"
 )
-_DEEPSPEED_SCRIPT = re.compile(r"zero_to_fp32\.py")  # beside the directory of a step
+_DEEPSPEED_SCRIPT = "zero_to_fp32.py"  # beside the directory of a step
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
@@ -46,10 +46,22 @@ def open_archive(
     "module." that all of them begin with. Raises CheckpointError if nothing is recognised, or the
     content is damaged, incomplete or refused.
     """
-    archive = _opened(Path(path), _shapes_in(shapes), ignored)
+    path = Path(path)
+    known = _shapes_in(shapes)
+    try:
+        read = _read_directory if path.is_dir() else _read_file
+        archive = read(path, known, ignored)
+        _require_in_files(archive)
+    except OSError as error:
+        raise CheckpointError.of(
+            "A file of the checkpoint cannot be read.",
+            expected="all files that were written together",
+            got=f"{error.strerror}: {error.filename}",
+            where=str(path),
+            fix="copy the missing file beside the others, or check its permissions",
+        ) from error
     if not keep_module:
         without_ddp(archive)
-    _require_in_files(archive)
     return archive
 
 
@@ -63,24 +75,6 @@ def problems_of(archive: Archive) -> list[str]:
     return found
 
 
-def _opened(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
-    try:
-        if path.is_dir():
-            return _opened_directory(path, shapes, ignored)
-        if path.is_file():
-            return _opened_file(path, shapes, ignored)
-    except OSError as error:
-        raise CheckpointError.of(
-            "A file of the checkpoint cannot be read.",
-            expected="all files that were written together",
-            got=f"{error.strerror}: {error.filename}",
-            where=str(path),
-            fix="copy the missing file beside the others, or check its permissions",
-        ) from error
-    got = "something that is neither" if os.path.lexists(path) else "nothing at this path"
-    raise _unreadable(path, got)
-
-
 def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
     if shapes is None or isinstance(shapes, Shapes):
         return shapes
@@ -90,70 +84,47 @@ def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
     return shapes_of_archive(open_archive(path))
 
 
-def _opened_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     if is_native(path):
         return read_native(path)
     found = read_client_directory(path, shapes, ignored)
     if found is not None:
         return found
-    _require_not_deepspeed(path, _DEEPSPEED)
+    names = sorted(os.listdir(path))
+    if any(map(_DEEPSPEED.fullmatch, names)):
+        raise _of_deepspeed(path)
     if is_dcp(path):
         return read_dcp(path)
     if is_sharded_safetensors(path):
         return read_sharded_safetensors(path)
-    if (path / _TORCH_INDEX).exists():
-        return read_indexed_torch_files(path / _TORCH_INDEX, ignored)
+    if _TORCH_INDEX in names:
+        return _read_file(path / _TORCH_INDEX, shapes, ignored)
     ranks = [file for group in rank_files_in(path) for file in group.paths.values()]
-    others = [file for file in sorted(path.iterdir()) if file.suffix in _TORCH_SUFFIXES]
-    others = [file for file in others if file not in ranks]
     if ranks:
-        shapes = _sibling_shapes(path, others) if shapes is None else shapes
-        return read_rank_files(
-            [require_inside(path, file) for file in ranks], shapes, ignored=ignored
-        )
-    if (path / INDEX).exists() or any(path.glob("*.safetensors")):
+        files = [require_inside(path, file) for file in ranks]
+        return read_rank_files(files, shapes, ignored=ignored)
+    if INDEX in names or any(name.endswith(".safetensors") for name in names):
         return read_safetensors(path)
-    if len(others) == 1:
-        return _opened_file(require_inside(path, others[0]), shapes, ignored)
-    _require_not_deepspeed(path, _DEEPSPEED_SCRIPT)
-    names = [file.name for file in others] or sorted(file.name for file in path.iterdir())
+    files = [path / name for name in names if Path(name).suffix in _TORCH_SUFFIXES]
+    if len(files) == 1:
+        return _read_file(require_inside(path, files[0]), shapes, ignored)
+    if _DEEPSPEED_SCRIPT in names:
+        raise _of_deepspeed(path)
+    names = [file.name for file in files] or names
     raise _unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
 
-def _require_not_deepspeed(path: Path, sign: re.Pattern[str]) -> None:
-    """Raise NotRead for a checkpoint of DeepSpeed, whose own code is needed to put its parts
-    together. sign: the name of a file that only such a directory has."""
-    found = next((name for name in sorted(os.listdir(path)) if sign.fullmatch(name)), None)
-    if found is not None:
-        raise NotRead.of(
-            "Checkpoints of DeepSpeed are not read.",
-            expected="the whole state dict that zero_to_fp32.py makes of one",
-            got=found,
-            where=str(path),
-            fix="run DeepSpeed's zero_to_fp32.py, which lies beside the checkpoint, and pass "
-            "what it writes",
-        )
-
-
-def _sibling_shapes(path: Path, others: list[Path]) -> Shapes | None:
-    """Return the shapes of a whole state dict beside per-rank files, or None."""
-    if any(path.glob("*.safetensors")):
-        archive = read_safetensors(path)
-    elif len(others) == 1 and is_torch_file(others[0]):
-        archive = _opened_file(others[0], None, ())
-    else:
-        return None
-    without_ddp(archive)
-    return shapes_of_archive(archive)
-
-
-def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
+    if not path.is_file():
+        is_there = os.path.lexists(path)
+        raise _unreadable(path, "something that is neither" if is_there else "nothing at this path")
     if path.name == ".metadata" or path.suffix == ".distcp":
         return read_dcp(path.parent)
     if path.name == MANIFEST:
         return read_native(path.parent)
     if path.name.endswith(".bin.index.json"):
-        return read_indexed_torch_files(path, ignored)
+        tensors = tensors_of_index(path, ignored)
+        return archive_of(path, "torch.save with an index", {"model": tensors})
     if path.suffix in (".safetensors", ".json"):
         return read_safetensors(path)
     if not is_torch_file(path):
@@ -168,15 +139,15 @@ def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) ->
 
 def _require_in_files(archive: Archive) -> None:
     """Raise CheckpointError unless every span lies in its file, and files with checksums have
-    their length."""
-    lengths = {file: _length(file, archive.path) for file in archive.checksums}
+    their length; OSError if a file is missing."""
+    lengths = {file: file.stat().st_size for file in archive.checksums}
     for file, facts in archive.checksums.items():
         if lengths[file] != facts.nbytes:
             raise damaged(file, f"{facts.nbytes} bytes", f"{lengths[file]} bytes")
     for name, tensor in archive.all_tensors():
         for span, stop in spans_of(tensor):
             if span.path not in lengths:
-                lengths[span.path] = _length(span.path, archive.path)
+                lengths[span.path] = span.path.stat().st_size
             if span.start < 0 or stop > lengths[span.path]:
                 raise CheckpointError.of(
                     f"{span.path.name} is truncated, or belongs to another checkpoint.",
@@ -197,18 +168,15 @@ def spans_of(tensor: StoredTensor) -> Iterator[tuple[Span, int]]:
             yield span, span.start + (last + 1) * tensor.dtype.itemsize
 
 
-def _length(file: Path, path: Path) -> int:
-    try:
-        with open(open_file(file), "rb") as opened:
-            return os.fstat(opened.fileno()).st_size
-    except OSError as error:
-        raise CheckpointError.of(
-            f"A file of the checkpoint is missing: {file.name}.",
-            expected="all files that were written together",
-            got=f"{type(error).__name__}: {error.strerror}",
-            where=str(path),
-            fix="copy the missing file beside the others",
-        ) from error
+def _of_deepspeed(path: Path) -> NotRead:
+    return NotRead.of(
+        "Checkpoints of DeepSpeed are not read.",
+        expected="the whole state dict that zero_to_fp32.py makes of one",
+        got="files of DeepSpeed, whose own code is needed to put its parts together",
+        where=str(path),
+        fix="run DeepSpeed's zero_to_fp32.py, which lies beside the checkpoint, and pass what it "
+        "writes",
+    )
 
 
 def _unreadable(path: Path, got: str) -> NotRead:

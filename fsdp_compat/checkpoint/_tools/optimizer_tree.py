@@ -7,29 +7,65 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .archive import StoredTensor
+from .walk import map_leaves
 
 _STATE, _GROUPS = "state", "param_groups"
 
+States = dict[str, dict[Any, Any]]
+Groups = list[dict[str, Any]]
+
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerTree:
-    """What a file holds of one optimizer."""
-
-    tree: dict[Any, Any]
-
-
-@dataclasses.dataclass
 class OptimizerState:
     """States by parameter and key, and the groups, whose "params" are names or numbers as text."""
 
-    states: dict[str, dict[Any, Any]]
-    param_groups: list[dict[str, Any]]
-    is_by_number: bool
+    states: States
+    param_groups: Groups
+    is_by_number: bool = False
     rest: dict[str, Any] = dataclasses.field(default_factory=dict)  # neither of the two
+
+    @property
+    def parameters(self) -> list[str]:
+        return parameters_of(self.states, self.param_groups)
+
+
+def parameters_of(states: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the parameters that have a state, and those that only groups list."""
+    listed = [name for group in groups for name in group["params"]]
+    return list(dict.fromkeys([*states, *listed]))
+
+
+def renamed(
+    states: States, groups: Sequence[dict[str, Any]], new_name: Callable[[str], str]
+) -> tuple[States, Groups]:
+    """Return states and groups under new names of the parameters; tensors are named by them."""
+    return (
+        {
+            new_name(name): {
+                key: named(value, f"{new_name(name)}/{key}") for key, value in state.items()
+            }
+            for name, state in states.items()
+        },
+        [{**group, "params": [new_name(name) for name in group["params"]]} for group in groups],
+    )
+
+
+def named(value: Any, path: str) -> Any:
+    """Return nested containers with the tensors in them named by their paths."""
+    return map_leaves(
+        value,
+        lambda leaf, path: (
+            dataclasses.replace(leaf, name=path) if isinstance(leaf, StoredTensor) else leaf
+        ),
+        path,
+    )
+
+
+# -- recognised and read
 
 
 def is_optimizer(value: Any, is_known: bool) -> bool:
@@ -40,131 +76,110 @@ def is_optimizer(value: Any, is_known: bool) -> bool:
     states, groups = value.get(_STATE, {} if is_known else None), value.get(_GROUPS)
     if (
         isinstance(states, dict)
+        and _are_dicts(states)
         and (_GROUPS in value or (is_known and _STATE in value))
-        and all(isinstance(item, dict) for item in states.values())
     ):
-        return groups is None or _are_groups(groups)
+        return groups is None or _are_dicts(groups)
     texts = [str(key) for key in value]
     of_state = sum(text.startswith(f"{_STATE}.") for text in texts)
     of_groups = sum(text.startswith(f"{_GROUPS}.") for text in texts)
     return of_state + of_groups == len(texts) and bool(is_known or (of_state and of_groups))
 
 
-def _are_groups(groups: Any) -> bool:
-    items = list(groups.values()) if isinstance(groups, dict) else groups
-    return isinstance(items, (list, tuple)) and all(isinstance(item, dict) for item in items)
+def _are_dicts(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple)) and all(isinstance(item, dict) for item in items)
 
 
-def merged_optimizer(optimizers: Mapping[str, OptimizerTree]) -> OptimizerState | None:
-    """Return one state for all optimizers, or None if several number their parameters or share
-    some."""
-    found = [_parsed(optimizer.tree) for optimizer in optimizers.values()]
-    if len(found) == 1:
-        return found[0]
-    names = [name for one in found for name in _parameters(one)]
-    if any(one.is_by_number for one in found) or len(set(names)) < len(names):
-        return None
-    return OptimizerState(
-        {name: states for one in found for name, states in one.states.items()},
-        [group for one in found for group in one.param_groups],
-        is_by_number=False,
-        rest={key: one.rest for key, one in zip(optimizers, found, strict=True) if one.rest},
-    )
-
-
-def _parameters(one: OptimizerState) -> list[str]:
-    listed = [name for group in one.param_groups for name in group["params"]]
-    return list(dict.fromkeys([*one.states, *listed]))
-
-
-def _parsed(tree: dict[Any, Any]) -> OptimizerState:
+def optimizer_in(tree: dict[Any, Any]) -> OptimizerState:
+    """Return the state in a value that ``is_optimizer``."""
     if isinstance(tree.get(_STATE), dict) or _GROUPS in tree:
         return _nested(tree)
     return _flattened(tree)
 
 
-# -- flattened
+def merged(optimizers: Mapping[str, OptimizerState]) -> OptimizerState | None:
+    """Return one state for all optimizers, or None if several number their parameters or share
+    some."""
+    found = list(optimizers.values())
+    if len(found) == 1:
+        return found[0]
+    names = [name for one in found for name in one.parameters]
+    if any(one.is_by_number for one in found) or len(set(names)) < len(names):
+        return None
+    return OptimizerState(
+        {name: states for one in found for name, states in one.states.items()},
+        [group for one in found for group in one.param_groups],
+        rest={key: one.rest for key, one in optimizers.items() if one.rest},
+    )
 
 
 def _flattened(tree: dict[Any, Any]) -> OptimizerState:
     """Every parameter has its settings; those with equal ones make a group."""
-    states: dict[str, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
+    states: States = {}
+    settings: States = {}
     for path, value in tree.items():
         section, _, inside = str(path).partition(".")
         name, _, key = inside.rpartition(".")
         (states if section == _STATE else settings).setdefault(name, {})[key] = value
     groups: dict[str, dict[str, Any]] = {}
     for name, values in settings.items():
-        marks = [(key, _mark(values[key])) for key in sorted(values)]
-        groups.setdefault(repr(marks), {**values, "params": []})["params"].append(name)
-    return OptimizerState(states, list(groups.values()), is_by_number=False)
-
-
-def _mark(value: Any) -> str:
-    """Return a text that only equal values have."""
-    return repr((value.dtype, value.pieces)) if isinstance(value, StoredTensor) else repr(value)
-
-
-# -- nested
+        text = repr(sorted(values.items()))  # equal for equal settings
+        groups.setdefault(text, {**values, "params": []})["params"].append(name)
+    return OptimizerState(states, list(groups.values()))
 
 
 def _nested(tree: dict[Any, Any]) -> OptimizerState:
-    states = dict(tree.get(_STATE) or {})
-    groups = tree.get(_GROUPS)
-    if isinstance(groups, dict):
-        groups = list(groups.values())
-    groups = [dict(group) for group in groups or ()] or [{}]
+    states = {
+        str(name): {key if type(key) is int else str(key): item for key, item in state.items()}
+        for name, state in (tree.get(_STATE) or {}).items()
+    }
+    given = tree.get(_GROUPS) or [{}]
+    given = given.values() if isinstance(given, dict) else given
+    groups = [named({str(key): group[key] for key in group}, _GROUPS) for group in given]
     for group in groups:
         listed = group.get("params")
-        if isinstance(listed, dict):
-            listed = list(listed.values())
+        listed = list(listed.values()) if isinstance(listed, dict) else listed
         if not isinstance(listed, (list, tuple)):
-            listed = list(states) if len(groups) == 1 else []
-        group["params"] = listed
+            listed = [*states] if len(groups) == 1 else []
+        group["params"] = [str(name) for name in listed]
     rest = {str(key): value for key, value in tree.items() if key not in (_STATE, _GROUPS)}
-    keys = [*states, *(name for group in groups for name in group["params"])]
-    if any(isinstance(key, str) and not key.isdecimal() for key in keys):
-        names = {str(key): str(key) for key in keys}
-        is_by_number = False
-    else:
-        found = _names_of_numbers(states, groups) if keys else {}
-        names = {str(key): str(key) for key in keys} if found is None else found
-        is_by_number = found is None
-    return OptimizerState(
-        {names[str(key)]: values for key, values in states.items() if str(key) in names},
-        [{**group, "params": [names[str(key)] for key in group["params"]]} for group in groups],
-        is_by_number,
-        rest,
-    )
+    found = OptimizerState(states, groups, rest=rest)
+    if not all(name.isdecimal() for name in found.parameters):
+        return found
+    names = _names_of_numbers(found)
+    if names is None:
+        return dataclasses.replace(found, is_by_number=bool(found.parameters))
+    states, groups = renamed(states, groups, names.__getitem__)
+    return OptimizerState(states, groups, rest=rest)
 
 
-def _names_of_numbers(
-    states: Mapping[Any, Any], groups: Sequence[dict[str, Any]]
-) -> dict[str, str] | None:
+def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
     """Return the parameter of each number that the groups list, or None if they do not say so.
 
     Shapes do not tell: an optimizer may have the parameters in any order."""
     names: dict[str, str] = {}
-    for group in groups:
+    for group in numbered.param_groups:
         listed = group.get("param_names")
         if not isinstance(listed, (list, tuple)) or len(listed) != len(group["params"]):
             return None
-        names |= zip(map(str, group["params"]), map(str, listed), strict=True)
-    num = sum(len(group["params"]) for group in groups)
-    is_certain = len(names) == len(set(names.values())) == num and {*map(str, states)} <= {*names}
+        names |= zip(group["params"], map(str, listed), strict=True)
+    num = sum(len(group["params"]) for group in numbered.param_groups)
+    is_certain = (
+        len(names) == len(set(names.values())) == num and numbered.states.keys() <= names.keys()
+    )
     return names if is_certain else None
 
 
 def named_optimizer(
-    states: Mapping[str, dict[str, Any]],
+    states: Mapping[str, dict[Any, Any]],
     groups: Sequence[dict[str, Any]],
     names: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[States, Groups]:
     """Return states and groups by name. names: of the parameters, in the order of their numbers;
     shapes: of the model's tensors. Raises ValueError if they cannot be these parameters'."""
-    given = sorted({*states, *(str(key) for group in groups for key in group["params"])}, key=int)
+    given = sorted(parameters_of(states, groups), key=int)
     if len(names) != len(given) or len(set(names)) < len(names):
         raise ValueError(f"{len(set(names))} different names for {len(given)} parameters")
     by_number = dict(zip(given, names, strict=True))
@@ -181,10 +196,4 @@ def named_optimizer(
                 f"{name!r}, of shape {list(shapes[name])}, as number {number}, whose state has the "
                 f"shape {list(*found)}"
             )
-    return (
-        {by_number[number]: state for number, state in states.items()},
-        [
-            {**group, "params": [by_number[str(number)] for number in group["params"]]}
-            for group in groups
-        ],
-    )
+    return renamed(dict(states), groups, by_number.__getitem__)

@@ -90,9 +90,24 @@ def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
 def read_rank_files(
     paths: Sequence[Path], shapes: Shapes | None = None, *, ignored: Collection[str] = ()
 ) -> Archive:
-    """Return the archive that the files of all ranks make up: the model's, the optimizer's and
-    others, by their names. A single file without a rank in its name is that of the only rank.
-    shapes: for flat parameters, whose files hold none. ignored: as for ``torch_save.load``.
+    """Return the archive that the files of all ranks make up, see ``tree_of_ranks``."""
+    tree, world_size, left_out = tree_of_ranks(paths, shapes, ignored)
+    return archive_of(
+        paths[0].parent if len(paths) > 1 else paths[0],
+        "per-rank torch.save files",
+        tree,
+        world_size=world_size,
+        left_out=left_out,
+    )
+
+
+def tree_of_ranks(
+    paths: Sequence[Path], shapes: Shapes | None, ignored: Collection[str]
+) -> tuple[Any, int, list[str]]:
+    """Return the nested values that the files of all ranks make up, the number of ranks, and what
+    could not be read. Several kinds of files are sections, by their names. A single file without a
+    rank in its name is that of the only rank. shapes: for flat parameters, whose files hold none.
+    ignored: as for ``torch_save.load``.
 
     Raises CheckpointError if ranks are missing, or files do not belong together; OSError.
     """
@@ -108,13 +123,7 @@ def read_rank_files(
             raise
         except Exception as error:  # whatever wrong values raise
             raise refused(where, error) from error
-    return archive_of(
-        where if len(paths) > 1 else paths[0],
-        "per-rank torch.save files",
-        trees if len(trees) > 1 else next(iter(trees.values())),
-        world_size=world_size,
-        left_out=left_out,
-    )
+    return trees if len(trees) > 1 else next(iter(trees.values())), world_size, left_out
 
 
 def _complete_groups(paths: Sequence[Path], where: Path) -> tuple[list[RankFiles], int]:
@@ -148,7 +157,7 @@ def _merged(
         for tree in trees.values():
             flat_params.take_views(tree)
         merged = merger.merge(trees)
-        flat_params.replace(merged)
+        flat_params.unflatten(merged)
     for path, got in merger.differing.items():
         if got:
             raise disagreement(where, "/".join(path), "the same shape on all ranks", got)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compat.checkpoint._tools import tree as tree_module
 from fsdp_compat.checkpoint._tools.archive import (
     Archive,
     Piece,
@@ -225,20 +224,11 @@ def test_flattened_settings_make_groups_and_two_optimizers_become_one() -> None:
 # -- bounds
 
 
-def test_containers_without_bounds_or_with_doubtful_keys_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tree_module, "_MAX_CONTAINERS", 10_000)  # the real ones take seconds
-    inside: list[Any] = []
-    inside.append(inside)
-    itself: dict[str, Any] = {"model": MODEL}
-    itself["again"] = itself
+def test_very_many_containers_and_doubtful_keys_are_refused() -> None:
     many: Any = tensor(2)
     for _ in range(40):
         many = {"a": many, "b": many}
-    long = [0] * 1_000_000
-    doubtful = {"state": {0: {}, "0": {}}}
-    for tree in (inside, itself, many, doubtful, [long, *[[long, tensor(1)] for _ in range(60)]]):
+    for tree in (many, {"state": {0: {}, "0": {}}}):
         with pytest.raises(CheckpointError, match="cannot be followed"):
             parsed(tree)
 
