@@ -30,10 +30,10 @@ from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import counting_sends
-from tests.support.fully_sharded import OURS, Twins, shard_all, whole
+from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.hosts import BY_HOST, BY_PLACE, hosts
 from tests.support.models import Block
-from tests.support.parity import accumulates, make_pair
+from tests.support.parity import accumulates, make_pair, whole
 from tests.support.programs import run_programs
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED, MESSAGES
@@ -231,15 +231,15 @@ def test_flat_front_end_trains_as_unsharded(
 
 def _fully_shard_trains(of_ranks: Sequence[int]) -> None:
     with hosts(of_ranks):
-        twins = Twins(_blocks, functools.partial(shard_all, library=OURS))
+        pair = pair_of(_blocks, functools.partial(shard_all, library=OURS))
         for _ in range(2):
-            twins.step()
-        before = {name: whole(value).clone() for name, value in twins.model.state_dict().items()}
-        twins.step()
+            pair.step()
+        before = {name: whole(value).clone() for name, value in pair.model.state_dict().items()}
+        pair.step()
         set_model_state_dict(
-            twins.model, dict(before), options=StateDictOptions(full_state_dict=True)
+            pair.model, dict(before), options=StateDictOptions(full_state_dict=True)
         )
-        for name, value in twins.model.state_dict().items():
+        for name, value in pair.model.state_dict().items():
             assert torch.equal(whole(value), before[name])
 
 

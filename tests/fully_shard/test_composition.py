@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import fsdp_compat
 from fsdp_compat import _torch_private
-from tests.support.fully_sharded import OURS, TORCH, Library, Twins, api, shard_all, whole
+from tests.support.fully_sharded import OURS, TORCH, Library, api, pair_of, shard_all
 from tests.support.models import (
     Block,
     ForwardProducts,
@@ -26,7 +26,7 @@ from tests.support.models import (
     saves_everything,
     saves_products,
 )
-from tests.support.parity import square
+from tests.support.parity import square, whole
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -162,9 +162,9 @@ def counts_products(expected: int, model: nn.Module, x: Tensor) -> Tensor:
 def recomputes(policy: Any, expected: int, **options: Any) -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     build = functools.partial(RecomputesBlocks, AddsZeros, False, 2, context_fn=contexts)
-    twins = Twins(build, functools.partial(shard_all, **options))
+    pair = pair_of(build, functools.partial(shard_all, **options))
     for _ in range(3):
-        twins.step(functools.partial(counts_products, expected))
+        pair.step(functools.partial(counts_products, expected))
 
 
 @EITHER

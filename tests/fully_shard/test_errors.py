@@ -21,15 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp_compat import CPUOffload, FsdpCompatError, MixedPrecision
-from tests.support.fully_sharded import (
-    Twins,
-    api,
-    one_backward,
-    shard_all,
-    sharded_modules,
-    whole_parameters,
-)
+from tests.support.fully_sharded import api, pair_of, shard_all, sharded_modules
 from tests.support.models import DIM, Block, Stack
+from tests.support.parity import Pair, one_backward, whole_parameters
 from tests.support.ranks import RankError, run_ranks
 from tests.support.same_host import NOT_MAPPED
 
@@ -173,8 +167,8 @@ class _Wide(nn.Module):
     """Not a sharded module."""
 
 
-def _bad_calls(twins: Twins) -> Iterator[Case]:
-    model: Any = twins.model
+def _bad_calls(pair: Pair) -> Iterator[Case]:
+    model: Any = pair.model
     block = model.blocks[0]
     yield "copied", AssertionError, lambda: copy.deepcopy(model)
     yield "copied block", AssertionError, lambda: copy.deepcopy(block)
@@ -193,9 +187,9 @@ def _bad_calls(twins: Twins) -> Iterator[Case]:
     yield "shape", RuntimeError, lambda: model.load_state_dict(wrong)
 
 
-def _more_bad_calls(twins: Twins) -> Iterator[Case]:
+def _more_bad_calls(pair: Pair) -> Iterator[Case]:
     """That torch takes."""
-    model: Any = twins.model
+    model: Any = pair.model
     block = model.blocks[0]
     for name in (
         "set_reshard_after_backward",
@@ -225,21 +219,21 @@ def _more_bad_calls(twins: Twins) -> Iterator[Case]:
 def _refuses_calls() -> list[str]:
     """Return what was not refused as it should be. Collective."""
     problems = []
-    twins = Twins(Stack)
+    pair = pair_of(Stack)
     for used in (False, True) if api.name == "ours" else (True,):
         if used:
-            twins.step()
-        before, values = _snapshot(twins.model), whole_parameters(twins.model)
-        more = _more_bad_calls(twins) if api.name == "ours" else ()
-        for case in (*_bad_calls(twins), *more):
+            pair.step()
+        before, values = _snapshot(pair.model), whole_parameters(pair.model)
+        more = _more_bad_calls(pair) if api.name == "ours" else ()
+        for case in (*_bad_calls(pair), *more):
             problem = _problem_of(*case)
             problems += [f"{problem} (used: {used})"] if problem else []
-        if _snapshot(twins.model) != before:
+        if _snapshot(pair.model) != before:
             problems.append(f"something has changed (used: {used})")
-        for name, value in whole_parameters(twins.model).items():
+        for name, value in whole_parameters(pair.model).items():
             if not torch.equal(value, values[name]):
                 problems.append(f"{name} has other values (used: {used})")
-        twins.step()
+        pair.step()
     return problems
 
 

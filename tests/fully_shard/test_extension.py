@@ -15,19 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from tests.support.fully_sharded import (
-    Gathers,
-    Twins,
-    api,
-    assert_same_values,
-    is_sharded,
-    partial_shard,
-    shard_all,
-    whole_gradients,
-)
+from tests.support.fully_sharded import Gathers, api, is_sharded, pair_of, partial_shard, shard_all
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, square
+from tests.support.parity import Pair, assert_same_values, whole_gradients
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -212,51 +203,36 @@ def _shard(model: Any, **options: Any) -> Any:
 
 def _trains(kind: str, count: bool, **options: Any) -> None:
     build = _build_frozen if kind == "frozen" else _build_trained
-    twins = Twins(build, lambda model: _shard(model, **options), optimizer=_sgd)
-    first = twins.model[0]
+    pair = pair_of(build, lambda model: _shard(model, **options), optimizer=_sgd)
+    first = pair.model[0]
     assert isinstance(first.weight, DTensor)
     assert isinstance(first.weight.to_local(), Wrapped)
-    gathers = Gathers(twins.model) if count else None
+    gathers = Gathers(pair.model) if count else None
     for _ in range(3):
-        _step(twins)
+        _step(pair)
         if gathers is not None:
             sizes = [call["nbytes"] for call in gathers.calls_of("0")]
             num_unshards = len(sizes) // len(set(sizes))  # of weight and bias, apart or together
-            rows = ROWS // twins.ranks
+            rows = ROWS // pair.ranks
             wanted = rows * DIM + rows * 4 + (rows * 4 if kind == "trained" else 0)
             assert wanted <= sum(sizes) / num_unshards <= wanted + 32, (sizes, wanted)
-    twins.model[0].unshard()
-    assert type(twins.model[0].weight) is nn.Parameter
-    twins.model[0].reshard()
+    pair.model[0].unshard()
+    assert type(pair.model[0].weight) is nn.Parameter
+    pair.model[0].reshard()
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], 0.05, foreach=False)
 
 
-def _step(twins: Twins) -> None:
+def _step(pair: Pair) -> None:
     """A step whose comparisons read no packed parameter as a whole: it has no all-gather."""
-    batches = twins.batches()
-    losses = []
-    for x in batches:
-        loss = square(twins.plain, x)
-        loss.backward()
-        losses.append(loss.detach())
-    loss = square(twins.model, batches[twins.rank])
-    loss.backward()
-    assert_close(loss, losses[twins.rank], "loss")
-    expected = {
-        name: None if p.grad is None else p.grad / twins.ranks
-        for name, p in twins.plain.named_parameters()
-    }
-    assert_same_values(whole_gradients(twins.model), expected, "gradient")
-    for p in twins.plain.parameters():
-        if p.grad is not None:
-            p.grad /= twins.ranks
-    for optim in (twins.plain_optim, twins.optim):
+    pair.backwards()
+    assert_same_values(whole_gradients(pair.model), whole_gradients(pair.plain), "gradient")
+    for optim in (pair.plain_optim, pair.optim):
         optim.step()
         optim.zero_grad()
-    assert is_sharded(twins.model[1].up)
+    assert is_sharded(pair.model[1].up)
 
 
 @each_value
@@ -294,9 +270,9 @@ def _shard_plain(model: Any) -> Any:
 
 
 def _trains_plain_subclasses() -> None:
-    twins = Twins(Stack, _shard_plain)
+    pair = pair_of(Stack, _shard_plain)
     for _ in range(2):
-        twins.step()
+        pair.step()
 
 
 def test_a_subclass_without_torch_dispatch_travels_as_a_plain_tensor() -> None:
@@ -361,12 +337,12 @@ def _rounded() -> nn.Module:
 
 
 def _trains_patched(begins_on_meta: bool) -> None:
-    twins = Twins(_rounded, functools.partial(_shard_patched, begins_on_meta, _before))
-    twins.step()  # weights have more digits now
-    for parameter in twins.plain.parameters():
+    pair = pair_of(_rounded, functools.partial(_shard_patched, begins_on_meta, _before))
+    pair.step()  # weights have more digits now
+    for parameter in pair.plain.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.data.to(BF16).float()
-    twins.compare_outputs()
+    pair.compare_outputs()
 
 
 @pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])

@@ -27,18 +27,9 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.fully_sharded import (
-    TORCH,
-    api,
-    assert_same_values,
-    is_sharded,
-    reshard,
-    shard_all,
-    whole,
-    whole_gradients,
-)
+from tests.support.fully_sharded import TORCH, api, is_sharded, shard_all
 from tests.support.models import DIM, Block
-from tests.support.parity import square
+from tests.support.parity import assert_same_values, reshard, square, whole, whole_gradients
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat._comm.transport import Kind
 from tests.fully_shard import test_programs
-from tests.support.fully_sharded import api, shard_all, whole
+from tests.support.fully_sharded import api, shard_all
 from tests.support.models import Block
+from tests.support.parity import whole
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 

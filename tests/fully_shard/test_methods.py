@@ -22,20 +22,24 @@ from tests.support.fully_sharded import (
     Gathers,
     NotedAllGather,
     NotedReduceScatter,
-    Twins,
     api,
-    assert_same_values,
     is_sharded,
-    one_backward,
+    pair_of,
     partial_shard,
     require_sync,
     shard_all,
     sharded_modules,
+)
+from tests.support.models import DIM, NUM_TOKENS, Block, Stack
+from tests.support.parity import (
+    assert_close,
+    assert_same_values,
+    one_backward,
+    square,
+    tokens,
     whole_gradients,
     whole_parameters,
 )
-from tests.support.models import DIM, NUM_TOKENS, Block, Stack
-from tests.support.parity import assert_close, square, tokens
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
 
@@ -309,21 +313,21 @@ def test_set_reshard_after_forward_replaces_the_argument() -> None:
 
 
 def _keeps_after_backward() -> None:
-    twins = Twins(Stack)
-    gathers = Gathers(twins.model)
-    twins.model.set_reshard_after_backward(False)
-    twins.backwards()
-    assert not is_sharded(twins.model.stem)
-    assert not any(is_sharded(block.up) for block in twins.model.blocks)
+    pair = pair_of(Stack)
+    gathers = Gathers(pair.model)
+    pair.model.set_reshard_after_backward(False)
+    pair.backwards()
+    assert not is_sharded(pair.model.stem)
+    assert not any(is_sharded(block.up) for block in pair.model.blocks)
     gathers.count()
-    twins.model.set_reshard_after_forward(False)
-    twins.model.set_reshard_after_backward(True)
-    twins.backwards()
+    pair.model.set_reshard_after_forward(False)
+    pair.model.set_reshard_after_backward(True)
+    pair.backwards()
     assert gathers.count() == dict.fromkeys(ONCE, 0), "gathered what was kept"
-    assert is_sharded(twins.model.stem)
-    twins.compare_gradients()
-    twins.update()
-    twins.step()
+    assert is_sharded(pair.model.stem)
+    pair.compare_gradients()
+    pair.update()
+    pair.step()
 
 
 def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
@@ -343,10 +347,10 @@ class _Language(nn.Module):
 
 def _leaves_the_embedding_sharded_in_backward() -> None:
     shard = partial_shard(classes=(nn.Embedding, Block), reshard_after_forward=True)
-    twins = Twins(_Language, shard, batch=tokens)
-    twins.model.embed.set_unshard_in_backward(False)
-    gathers = Gathers(twins.model)
-    twins.step()
+    pair = pair_of(_Language, shard, batch=tokens)
+    pair.model.embed.set_unshard_in_backward(False)
+    gathers = Gathers(pair.model)
+    pair.step()
     found = gathers.count()
     assert (found["embed"], found["block"]) == (1, 2)
 
@@ -356,22 +360,22 @@ def test_set_unshard_in_backward_saves_the_second_all_gather() -> None:
 
 
 def _keeps_storage() -> None:
-    twins = Twins(Stack, partial_shard(reshard_after_forward=True))
-    twins.step()
-    for module in sharded_modules(twins.model):
+    pair = pair_of(Stack, partial_shard(reshard_after_forward=True))
+    pair.step()
+    for module in sharded_modules(pair.model):
         module.set_keep_unsharded_storage(True)
     seen = []
     for _ in range(3):
-        for module in sharded_modules(twins.model):
+        for module in sharded_modules(pair.model):
             module.unshard()
-        seen.append([p.data_ptr() for p in twins.model.parameters()])
-        for module in sharded_modules(twins.model):
+        seen.append([p.data_ptr() for p in pair.model.parameters()])
+        for module in sharded_modules(pair.model):
             module.reshard()
-        twins.step()
+        pair.step()
     assert 0 not in seen[0] and seen[0] == seen[1] == seen[2]
-    for module in sharded_modules(twins.model):
+    for module in sharded_modules(pair.model):
         module.set_keep_unsharded_storage(False)
-    twins.step()
+    pair.step()
 
 
 @only_ours
@@ -556,7 +560,7 @@ def test_an_all_reduce_hook_can_replicate() -> None:
 
 def _accumulates_without_all_reduce(shape: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    twins = Twins(Stack, partial_shard(mesh=mesh))
+    pair = pair_of(Stack, partial_shard(mesh=mesh))
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         for last in (False, False, True):
@@ -568,8 +572,8 @@ def _accumulates_without_all_reduce(shape: tuple[int, int]) -> None:
                 assert all(p.grad is None for p in model.parameters())
         return loss
 
-    twins.step(step)
-    twins.step(step)
+    pair.step(step)
+    pair.step(step)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
@@ -683,8 +687,8 @@ def test_modules_that_do_not_reach_the_loss_are_reduced_as_zeros() -> None:
 
 
 def _finalizes_by_hand() -> None:
-    twins = Twins(Stack)
-    twins.model.set_manual_backward_finalization(True)
+    pair = pair_of(Stack)
+    pair.model.set_manual_backward_finalization(True)
 
     def step(async_op: bool, model: nn.Module, x: Tensor) -> Tensor:
         one_backward(model, x * 2)
@@ -701,12 +705,12 @@ def _finalizes_by_hand() -> None:
         return loss
 
     for async_op in (False, True, True):
-        twins.step(functools.partial(step, async_op))
-    twins.model.set_manual_backward_finalization(False)
-    twins.step()
+        pair.step(functools.partial(step, async_op))
+    pair.model.set_manual_backward_finalization(False)
+    pair.step()
     with pytest.raises(api.StateError):
-        twins.model.finalize_backward()
-    twins.step()
+        pair.model.finalize_backward()
+    pair.step()
 
 
 @only_ours
@@ -716,8 +720,8 @@ def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
 
 def _finalizes_without_all_reduce() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    twins = Twins(Stack, partial_shard(mesh=mesh))
-    twins.model.set_manual_backward_finalization(True)
+    pair = pair_of(Stack, partial_shard(mesh=mesh))
+    pair.model.set_manual_backward_finalization(True)
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         loss = one_backward(model, x)
@@ -729,7 +733,7 @@ def _finalizes_without_all_reduce() -> None:
             model.finalize_backward()
         return loss
 
-    twins.step(step)
+    pair.step(step)
 
 
 @only_ours
@@ -751,9 +755,9 @@ def _keeps_norms_in_fp32() -> None:
         )
         return shard_all(model, mp_policy=policy)
 
-    twins = Twins(Stack, shard, tolerance=0.1)
-    twins.step()
-    block = twins.model.blocks[0]
+    pair = pair_of(Stack, shard, tolerance=0.1)
+    pair.step()
+    block = pair.model.blocks[0]
     block.unshard()
     dtypes = {name: p.dtype for name, p in block.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == {
@@ -762,8 +766,8 @@ def _keeps_norms_in_fp32() -> None:
     }
     assert set(dtypes.values()) == {torch.float32, BF16}
     block.reshard()
-    assert all(p.dtype is torch.float32 for p in twins.model.parameters())
-    twins.step()
+    assert all(p.dtype is torch.float32 for p in pair.model.parameters())
+    pair.step()
 
 
 @only_ours
@@ -801,20 +805,20 @@ def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
 
 
 def _trains_with_settings_of_transfers() -> None:
-    twins = Twins(Stack)
-    model = twins.model
+    pair = pair_of(Stack)
+    model = pair.model
     model.set_reduce_scatter_max_input_buffers(2)
     model.blocks[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
     model.set_separate_reduce_scatter_group()
-    twins.step()
+    pair.step()
     model.set_separate_reduce_scatter_group(False)
     if api.name == "ours":
         model.set_post_optim_event(torch.Event(device="cpu"))
-    twins.step()
+    pair.step()
     for wrong, error in ((True, TypeError), (1.5, TypeError), (0, ValueError), (-1, ValueError)):
         with pytest.raises(error):
             model.set_reduce_scatter_max_input_buffers(wrong)
-    twins.step()
+    pair.step()
 
 
 def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
@@ -822,13 +826,13 @@ def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
 
 
 def _refuses_memory_that_gloo_does_not_have() -> None:
-    twins = Twins(Stack)
+    pair = pair_of(Stack)
     with pytest.raises(api.StateError):
-        twins.model.set_allocate_memory_from_process_group_for_comm(True)
-    twins.model.set_allocate_memory_from_process_group_for_comm(False)
+        pair.model.set_allocate_memory_from_process_group_for_comm(True)
+    pair.model.set_allocate_memory_from_process_group_for_comm(False)
     with pytest.raises(api.StateError):
-        twins.model.set_symm_mem_for_comm()
-    twins.step()
+        pair.model.set_symm_mem_for_comm()
+    pair.step()
 
 
 @only_ours
@@ -855,20 +859,20 @@ class _Generator(nn.Module):
 
 
 def _registers_a_method() -> None:
-    twins = Twins(_Generator)
-    api.register_fsdp_forward_method(twins.model, "twice")
-    assert twins.model.twice.__doc__ == "Doubles."
+    pair = pair_of(_Generator)
+    api.register_fsdp_forward_method(pair.model, "twice")
+    assert pair.model.twice.__doc__ == "Doubles."
 
     def step(model: Any, x: Tensor) -> Tensor:
         loss = model.twice(x, gain=0.5).pow(2).mean() + square(model, x)
         loss.backward()
         return loss.detach()
 
-    twins.step(step)
-    twins.step()
-    assert not hasattr(twins.model.twice, "__wrapped__") or is_sharded(twins.model.head)
+    pair.step(step)
+    pair.step()
+    assert not hasattr(pair.model.twice, "__wrapped__") or is_sharded(pair.model.head)
     with pytest.raises(ValueError):
-        api.register_fsdp_forward_method(twins.model, "thrice")
+        api.register_fsdp_forward_method(pair.model, "thrice")
     plain = nn.Linear(2, 2)
     api.register_fsdp_forward_method(plain, "forward")
     assert "forward" not in plain.__dict__
@@ -879,7 +883,7 @@ def test_a_registered_method_computes_with_whole_parameters() -> None:
 
 
 def _shares_its_context() -> None:
-    first, second = Twins(Stack), Twins(Stack)
+    first, second = pair_of(Stack), pair_of(Stack)
     api.share_comm_ctx([first.model, second.model])
     api.share_comm_ctx([])
     for _ in range(2):
@@ -922,10 +926,10 @@ def _runs_a_list() -> None:
         hidden.backward(detached.grad)
         return total
 
-    twins = Twins(Model, shard)
-    twins.step()
-    twins.step(step)
-    twins.step()
+    pair = pair_of(Model, shard)
+    pair.step()
+    pair.step(step)
+    pair.step()
 
 
 def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
@@ -933,13 +937,13 @@ def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
 
 
 def _resets_only_at_the_root() -> None:
-    twins = Twins(Stack)
-    twins.step()
+    pair = pair_of(Stack)
+    pair.step()
     with pytest.raises(RuntimeError):
-        twins.model.blocks[0].reset_iter_state()
-    twins.model.reset_iter_state()
-    twins.step()
-    assert whole_parameters(twins.model).keys() == dict(twins.plain.named_parameters()).keys()
+        pair.model.blocks[0].reset_iter_state()
+    pair.model.reset_iter_state()
+    pair.step()
+    assert whole_parameters(pair.model).keys() == dict(pair.plain.named_parameters()).keys()
 
 
 def test_reset_iter_state_is_for_the_root() -> None:

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import _torch_private
 from fsdp_compat._comm.backend import BackendTransport
-from tests.support.fully_sharded import api, require_sync, shard_all, whole
+from tests.support.fully_sharded import api, require_sync, shard_all
 from tests.support.models import Block
+from tests.support.parity import whole
 from tests.support.ranks import run_ranks
 
 WIDTH, NUM_BLOCKS = 192, 3  # a block has two large matrices, and four small parameters

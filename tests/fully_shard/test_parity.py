@@ -16,17 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.fully_sharded import (
-    OURS,
-    TORCH,
-    TORCH_TAKES_INTEGERS,
-    Library,
-    assert_same_values,
-    local,
-    reshard,
-)
+from tests.support.fully_sharded import OURS, TORCH, TORCH_TAKES_INTEGERS, Library
 from tests.support.pairwise import pairs, singles
-from tests.support.parity import square
+from tests.support.parity import assert_same_values, local, reshard, square
 from tests.support.ranks import run_ranks
 from tests.support.sampling import TEST_ALL
 

@@ -19,19 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.fully_sharded import (
-    Twins,
     api,
-    local,
+    pair_of,
     partial_shard,
     require_sync,
-    reshard,
-    sgd,
     shard_all,
     sharded_modules,
-    whole,
 )
 from tests.support.models import DIM, Block, Fragile, FragileInside, Part, Program, Stack
-from tests.support.parity import assert_close, square, vectors
+from tests.support.parity import assert_close, backward, local, reshard, sgd, square, vectors, whole
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 from tests.support.sampling import at_most
@@ -50,8 +46,8 @@ class Run:
         self.rng = random.Random(seed)
         self.drawn: list[str] = []
         optimizer = self.rng.choice([sgd, _adamw_fused])
-        self.twins = Twins(Program, lambda model: self._shard(model, mesh), optimizer)
-        self.model = self.twins.model
+        self.pair = pair_of(Program, lambda model: self._shard(model, mesh), optimizer)
+        self.model = self.pair.model
 
     # -- wrapping
 
@@ -62,9 +58,9 @@ class Run:
             options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
         kinds: list[bool | int | None] = [True, False, None] + ([2] if ranks == 4 else [])
         if self.rng.random() < 0.3:
-            pair = [model.parts[n] for n in self.rng.sample(range(8), 2)]
+            parts = [model.parts[n] for n in self.rng.sample(range(8), 2)]
             self._note("list")
-            api.fully_shard(pair, reshard_after_forward=self.rng.choice([True, False]), **options)
+            api.fully_shard(parts, reshard_after_forward=self.rng.choice([True, False]), **options)
         done = {child for part in sharded_modules(model) for child in part.modules()}
         for name, module in reversed(list(model.named_modules())):
             if not name or module in done or self.rng.random() < 0.5:
@@ -105,10 +101,10 @@ class Run:
                 event()
             seed = self.rng.randrange(10**6)
             self._note(f"step {seed}")
-            self.twins.step(lambda model, x, seed=seed: _random_step(seed, model, x))
+            self.pair.step(lambda model, x, seed=seed: _random_step(seed, model, x))
 
     def _both(self) -> tuple[nn.Module, nn.Module]:
-        return self.twins.plain, self.model
+        return self.pair.plain, self.model
 
     def _forget_gradients(self) -> None:
         for model in self._both():
@@ -119,7 +115,7 @@ class Run:
 
     def _toggle(self) -> None:
         reshard(self.model)
-        names = [name for name, _ in self.twins.plain.named_parameters()]
+        names = [name for name, _ in self.pair.plain.named_parameters()]
         for name in self.rng.sample(names, 6):
             for model in self._both():
                 p = model.get_parameter(name)
@@ -127,7 +123,7 @@ class Run:
 
     def _outputs(self) -> None:
         seed = self.rng.randrange(10**6)
-        x = self.twins.batches()[self.twins.rank]
+        x = self.pair.batches()[self.pair.rank]
         outputs = [m(x.clone(), random.Random(seed)) for m in self._both()]
         for wanted, got in zip(*outputs, strict=True):
             assert_close(got, wanted, "output in evaluation")
@@ -154,9 +150,9 @@ class Run:
         with contextlib.suppress(Boom):
             if self.rng.random() < 0.3 and api.name == "ours":  # torch keeps the gradients
                 with _unsynchronised(self.model):
-                    x = self.twins.batches()[self.twins.rank]
+                    x = self.pair.batches()[self.pair.rank]
                     _random_step(seed, self.model, x)
-            _random_step(seed, self.model, self.twins.batches()[self.twins.rank])
+            _random_step(seed, self.model, self.pair.batches()[self.pair.rank])
         handle.remove()
         self.model.set_requires_gradient_sync(True)
         self.model.reset_iter_state()
@@ -166,7 +162,7 @@ class Run:
         """Backward without sync; the step that follows reduces the sum."""
         seed = self.rng.randrange(10**6)
         with _unsynchronised(self.model):
-            self.twins.backwards(lambda model, x: _random_step(seed, model, x))
+            self.pair.backwards(lambda model, x: _random_step(seed, model, x))
 
     def _prefetch(self) -> None:
         modules = sharded_modules(self.model)
@@ -198,7 +194,7 @@ class Run:
         reshard(self.model)
         with torch.no_grad():
             for (_, p), (_, mine) in zip(
-                self.twins.plain.named_parameters(), self.model.named_parameters(), strict=True
+                self.pair.plain.named_parameters(), self.model.named_parameters(), strict=True
             ):
                 p.data.mul_(factor)
                 mine.mul_(factor)
@@ -206,15 +202,16 @@ class Run:
     def _change_before_backward(self) -> None:
         """Backward computes with the parameters as they are then."""
         seed = self.rng.randrange(10**6)
-        batches = self.twins.batches()
-        losses = [_loss(self.twins.plain, x, seed) for x in batches]
-        loss = _loss(self.model, batches[self.twins.rank], seed)
+        batches = self.pair.batches()
+        losses = [_loss(self.pair.plain, x, seed) for x in batches]
+        loss = _loss(self.model, batches[self.pair.rank], seed)
         self._change(1.05)
         if loss.requires_grad:
-            for each in (*losses, loss):
-                each.backward()
-        self.twins.compare_gradients()
-        self.twins.update()
+            steps = [lambda _, x, loss=each: backward(loss) for each in losses]
+            self.pair.plain_backwards(steps, batches)
+            loss.backward()
+        self.pair.compare_gradients()
+        self.pair.update()
 
     def _unshard_by_hand(self) -> None:
         for module in self.rng.sample(sharded_modules(self.model), 1):
@@ -227,7 +224,7 @@ class Run:
     def _reload(self) -> None:
         state = {name: value.clone() * 0.95 for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(state)
-        self.twins.plain.load_state_dict({name: whole(value) for name, value in state.items()})
+        self.pair.plain.load_state_dict({name: whole(value) for name, value in state.items()})
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
@@ -313,17 +310,17 @@ def test_random_programs_train_as_unsharded(first: int, num: int, shape: tuple[i
 
 def _unfreezes() -> None:
     """Parameters are frozen and trainable again while gradients accumulate."""
-    twins = Twins(Stack)
-    names = [name for name, _ in twins.plain.named_parameters()]
+    pair = pair_of(Stack)
+    names = [name for name, _ in pair.plain.named_parameters()]
     for frozen, sync in ((names[::2], True), (names[1::3], False), (names[2:4], True), ([], True)):
-        for model in (twins.plain, twins.model):
+        for model in (pair.plain, pair.model):
             require_sync(model, sync)
             for name in names:
                 model.get_parameter(name).requires_grad_(name not in frozen)
-        twins.backwards()
+        pair.backwards()
         if sync:
-            twins.compare_gradients()
-            twins.update()
+            pair.compare_gradients()
+            pair.update()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -387,19 +384,16 @@ def _sees_updates(name: str) -> None:
     """Evaluations with kept parameters, with an update between them. The model shows these, the
     optimizer holds the sharded ones."""
     optimizer, update = UPDATES[name]
-    twins = Twins(Stack, partial_shard(reshard_after_forward=False), optimizer)
-    twins.backwards()
-    for p in twins.plain.parameters():
-        assert p.grad is not None
-        p.grad /= twins.ranks
+    pair = pair_of(Stack, partial_shard(reshard_after_forward=False), optimizer)
+    pair.backwards()
     for _ in range(2):
-        twins.compare_outputs()
+        pair.compare_outputs()
         if update in (_load, _in_place) or api.name == "torch":  # which shows the old values
-            reshard(twins.model)
-        update(twins.plain, twins.plain_optim)
-        update(twins.model, twins.optim)
-        twins.compare_outputs()
-    twins.compare_parameters()
+            reshard(pair.model)
+        update(pair.plain, pair.plain_optim)
+        update(pair.model, pair.optim)
+        pair.compare_outputs()
+    pair.compare_parameters()
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -442,21 +436,21 @@ def _recovers(reshard_after_forward: bool | int | None) -> None:
         return Stack(3, Fragile if reshard_after_forward else FragileInside)
 
     shard = partial_shard(classes=(Fragile,), reshard_after_forward=reshard_after_forward)
-    twins = Twins(build, shard)
+    pair = pair_of(build, shard)
     for where in ("fault_in_forward", "fault_in_backward"):
         for index in range(3):
-            block = twins.model.blocks[index]
+            block = pair.model.blocks[index]
             if api.name == "ours":  # torch keeps these gradients
-                twins.model.set_requires_gradient_sync(False)
-                square(twins.model, twins.batches()[twins.rank]).backward()
-                twins.model.set_requires_gradient_sync(True)
+                pair.model.set_requires_gradient_sync(False)
+                square(pair.model, pair.batches()[pair.rank]).backward()
+                pair.model.set_requires_gradient_sync(True)
             setattr(block, where, ValueError if where == "fault_in_forward" else True)
             with pytest.raises(ValueError):
-                square(twins.model, twins.batches()[twins.rank]).backward()
+                square(pair.model, pair.batches()[pair.rank]).backward()
             setattr(block, where, None)
-            twins.model.reset_iter_state()
-            twins.model.zero_grad()
-            twins.step()
+            pair.model.reset_iter_state()
+            pair.model.zero_grad()
+            pair.step()
 
 
 @pytest.mark.parametrize(
@@ -487,9 +481,9 @@ class _Scalars(nn.Module):
 
 
 def _trains_odd_parameters() -> None:
-    twins = Twins(_Scalars, partial_shard(classes=()), tolerance=1e-2)
+    pair = pair_of(_Scalars, partial_shard(classes=()), tolerance=1e-2)
     for _ in range(3):
-        twins.step()
+        pair.step()
 
 
 @pytest.mark.skipif(api.name == "torch", reason="torch refuses these")
@@ -499,7 +493,7 @@ def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
 
 
 def _takes_second_derivatives() -> None:
-    twins = Twins(Stack)
+    pair = pair_of(Stack)
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         x = x.requires_grad_()
@@ -508,8 +502,8 @@ def _takes_second_derivatives() -> None:
         loss.backward()
         return loss.detach()
 
-    twins.step(step)
-    twins.step()
+    pair.step(step)
+    pair.step()
 
 
 @pytest.mark.skipif(api.name == "torch", reason="torch has freed the parameters by then")
@@ -518,11 +512,11 @@ def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
 
 
 def _runs_an_inner_module_first() -> None:
-    twins = Twins(Stack)
+    pair = pair_of(Stack)
     x = vectors(torch.Generator().manual_seed(5))
-    assert_close(twins.model.blocks[1](x), twins.plain.blocks[1](x), "output")
-    twins.step()
-    twins.step()
+    assert_close(pair.model.blocks[1](x), pair.plain.blocks[1](x), "output")
+    pair.step()
+    pair.step()
 
 
 @pytest.mark.skipif(api.name == "torch", reason="torch refuses the root afterwards")
@@ -531,10 +525,10 @@ def test_an_inner_module_may_run_before_the_root() -> None:
 
 
 def _infers_first() -> None:
-    twins = Twins(Stack)
+    pair = pair_of(Stack)
     with torch.inference_mode():
-        twins.compare_outputs()
-    twins.step()
+        pair.compare_outputs()
+    pair.step()
     assert dist.get_world_size() == 2
 
 
@@ -556,9 +550,9 @@ def _shards_a_root_list() -> None:
         api.fully_shard([model.a, model.b])
         return model
 
-    twins = Twins(Two, shard)
+    pair = pair_of(Two, shard)
     for _ in range(2):
-        twins.step()
+        pair.step()
 
 
 @pytest.mark.skipif(api.name == "torch", reason="torch wants one root")

@@ -30,15 +30,13 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.fully_sharded import (
     TORCH,
     TORCH_TAKES_INTEGERS,
-    Twins,
     api,
-    assert_same_values,
     is_sharded,
+    pair_of,
     shard_all,
-    whole,
 )
 from tests.support.models import DIM, Block
-from tests.support.parity import square
+from tests.support.parity import assert_same_values, square, whole
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -357,10 +355,10 @@ def _begins_on_meta(reset: bool) -> None:
             set_model_state_dict(model, build().state_dict(), options=FULL)
         return model
 
-    twins = Twins(build, shard)
-    twins.compare_parameters()
-    twins.step()
-    twins.step()
+    pair = pair_of(build, shard)
+    pair.compare_parameters()
+    pair.step()
+    pair.step()
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["loaded", "reset"])
@@ -373,19 +371,19 @@ def _changes_dtype() -> None:
         return nn.Sequential(Block(), Block())
 
     for before_first in (True, False) if api is not TORCH else (True,):
-        twins = Twins(build, tolerance=1e-9, batch=_doubles)
+        pair = pair_of(build, tolerance=1e-9, batch=_doubles)
         if not before_first:
-            square(twins.model, torch.ones(1, DIM)).backward()
-            twins.model.zero_grad()
-        for model in (twins.plain, twins.model):
+            square(pair.model, torch.ones(1, DIM)).backward()
+            pair.model.zero_grad()
+        for model in (pair.plain, pair.model):
             model.to(torch.float64)
-        assert all(p.dtype is torch.float64 for p in twins.model.parameters())
-        assert all(isinstance(p, DTensor) for p in twins.model.parameters())
-        twins.plain_optim, twins.optim = (
-            torch.optim.SGD(m.parameters(), 0.1) for m in (twins.plain, twins.model)
+        assert all(p.dtype is torch.float64 for p in pair.model.parameters())
+        assert all(isinstance(p, DTensor) for p in pair.model.parameters())
+        pair.plain_optim, pair.optim = (
+            torch.optim.SGD(m.parameters(), 0.1) for m in (pair.plain, pair.model)
         )
-        twins.step()
-        twins.step()
+        pair.step()
+        pair.step()
 
 
 def _doubles(generator: torch.Generator) -> Tensor:

@@ -27,21 +27,22 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.fully_sharded import (
-    Twins,
     api,
-    assert_same_values,
     is_sharded,
-    one_backward,
-    own_parts,
+    pair_of,
     partial_shard,
-    sgd,
     shard_all,
     sharded_modules,
+)
+from tests.support.models import DIM, Block, Stack
+from tests.support.parity import (
+    assert_close,
+    assert_same_values,
+    backward,
+    one_backward,
     whole,
     whole_parameters,
 )
-from tests.support.models import DIM, Block, Stack
-from tests.support.parity import assert_close, square
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most, sample
 
@@ -68,22 +69,10 @@ def _trains_beside_the_flat_front_end() -> None:
         api.fully_shard(model[1])
         return model
 
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    model = shard(build())
-    other = Twins(Stack)
-    optims = [sgd(m.parameters()) for m in (plain, model)]
-    for step in range(2):
-        batches = [
-            torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
-            for rank in range(dist.get_world_size())
-        ]
-        losses = [one_backward(plain, x) for x in batches]
-        for p in plain.parameters():
-            assert p.grad is not None
-            p.grad /= len(batches)
-        assert_close(one_backward(model, batches[dist.get_rank()]), losses[dist.get_rank()], "loss")
+    pair, other = pair_of(build, shard), pair_of(Stack)
+    plain, model = pair.plain, pair.model
+    for _ in range(2):
+        pair.backwards()
         rows = [*model[1].parameters(), *model[2].parameters()]
         own = torch.nn.utils.clip_grad_norm_(rows, 0.5)
         expected = torch.nn.utils.clip_grad_norm_(
@@ -95,7 +84,7 @@ def _trains_beside_the_flat_front_end() -> None:
             torch.nn.utils.clip_grad_norm_(plain[0].parameters(), 0.5),
             "norm of the flat half",
         )
-        for optim in optims:
+        for optim in (pair.plain_optim, pair.optim):
             optim.step()
             optim.zero_grad()
         other.step()
@@ -118,24 +107,16 @@ def test_both_front_ends_train_in_one_model_and_one_process() -> None:
 def _clips(shape: tuple[int, ...], kind: float, foreach: bool) -> None:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    twins = Twins(Stack, partial_shard(mesh=mesh))
+    pair = pair_of(Stack, partial_shard(mesh=mesh))
     for _ in range(2):
-        twins.backwards()
-        for p in twins.plain.parameters():
-            assert p.grad is not None
-            p.grad /= twins.ranks
+        pair.backwards()
         clip = partial(torch.nn.utils.clip_grad_norm_, norm_type=kind, foreach=foreach)
-        expected = clip(twins.plain.parameters(), 0.01)
+        expected = clip(pair.plain.parameters(), 0.01)
         assert expected > 0.01
-        norm = clip(twins.model.parameters(), 0.01)
+        norm = clip(pair.model.parameters(), 0.01)
         assert_close(whole(norm), expected, "norm")
-        gradients = {name: p.grad for name, p in twins.plain.named_parameters()}
-        clipped = {name: p.grad for name, p in twins.model.named_parameters()}
-        assert_same_values(*own_parts(gradients, clipped), "clipped gradient")
-        for optim in (twins.plain_optim, twins.optim):
-            optim.step()
-            optim.zero_grad()
-        twins.compare_parameters()
+        pair.compare_gradients()
+        pair.update()
 
 
 @pytest.mark.parametrize(
@@ -200,10 +181,10 @@ def _compiles(where: str) -> None:
         return model
 
     with _fresh_compiler():
-        twins = Twins(Stack, shard)
+        pair = pair_of(Stack, shard)
         for _ in range(2):
-            twins.step()
-        twins.compare_outputs()
+            pair.step()
+        pair.compare_outputs()
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -212,19 +193,19 @@ def test_compiled_modules_train(where: str) -> None:
 
 
 def _calls_functionally() -> None:
-    twins = Twins(Stack)
-    twins.step()
-    state = dict(twins.model.named_parameters())
-    x = twins.batches()[twins.rank]
-    expected = twins.plain(x)
-    assert_close(torch.func.functional_call(twins.model, {}, (x,)), expected, "output")
-    shown = [name for name, p in twins.model.named_parameters() if p is not state[name]]
+    pair = pair_of(Stack)
+    pair.step()
+    state = dict(pair.model.named_parameters())
+    x = pair.batches()[pair.rank]
+    expected = pair.plain(x)
+    assert_close(torch.func.functional_call(pair.model, {}, (x,)), expected, "output")
+    shown = [name for name, p in pair.model.named_parameters() if p is not state[name]]
     assert all(name.startswith(("stem", "head")) for name in shown)  # the root stays unsharded
-    twins.model.reshard()
+    pair.model.reshard()
     if api.name == "ours":
         names = {name: p for name, p in state.items() if name.startswith("stem")}
-        assert_close(torch.func.functional_call(twins.model, names, (x,)), expected, "output")
-    twins.step()
+        assert_close(torch.func.functional_call(pair.model, names, (x,)), expected, "output")
+    pair.step()
 
 
 def test_functional_call_works_with_own_parameters() -> None:
@@ -332,14 +313,14 @@ def _places_experts_elsewhere() -> None:
             api.fully_shard(module, mesh=everyone, shard_placement_fn=place)
         return model
 
-    twins = Twins(build, shard)
-    up = twins.model[0].up
+    pair = pair_of(build, shard)
+    up = pair.model[0].up
     assert up.device_mesh.shape == (2, 2) and up.placements == (Replicate(), Shard(2))
     assert up.to_local().shape == (4, DIM, 3)
-    assert twins.model[0].router.weight.placements == (Shard(0),)
+    assert pair.model[0].router.weight.placements == (Shard(0),)
     for _ in range(2):
-        twins.step()
-    assert is_sharded(twins.model[0].router)
+        pair.step()
+    assert is_sharded(pair.model[0].router)
 
 
 def test_experts_may_lie_on_another_mesh() -> None:
@@ -382,34 +363,28 @@ def _trains_with_tensor_parallelism(shape: tuple[int, ...], **options: Any) -> N
         return shard_all(model, (_Mlp,), mesh=data, **options)
 
     low = "mp_policy" in options
-    twins = Twins(
+    pair = pair_of(
         partial(_Mlps, not low),
         shard,
         data_ranks=math.prod(shape[:-1]),
         tolerance=0.1 if low else None,
     )
-    weight = twins.model.blocks[0].up.weight
+    weight = pair.model.blocks[0].up.weight
     assert isinstance(weight, DTensor) and weight.device_mesh.ndim == len(shape)
     assert weight.shape == (12, DIM) and weight.to_local().numel() == 12 * DIM // math.prod(
         shape[-2:]
     )
     for number in range(2):
-        twins.backwards()
-        twins.compare_gradients()
+        pair.backwards()
+        pair.compare_gradients()
         if number == 1:
-            for p in twins.plain.parameters():
-                assert p.grad is not None
-                p.grad /= twins.ranks
-            expected = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01)
-            norm = _norm_of(twins.model.parameters())
-            assert_close(norm, expected, "norm", twins.tolerance)
-            for p in twins.plain.parameters():
-                assert p.grad is not None
-                p.grad *= twins.ranks
-            for p in twins.model.parameters():
+            expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
+            norm = _norm_of(pair.model.parameters())
+            assert_close(norm, expected, "norm", pair.tolerance)
+            for p in pair.model.parameters():
                 assert p.grad is not None
                 p.grad *= (0.01 / (norm + 1e-6)).clamp(max=1)
-        twins.update()
+        pair.update()
 
 
 def _norm_of(parameters: Any) -> Tensor:
@@ -470,13 +445,13 @@ def _trains_with_expert_and_tensor_parallelism() -> None:
             api.fully_shard(module, mesh=data["data"], shard_placement_fn=place)
         return model
 
-    twins = Twins(build, shard, data_ranks=2)
-    up = twins.model[2].up
+    pair = pair_of(build, shard, data_ranks=2)
+    up = pair.model[2].up
     assert up.shape == (4, DIM, 6) and up.to_local().shape == (2, DIM // 2, 6)
-    assert twins.model[1].up.weight.device_mesh.mesh_dim_names == ("data", "tp")
-    assert twins.model[2].router.weight.device_mesh.ndim == 1
+    assert pair.model[1].up.weight.device_mesh.mesh_dim_names == ("data", "tp")
+    assert pair.model[2].router.weight.device_mesh.ndim == 1
     for _ in range(2):
-        twins.step()
+        pair.step()
 
 
 def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
@@ -518,36 +493,18 @@ def _trains_on_a_whole_mesh(
 
     over_names = (*over.shard_names, *over.replicate_names)
     data = math.prod(mesh[name].size() for name in over_names)
-    torch.manual_seed(0)
-    plain = _Mlps()
-    torch.manual_seed(0)
-    model = shard(_Mlps())
-    optims = [sgd(m.parameters()) for m in (plain, model)]
-    rank = dist.get_rank() * data // dist.get_world_size()
-    for step in range(2 if mesh.ndim == 1 else at_most(1, of_all=2)):
-        batches = [
-            torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + each))
-            for each in range(data)
-        ]
-        for x in batches:
-            square(plain, x).backward()
-        places = [Shard(0) if name in over_names else Replicate() for name in names]
-        x = DTensor.from_local(batches[rank], mesh, places)
-        out = model(x).redistribute(placements=places)
-        loss = out.to_local().pow(2).mean()
-        loss.backward()
-        for p in plain.parameters():
-            assert p.grad is not None
-            p.grad /= data
-        gradients = {name: p.grad for name, p in plain.named_parameters()}
-        found = {name: p.grad for name, p in model.named_parameters()}
-        assert_same_values(*own_parts(gradients, found), "gradient")
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-        expected = dict(plain.named_parameters())
-        assert_same_values(*own_parts(expected, dict(model.named_parameters())), "parameter")
-    assert len(sharded_modules(model)) == 3
+    places = [Shard(0) if name in over_names else Replicate() for name in names]
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        if not isinstance(model, api.FSDPModule):
+            return one_backward(model, x)
+        out = model(DTensor.from_local(x, mesh, places)).redistribute(placements=places)
+        return backward(out.to_local().pow(2).mean())
+
+    pair = pair_of(_Mlps, shard, data_ranks=data)
+    for _ in range(2 if mesh.ndim == 1 else at_most(1, of_all=2)):
+        pair.step(step)
+    assert len(sharded_modules(pair.model)) == 3
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ from tests.gpu.test_streams import MIXED, streams
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack, checkpointed
 from tests.support import emulated
 from tests.support.emulated.order import HOST, Op
-from tests.support.fully_sharded import OURS, local, shard_all, sharded_modules
+from tests.support.fully_sharded import OURS, shard_all, sharded_modules
 from tests.support.models import Block, Stack
 from tests.support.pairwise import pairwise
-from tests.support.parity import assert_close
+from tests.support.parity import assert_close, local
 from tests.support.ranks import run_ranks
 from tests.support.twin import Step, Twin, Work, device_named, group_of
 

@@ -1,5 +1,4 @@
-"""The engine without a front end: shard a module over any store, and read its parameters and
-gradients.
+"""The engine without a front end: shard a module over any store.
 
 ``shard`` does only what every front end does: assign owners, group members, make stores, units and
 a runtime, attach hooks."""
@@ -10,7 +9,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat._comm.mesh import Axis, Mesh
@@ -19,9 +17,9 @@ from fsdp_compat._engine.gathering import Prefetch
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
-from fsdp_compat._engine.state_store import flat_param_name, store_of
+from fsdp_compat._engine.state_store import flat_param_name
 from fsdp_compat._engine.store import ParamStore, ReduceForm
-from fsdp_compat._engine.unit import Call, Residency, Unit, UnitOptions
+from fsdp_compat._engine.unit import Call, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore
 from fsdp_compat._stores.placement import RowPlacement
 from fsdp_compat._stores.row_store import RowStore
@@ -30,10 +28,7 @@ from fsdp_compat._stores.row_views import cut_up
 __all__ = [
     "CPU",
     "STORES",
-    "assert_at_rest",
     "attach_unit",
-    "full_gradients",
-    "full_parameters",
     "gather_form",
     "lone_mesh",
     "make_store",
@@ -43,11 +38,8 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
-STORES = (
-    "flat",
-    "original",
-    "row",
-)  # one FlatParameter; the original parameters over a flat shard; rows
+# one FlatParameter; the original parameters over a flat shard; rows
+STORES = ("flat", "original", "row")
 
 
 def make_store(
@@ -176,63 +168,3 @@ def shard(
         list(named.values()),
         RuntimeOptions(forward_prefetch, backward_prefetch, allow_unused_units),
     )
-
-
-def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """Return every parameter, whole, by name. Collective."""
-    found = {}
-    for group in runtime.groups:
-        for name, value in _whole(group, group.gather_full()).items():
-            found[name] = value
-    return found
-
-
-def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
-    """Return every gradient, whole, by name; None for all parameters of a group without gradients.
-    Collective."""
-    found: dict[str, torch.Tensor | None] = {}
-    for group in runtime.groups:
-        total = torch.zeros(group.store.numel, dtype=group.store.dtype)
-        held = [
-            param for param, _ in group.store.sharded_params if param.numel()
-        ]  # others have none
-        present = [parameter.grad is not None for parameter in held]
-        assert all(present) or not any(present), (
-            f"{group.name}: only some parameters have a gradient"
-        )
-        some_have = group.shard.any_of(
-            torch.tensor([any(present)], dtype=torch.uint8), "a check for gradients"
-        )
-        for (param, _), view in zip(
-            group.store.sharded_params, group.store.grads(total), strict=True
-        ):
-            if param.grad is not None:
-                view.copy_(param.grad)
-        whole = _whole(group, group.gather_full(total))
-        found.update(whole if some_have else dict.fromkeys(whole))
-    return found
-
-
-def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    """full: [ranks * S]. Return its parameters by name."""
-    store = store_of(group)
-    return {
-        member.name: value.detach().clone()
-        for member, value in zip(store.orig_params, store.whole(full), strict=True)
-    }
-
-
-def assert_at_rest(runtime: Runtime) -> None:
-    """Assert that only shards, gradients and optimizer state hold memory, as between steps."""
-    assert not runtime._stack
-    assert not runtime.backward.is_running
-    assert dist.is_initialized()
-    for unit in runtime.units:
-        assert unit.residency is Residency.SHARDED, unit.label
-        assert not unit.view.shows_unsharded, unit.label
-        assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), (
-            unit.label
-        )
-        assert all(
-            param.grad is None for group in unit.groups for param in group.unsharded_params
-        ), unit.label

@@ -43,7 +43,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat._comm.same_host.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
-from tests.support.fully_sharded import OURS, Twins, shard_all
+from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
 
@@ -76,7 +76,7 @@ class Subject:
         """group: of all ranks. folder: for checkpoints. in_place: sharded with fully_shard."""
         mesh, self.in_place = DeviceMesh.from_group(group, "cpu"), in_place
         self.pair: Any = (
-            Twins(_build, functools.partial(shard_all, library=OURS, mesh=mesh))
+            pair_of(_build, functools.partial(shard_all, library=OURS, mesh=mesh))
             if in_place
             else make_pair(
                 _build, process_group=None, device_mesh=mesh, use_orig_params=use_orig_params

@@ -1,4 +1,4 @@
-"""``fully_shard`` of fsdp_compat or of torch, and an unsharded copy beside a sharded one.
+"""``fully_shard`` of fsdp_compat or of torch.
 
 Tests take the names from ``api``, which stands for fsdp_compat. This shows whether torch's FSDP2
 does what a test expects:
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from tests.support.models import Block
-from tests.support.parity import assert_close, square, vectors
+from tests.support.parity import Pair, seeded, sgd
 
 # where each library keeps names that are not at its top level
 _ELSEWHERE = {
@@ -88,184 +87,14 @@ def is_sharded(module: nn.Module) -> bool:
     return kind
 
 
-# -- values
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a DTensor."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Collective, on a DTensor."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def own_parts(
-    values: dict[str, Any], like: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what this rank has of the tensors of ``like``, and of whole ones of the same names.
-    Comparing them on all ranks compares everything, without a message. Collective where tensors
-    are sharded in an unusual way."""
-    parts = {name: _own_part(value, like.get(name)) for name, value in values.items()}
-    found = {
-        name: value if value is None else local(value) if _is_simple(value) else whole(value)
-        for name, value in like.items()
-    }
-    return found, parts
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and all(
-        type(placement) is Replicate or (type(placement) is Shard and placement.dim < tensor.dim())
-        for placement in tensor.placements
-    )
-
-
-def _own_part(value: Tensor | None, like: Tensor | None) -> Tensor | None:
-    if value is None or not isinstance(like, DTensor) or not _is_simple(like):
-        return value
-    assert value.shape == like.shape, f"{tuple(like.shape)}, expected {tuple(value.shape)}"
-    for index, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            size = -(-value.shape[placement.dim] // like.device_mesh.size(index))
-            before = like.device_mesh.get_local_rank(index) * size
-            start = min(before, value.shape[placement.dim])
-            length = min(size, value.shape[placement.dim] - start)
-            value = value.narrow(placement.dim, start, length)
-    return value
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Collective."""
-    return {name: whole(p).clone() for name, p in model.named_parameters()}
-
-
-def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Collective."""
-    return {
-        name: None if p.grad is None else whole(p.grad).clone()
-        for name, p in model.named_parameters()
-    }
-
-
-def assert_same_values(
-    got: dict[str, Any], expected: dict[str, Any], what: str, tolerance: float | None = None
-) -> None:
-    """tolerance: see ``assert_close``."""
-    assert list(got) == list(expected), f"{what}: {list(got)}, expected {list(expected)}"
-    for name, value in expected.items():
-        if value is None or got[name] is None:
-            found = ["None" if each is None else "a tensor" for each in (got[name], value)]
-            assert found[0] == found[1], f"{what} of {name!r}: {found[0]}, expected {found[1]}"
-        elif value.dtype.is_floating_point:
-            assert_close(got[name], value, f"{what} of {name!r}", tolerance)
-        else:
-            assert torch.equal(got[name], value), f"{what} of {name!r}"
-
-
-# -- an unsharded and a sharded copy
-
-Step = Callable[[nn.Module, Tensor], Tensor]  # forward and backward; returns the loss
-
-
-def one_backward(model: nn.Module, x: Tensor) -> Tensor:
-    loss = square(model, x)
-    loss.backward()
-    return loss.detach()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
-
-
-class Twins:
-    """An unsharded and a sharded copy, each with an optimizer.
-
-    The unsharded copy takes every rank's batch in turn, so its gradients are the sum over them.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], nn.Module],
-        shard: Callable[[nn.Module], Any] = shard_all,
-        optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-        batch: Callable[[torch.Generator], Tensor] = vectors,
-        data_ranks: int | None = None,  # ranks with a batch of their own
-        tolerance: float | None = None,
-    ) -> None:
-        self.plain, self.model = _seeded(build), shard(_seeded(build))
-        self.ranks = data_ranks or dist.get_world_size()
-        self.rank = dist.get_rank() * self.ranks // dist.get_world_size()
-        self.plain_optim, self.optim = (optimizer(m.parameters()) for m in (self.plain, self.model))
-        self.batch, self.tolerance = batch, tolerance
-        self._num_batches = itertools.count()
-
-    def batches(self) -> list[Tensor]:
-        """Return every rank's batch, the same list on all ranks; others with every call."""
-        generator = torch.Generator().manual_seed(100 + next(self._num_batches))
-        return [self.batch(generator) for _ in range(self.ranks)]
-
-    def step(self, step: Step = one_backward, update: bool = True) -> None:
-        """Take a step on both copies, compare losses and gradients, update and compare the
-        parameters. Collective."""
-        self.backwards(step)
-        self.compare_gradients()
-        if update:
-            self.update()
-
-    def backwards(self, step: Step = one_backward) -> None:
-        """Run ``step`` on both copies and compare the losses. Collective."""
-        batches = self.batches()
-        losses = [step(self.plain, x.clone()) for x in batches]
-        loss = step(self.model, batches[self.rank].clone())
-        assert_close(loss, losses[self.rank], "loss", self.tolerance)
-
-    def compare_gradients(self) -> None:
-        """Collective."""
-        reshard(self.model)  # unsharded parameters have no gradients
-        expected = {
-            name: None if p.grad is None else p.grad / self.ranks
-            for name, p in self.plain.named_parameters()
-        }
-        grads = {name: p.grad for name, p in self.model.named_parameters()}
-        assert_same_values(*own_parts(expected, grads), "gradient", self.tolerance)
-
-    def update(self) -> None:
-        """Collective."""
-        for p in self.plain.parameters():
-            if p.grad is not None:
-                p.grad /= self.ranks
-        for optim in (self.plain_optim, self.optim):
-            optim.step()
-            optim.zero_grad()
-        self.compare_parameters()
-
-    def compare_parameters(self) -> None:
-        """Collective."""
-        reshard(self.model)
-        expected = {name: p.detach() for name, p in self.plain.named_parameters()}
-        parameters = dict(self.model.named_parameters())
-        assert_same_values(*own_parts(expected, parameters), "parameter", self.tolerance)
-
-    @torch.no_grad()
-    def compare_outputs(self) -> None:
-        """Compare what both return without gradients. Collective."""
-        x = self.batches()[self.rank]
-        assert_close(self.model(x.clone()), self.plain(x.clone()), "output", self.tolerance)
-
-
-def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return build()
-
-
-def reshard(model: nn.Module) -> None:
-    """Show all parameters as DTensors."""
-    for module in sharded_modules(model):
-        module.reshard()
+def pair_of(
+    build: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], Any] = shard_all,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    **options: Any,
+) -> Pair:
+    """Return two copies that ``build`` makes, one of them sharded in place. options: of Pair."""
+    return Pair(seeded(build), shard(seeded(build)), optimizer=optimizer, **options)
 
 
 # -- a user's own collectives, which note what they are given

@@ -3,17 +3,19 @@
     def test_blocks_train_as_unsharded() -> None:
         run_ranks(2, trains, Stack, (Block,), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
-A *step* does forward and backward for one rank's batch. The unsharded copy takes it once per rank,
-so its gradient is the sum over all batches; the sharded one takes it for its own batch. After each
-step these are compared: the losses, all gradients (None where a whole group of the unsharded copy
-has none), all parameters after an update, and the memory held."""
+A *step* is a function that does forward and backward for one batch, and returns the loss. The
+unsharded copy takes it for the batches of all ranks, and averages the gradients; the sharded one
+takes it for its own. Then losses are compared, gradients (None where a whole group of the unsharded
+copy has none), parameters after an update, and what is left in memory. Every rank compares what it
+holds, which compares everything, without a message.
+
+A ``Pair`` takes a model of either front end, or of a ``Runtime`` without one."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.unit import Residency
-from fsdp_compat._state.units import clean_name
+from fsdp_compat._state.units import clean_name, model_unit_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, NUM_TOKENS, Block
 from tests.support.sampling import sample
@@ -41,17 +45,8 @@ both_strategies = pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 )
 
-
-@dataclass(frozen=True)
-class Turn:
-    """The rank whose batch a step is for."""
-
-    rank: int
-    # Does nothing on the unsharded copy.
-    no_sync: Callable[[], contextlib.AbstractContextManager[None]]
-
-
-Step = Callable[[nn.Module, Tensor, Turn], Tensor]  # does forward and backward, returns the loss
+Step = Callable[[Any, Tensor], Tensor]
+Batch = Callable[[torch.Generator], Any]
 
 
 # -- steps and batches
@@ -67,28 +62,40 @@ def backward(loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def one_backward(model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def one_backward(model: nn.Module, x: Tensor) -> Tensor:
     """The usual step."""
     return backward(square(model, x))
 
 
-def accumulates(pattern: str, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+@contextlib.contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """Inside the context backwards reduce no gradients. Nothing on an unsharded model."""
+    set_sync = getattr(model, "set_requires_gradient_sync", lambda flag: None)
+    set_sync(False)
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        yield
+    set_sync(True)
+
+
+def accumulates(pattern: str, model: nn.Module, x: Tensor) -> Tensor:
     """Take a step of several backwards: one under no_sync for each n of ``pattern``, one with sync
     for each s."""
-    total = torch.zeros(())
-    for index, letter in enumerate(pattern):
-        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            total = total + backward(square(model, x * (index + 1)))
-    return total
+    return _in_pattern(pattern, model, lambda index: square(model, x * (index + 1)))
 
 
-def accumulates_mean(pattern: str, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def accumulates_mean(pattern: str, model: nn.Module, x: Tensor) -> Tensor:
     """Take the same step as ``accumulates`` with smaller losses, which are divided by their
     number."""
+    return _in_pattern(
+        pattern, model, lambda index: square(model, x * (0.2 + 0.3 * index)) / len(pattern)
+    )
+
+
+def _in_pattern(pattern: str, model: nn.Module, loss_of: Callable[[int], Tensor]) -> Tensor:
     total = torch.zeros(())
     for index, letter in enumerate(pattern):
-        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            total = total + backward(square(model, x * (0.2 + 0.3 * index)) / len(pattern))
+        with no_sync(model) if letter == "n" else contextlib.nullcontext():
+            total = total + backward(loss_of(index))
     return total
 
 
@@ -108,6 +115,9 @@ def tokens(generator: torch.Generator) -> Tensor:
     return torch.randint(NUM_TOKENS, (3, 5), generator=generator)
 
 
+# -- values
+
+
 def assert_close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
     """tolerance: relative to the largest expected element; None: RTOL and ATOL."""
     got, expected = got.detach().double(), expected.detach().double()
@@ -116,53 +126,151 @@ def assert_close(got: Tensor, expected: Tensor, what: str, tolerance: float | No
     )
     largest = expected.abs().max().item() if expected.numel() else 0.0
     rtol, atol = (RTOL, ATOL) if tolerance is None else (0.0, tolerance * largest)
-    if not torch.allclose(got, expected, rtol=rtol, atol=atol):
-        difference = (got - expected).abs().max().item()
-        raise AssertionError(
-            f"{what}: largest difference {difference:.3e}, largest value "
-            f"{expected.abs().max().item():.3e}"
-        )
+    difference = (got - expected).abs().max().item() if got.numel() else 0.0
+    assert torch.allclose(got, expected, rtol=rtol, atol=atol), (
+        f"{what}: largest difference {difference:.3e}, largest value {largest:.3e}"
+    )
 
 
-def assert_all_close(
-    got: Sequence[Tensor], expected: Sequence[Tensor], what: str, tolerance: float | None = None
+def assert_same_values(
+    got: dict[str, Any], expected: dict[str, Any], what: str, tolerance: float | None = None
 ) -> None:
-    """Compare tensors one by one only if they differ by more than rounding as a whole."""
-    shapes = [tuple(t.shape) for t in got]
-    if shapes == [tuple(t.shape) for t in expected] and tolerance is None:
-        one, other = (
-            torch.cat([t.detach().double().flatten() for t in ts]) for ts in (got, expected)
-        )
-        if torch.allclose(one, other, rtol=RTOL, atol=ATOL):
-            return
-    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert_close(one, other, f"{what}, number {index} of shape {tuple(one.shape)}", tolerance)
+    """tolerance: see ``assert_close``."""
+    assert list(got) == list(expected), f"{what}: {list(got)}, expected {list(expected)}"
+    for name, value in expected.items():
+        _assert_same(got[name], value, f"{what} of {name!r}", tolerance)
+
+
+def _assert_same(
+    got: Tensor | None, expected: Tensor | None, what: str, tolerance: float | None
+) -> None:
+    if got is None or expected is None:
+        found = ["None" if each is None else "a tensor" for each in (got, expected)]
+        assert found[0] == found[1], f"{what}: {found[0]}, expected {found[1]}"
+    elif expected.dtype.is_floating_point:
+        assert_close(got, expected, what, tolerance)
+    else:
+        assert torch.equal(got, expected), what
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a DTensor."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Collective, on a DTensor."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Collective."""
+    return {name: whole(p).clone() for name, p in model.named_parameters()}
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Collective."""
+    with (
+        FSDP.summon_full_params(model, writeback=False, with_grads=True)
+        if isinstance(model, FSDP)
+        else contextlib.nullcontext()
+    ):
+        return {
+            name: None if p.grad is None else whole(p.grad).clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def own_part(value: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return what this rank has of ``like``, and the same part of a whole ``value``. Collective
+    where ``like`` is sharded in an unusual way."""
+    if like is None:
+        return None, value
+    if value is None or not isinstance(like, DTensor) or not _is_usual(like):
+        return whole(like), value
+    assert value.shape == like.shape, f"{tuple(like.shape)}, expected {tuple(value.shape)}"
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            length = value.shape[placement.dim]
+            size = -(-length // like.device_mesh.size(axis))
+            start = min(like.device_mesh.get_local_rank(axis) * size, length)
+            value = value.narrow(placement.dim, start, min(size, length - start))
+    return local(like), value.to(like.device)
+
+
+def _is_usual(tensor: DTensor) -> bool:
+    return all(
+        type(placement) is Replicate or (type(placement) is Shard and placement.dim < tensor.dim())
+        for placement in tensor.placements
+    )
+
+
+def own_gradient(group: Group) -> Tensor | None:
+    """Return the gradients of what this rank has of a group, [S], or None if there are none."""
+    total = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
+    params = [param for param, _ in group.store.sharded_params]
+    for param, place in zip(params, group.store.grads(total), strict=True):
+        if param.grad is not None:
+            assert param.grad.shape == param.shape, (
+                f"{group.name}: gradient {tuple(param.grad.shape)}, parameter {tuple(param.shape)}"
+            )
+            place.copy_(param.grad)
+    return total if any(param.grad is not None for param in params) else None
+
+
+def groups_of(model: nn.Module) -> Iterator[tuple[Group, list[str]]]:
+    """Yield every group of every unit, with the names of its parameters in the unsharded copy."""
+    for path, child in model.named_modules():
+        found = model_unit_of(child)
+        for group in found.unit.groups if found is not None else ():
+            names = [f"{path}.{member.name}".lstrip(".") for member in group.store.orig_params]
+            yield group, [_clean(clean_name(name)) for name in names]
+
+
+def _clean(name: str) -> str:
+    """Return a name without the parts that torch.compile adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def reshard(model: nn.Module) -> None:
+    """Show all parameters of modules that ``fully_shard`` has sharded as DTensors."""
+    for module in model.modules():
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.reshard()
+
+
+def assert_idle(runtime: Runtime) -> None:
+    """Assert that every unit is sharded and shows it, that no communication is in flight, and that
+    only shards, gradients and optimizer state hold memory."""
+    assert not runtime._stack
+    assert not runtime.backward.is_running
+    for unit in runtime.units:
+        assert unit.residency is Residency.SHARDED, f"{unit.label} was left {unit.residency.name}"
+        assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
+        assert not unit.calls and not unit.running, f"{unit.label} is marked as running"
+        for group in unit.groups:
+            assert group.resident_nbytes == 0, (
+                f"{group.name}: {group.resident_nbytes} bytes were left"
+            )
+            assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
+            assert not any(
+                comm.ranks > 1 and hasattr(comm, "connections") and comm.connections.sent
+                for comm in (group.shard, group.replica)
+            ), f"{group.name}: sends are in flight"
 
 
 # -- the two copies
 
 
-def train(
-    build: Callable[[], nn.Module],
-    units: Collection[type[nn.Module]] = (Block,),
-    step: Step = one_backward,
-    *,
-    num_steps: int = 2,
-    batch: Callable[[torch.Generator], Tensor] = vectors,
-    as_a_user: bool = False,
-    **options: Any,
-) -> Pair:
-    """Train both copies for some steps and compare after each step. as_a_user: after the last one
-    also through the public interface."""
-    pair = make_pair(build, units, **options)
-    for index in range(num_steps):
-        pair.step(step, batch=batch, as_a_user=as_a_user and index == num_steps - 1)
-    return pair
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return build()
 
 
-def trains(*args: Any, **kwargs: Any) -> None:
-    """Run ``train`` for run_ranks, without the Pair, which cannot be pickled."""
-    train(*args, **kwargs)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
 def make_pair(
@@ -171,177 +279,236 @@ def make_pair(
     *,
     seed: int = 0,
     replicas: int = 1,
+    batch: Batch = vectors,
     **options: Any,
 ) -> Pair:
-    """Return two copies that ``build`` makes, one of them sharded. Collective.
+    """Return two copies that ``build`` makes, one of them wrapped. Collective.
 
     options: for FSDP. replicas: if more than 1, the number of replicas of a hybrid mesh.
     """
-    plain, model = _seeded(build, seed), _seeded(build, seed)
     if replicas > 1:
         options.setdefault("sharding_strategy", ShardingStrategy.HYBRID_SHARD)
         options["device_mesh"] = init_device_mesh(
             "cpu", (replicas, dist.get_world_size() // replicas)
         )
-    return Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy(units), **options))
+    options.setdefault("auto_wrap_policy", ModuleWrapPolicy(units))
+    return Pair(seeded(build, seed), FSDP(seeded(build, seed), **options), batch=batch)
 
 
-def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return build()
+def train(
+    build: Callable[[], nn.Module],
+    units: Collection[type[nn.Module]] = (Block,),
+    step: Step | Sequence[Step] = one_backward,
+    *,
+    num_steps: int = 2,
+    as_a_user: bool = False,
+    **options: Any,
+) -> Pair:
+    """Train both copies for some steps and compare after each step. as_a_user: after the last one
+    also through the public interface."""
+    pair = make_pair(build, units, **options)
+    for index in range(num_steps):
+        pair.step(step, as_a_user=as_a_user and index == num_steps - 1)
+    return pair
+
+
+def trains(*args: Any, **kwargs: Any) -> None:
+    """Run ``train`` for run_ranks, without the Pair, which cannot be pickled."""
+    train(*args, **kwargs)
 
 
 class Pair:
     """An unsharded and a sharded copy, each with an optimizer."""
 
-    def __init__(self, plain: nn.Module, model: FSDP) -> None:
+    def __init__(
+        self,
+        plain: Any,
+        model: Any,
+        *,
+        optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+        batch: Batch = vectors,
+        data_ranks: int | None = None,
+        tolerance: float | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """data_ranks: the number of ranks with a batch of their own; None: all. tolerance: see
+        ``assert_close``. runtime: of a model without a front end."""
         self.plain, self.model = plain, model
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.plain_optim = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
-        self.optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        self._num_batches = itertools.count()
+        self.ranks = data_ranks or dist.get_world_size()
+        self.rank = dist.get_rank() * self.ranks // dist.get_world_size()
+        self.batch, self.tolerance = batch, tolerance
+        self.runtime: Runtime | None = runtime or getattr(model, "_runtime", None)
         named = dict(plain.named_parameters(remove_duplicate=False))
-        self._matches = [
-            (group, [named[name] for name in names]) for group, names in _groups(model)
-        ]
-        self.tolerance: float | None = None  # of comparisons, see `assert_close`
+        self.groups: list[tuple[Group, list[nn.Parameter]]] = []
+        if runtime is not None:
+            for group in runtime.groups:
+                self.groups.append((group, [named[m.name] for m in group.store.orig_params]))
+        elif self.runtime is not None:
+            self.groups = [(g, [named[name] for name in names]) for g, names in groups_of(model)]
+        parameters = (
+            [param for group, _ in self.groups for param, _ in group.store.sharded_params]
+            if runtime is not None
+            else model.parameters()
+        )
+        self.plain_optim, self.optim = optimizer(plain.parameters()), optimizer(parameters)
+        self._num_batches = itertools.count()
 
     # -- for tests
 
-    def batches(self, batch: Callable[[torch.Generator], Tensor] = vectors) -> list[Tensor]:
+    def batches(self, batch: Batch | None = None) -> list[Any]:
         """Return every rank's batch, the same list on all ranks and a new one in each call."""
         generator = torch.Generator().manual_seed(100 + next(self._num_batches))
-        return [batch(generator) for _ in range(self.ranks)]
+        return [(batch or self.batch)(generator) for _ in range(self.ranks)]
 
     def step(
         self,
-        step: Step = one_backward,
+        step: Step | Sequence[Step] = one_backward,
         *,
-        batch: Callable[[torch.Generator], Tensor] = vectors,
+        batch: Batch | None = None,
+        update: bool = True,
         idle: bool = True,
         zeros: bool = False,
         as_a_user: bool = False,
     ) -> None:
         """Take a step on both copies, compare, and update. Collective.
 
-        idle: check that every unit is sharded afterwards. zeros: groups have gradients as a whole,
-        so give zeros to parameters of the unsharded copy without a gradient if others of their
-        group have one (momentum depends on it). as_a_user: also compare summon_full_params and
-        state_dict.
+        step: a list has one for each rank's batch. idle: check that every unit is sharded
+        afterwards. zeros: groups have gradients as a whole, so give zeros to parameters of the
+        unsharded copy without a gradient if others of their group have one (momentum depends on
+        it). as_a_user: also compare summon_full_params and state_dict.
         """
-        batches = self.batches(batch)
-        losses = [
-            step(self.plain, x.clone(), Turn(rank, contextlib.nullcontext))
-            for rank, x in enumerate(batches)
-        ]
-        self.average_plain_gradients()
+        self.backwards(step, batch)
         if zeros:
             self._complete_groups()
-        loss = step(self.model, batches[self.rank].clone(), Turn(self.rank, self.model.no_sync))
-        assert_close(loss, losses[self.rank], "loss")
-        self.compare_and_update(idle=idle, as_a_user=as_a_user)
+        if update:
+            self.compare_and_update(idle=idle, as_a_user=as_a_user)
+        else:
+            self.compare_gradients()
 
-    def compare_and_update(self, *, idle: bool = True, as_a_user: bool = False) -> None:
-        if idle:
-            self.assert_idle()
-        self.assert_gradients_equal()
-        if as_a_user:
-            self.assert_shown_equal()
-        self.plain_optim.step()
-        self.optim.step()
-        self.plain_optim.zero_grad()
-        self.optim.zero_grad()
-        self.assert_parameters_equal()
-        if as_a_user:
-            self.assert_state_equal()
+    def backwards(
+        self, step: Step | Sequence[Step] = one_backward, batch: Batch | None = None
+    ) -> None:
+        """Run ``step`` on both copies, and compare the losses. Collective."""
+        batches = self.batches(batch)
+        steps = [step] * self.ranks if callable(step) else step
+        losses = self.plain_backwards(steps, batches)
+        loss = steps[self.rank](self.model, batches[self.rank].clone())
+        assert_close(loss, losses[self.rank], "loss", self.tolerance)
+
+    def plain_backwards(self, steps: Sequence[Step], batches: Sequence[Any]) -> list[Tensor]:
+        """Run the steps on the unsharded copy, add the average of their gradients to ``.grad``, and
+        return the losses."""
+        parameters = list(self.plain.parameters())
+        earlier = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        losses = [step(self.plain, x.clone()) for step, x in zip(steps, batches, strict=True)]
+        self.average_plain_gradients()
+        for p, grad in zip(parameters, earlier, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+        return losses
 
     def average_plain_gradients(self) -> None:
+        """Divide the gradients of the unsharded copy, which are sums over the ranks."""
         for p in self.plain.parameters():
             if p.grad is not None:
                 p.grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad) / self.ranks
 
+    def compare_and_update(self, *, idle: bool = True, as_a_user: bool = False) -> None:
+        if idle and self.runtime is not None:
+            assert_idle(self.runtime)
+        self.compare_gradients()
+        if as_a_user:
+            self.assert_shown_equal()
+        self.update()
+        if as_a_user:
+            self.assert_state_equal()
+
+    def update(self) -> None:
+        """Step both optimizers, and compare the parameters. Collective."""
+        for optim in (self.plain_optim, self.optim):
+            optim.step()
+            optim.zero_grad()
+        self.compare_parameters()
+
     def _complete_groups(self) -> None:
-        for _, expected in self._matches:
+        for _, expected in self.groups:
             if any(p.grad is not None for p in expected):
                 for p in expected:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    # -- comparisons of what this rank holds
+
+    def compare_gradients(self) -> None:
+        """Collective for ``fully_shard``."""
+        if not self.groups:
+            reshard(self.model)  # unsharded parameters have no gradients
+            self._compare_by_name("gradient", lambda p: p.grad)
+        for group, plain in self.groups:
+            if any(param.numel() for param, _ in group.store.sharded_params):
+                expected = None
+                if any(p.grad is not None for p in plain):
+                    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]
+                    expected = self._own(group, grads)
+                self._compare(own_gradient(group), expected, f"{group.name}: gradients")
+
+    def compare_parameters(self) -> None:
+        """Collective for ``fully_shard``."""
+        if not self.groups:
+            reshard(self.model)
+            self._compare_by_name("parameter", lambda p: p.detach())
+        for group, plain in self.groups:
+            shard = group.store.shard  # type: ignore[attr-defined]
+            self._compare(shard, self._own(group, plain), f"{group.name}: parameters")
+
+    def _compare_by_name(self, what: str, of: Callable[[Tensor], Tensor | None]) -> None:
+        expected = {name: of(p) for name, p in self.plain.named_parameters()}
+        found = {name: of(p) for name, p in self.model.named_parameters()}
+        assert list(found) == list(expected), f"{list(found)}, expected {list(expected)}"
+        for name, value in expected.items():
+            self._compare(*own_part(value, found[name]), f"{what} of {name!r}")
+
+    def _compare(self, got: Tensor | None, expected: Tensor | None, what: str) -> None:
+        _assert_same(got, expected, what, self.tolerance)
+
+    @staticmethod
+    def _own(group: Group, wholes: Sequence[Tensor]) -> Tensor:
+        """Return this rank's part of whole tensors, [S]."""
+        expected = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
+        wholes = [each.to(expected.dtype) for each in wholes]
+        group.store.take_from_whole(wholes, expected)  # type: ignore[attr-defined]
+        return expected
 
     # -- so that rounding errors of one step do not carry over to the next
 
     @torch.no_grad()
     def copy_parameters(self) -> None:
         """Copy the parameters of the sharded copy to the unsharded one. Collective."""
-        for group, mine in self._matches:
-            for value, p in zip(group.store.whole(group.gather_full()), mine, strict=True):
+        for group, plain in self.groups:
+            for value, p in zip(group.store.whole(group.gather_full()), plain, strict=True):
                 p.copy_(value)
 
     def copy_gradients(self) -> None:
         """Replace the unsharded copy's gradients by those of the sharded copy. Collective."""
-        for group, mine in self._matches:
-            for value, p in zip(_gathered_gradients(group), mine, strict=True):
+        for group, plain in self.groups:
+            own = own_gradient(group)
+            full = group.gather_full(torch.zeros_like(group.store.shard) if own is None else own)
+            for value, p in zip(group.store.whole(full), plain, strict=True):
                 if p.grad is not None:
                     p.grad.copy_(value)
 
-    # -- comparisons that do not disturb the engine
-
-    def assert_gradients_equal(self) -> None:
-        """Collective."""
-        own = [
-            [param.grad for param, _ in group.store.sharded_params] for group, _ in self._matches
-        ]
-        counts = torch.tensor(
-            [
-                [any(grad is not None for grad in its) for its in own],
-                [g.gradients.sharded.num_held > 0 for g, _ in self._matches],
-            ]
-        )
-        dist.all_reduce(counts := counts.long())
-        for (group, expected), num_present, num_holding in zip(
-            self._matches, *counts.tolist(), strict=True
-        ):
-            where = f"{group.name}, parameters of {group.store.dtype}"
-            assert num_present in (0, num_holding), (
-                f"{where}: gradients on {num_present} of {num_holding} ranks with a part"
-            )
-            if num_present == 0:
-                assert all(p.grad is None for p in expected), (
-                    f"{where}: no gradients, the unsharded copy has some"
-                )
-                continue
-            assert any(p.grad is not None for p in expected), (
-                f"{where}: gradients, the unsharded copy has none"
-            )
-            wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in expected]
-            assert_all_close(
-                _gathered_gradients(group), wanted, f"{where}: gradients", self.tolerance
-            )
-
-    def assert_parameters_equal(self) -> None:
-        """Collective."""
-        for group, expected in self._matches:
-            got = group.store.whole(group.gather_full())
-            assert_all_close(got, expected, f"{group.name}: parameters", self.tolerance)
+    # -- comparisons through the public interface
 
     def assert_idle(self) -> None:
-        """Assert that every unit is sharded and shows it, and that no communication is in
-        flight."""
-        for unit in self.model._runtime.units:
-            assert unit.residency is Residency.SHARDED, (
-                f"{unit.label} was left {unit.residency.name}"
-            )
-            assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
-            assert not unit.calls and not unit.running, f"{unit.label} is marked as running"
-            for group in unit.groups:
-                assert group.resident_nbytes == 0, (
-                    f"{group.name}: {group.resident_nbytes} bytes were left"
-                )
-                assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
-                assert not any(
-                    comm.ranks > 1 and hasattr(comm, "connections") and comm.connections.sent
-                    for comm in (group.shard, group.replica)
-                ), f"{group.name}: sends are in flight"
+        assert self.runtime is not None
+        assert_idle(self.runtime)
 
-    # -- comparisons through the public interface
+    @torch.no_grad()
+    def compare_outputs(self, batch: Batch | None = None) -> None:
+        """Compare what both return without gradients. Collective."""
+        x = self.batches(batch)[self.rank]
+        assert_close(self.model(x.clone()), self.plain(x.clone()), "output", self.tolerance)
 
     def assert_shown_equal(self) -> None:
         """Collective."""
@@ -368,30 +535,3 @@ class Pair:
         assert list(state) == list(expected)
         for name, value in expected.items():
             assert_close(state[name], value, f"{name!r} in the state dict", self.tolerance)
-
-
-def _clean(name: str) -> str:
-    """Return a name without the parts that torch.compile adds."""
-    return name.replace("_orig_mod.", "")
-
-
-def _groups(model: FSDP) -> Iterator[tuple[Group, list[str]]]:
-    """Yield every group of every unit, with the names of its parameters in the unsharded copy."""
-    for path, child in model.named_modules():
-        for group in child._unit.groups if isinstance(child, FSDP) else ():
-            names = [f"{path}.{member.name}".lstrip(".") for member in group.store.orig_params]
-            yield group, [_clean(clean_name(name)) for name in names]
-
-
-def _gathered_gradients(group: Group) -> list[Tensor]:
-    """Return the whole gradients. Collective."""
-    store = group.store
-    own = torch.zeros(store.numel, dtype=store.dtype)
-    for (param, _), place in zip(store.sharded_params, store.grads(own), strict=True):
-        grad = param.grad
-        if grad is not None:
-            assert grad.shape == param.shape, (
-                f"{group.name}: gradient {tuple(grad.shape)}, parameter {tuple(param.shape)}"
-            )
-            place.copy_(grad)
-    return store.whole(group.gather_full(own))

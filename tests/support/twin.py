@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -25,11 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.group import Group
-from fsdp_compat._state.units import clean_name, model_unit_of
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import emulated
 from tests.support.engine_build import gather_form
-from tests.support.parity import assert_close
+from tests.support.parity import Pair, assert_close, groups_of, no_sync, seeded
 
 __all__ = ["Transfers", "Twin", "device_named", "group_of"]
 
@@ -195,8 +193,8 @@ class Step:
     backward_in: Place = contextlib.nullcontext
 
 
-class Twin:
-    """A sharded model and the unsharded one that it must equal, each with an optimizer."""
+class Twin(Pair):
+    """A Pair of which this process is the first of ``ranks`` ranks."""
 
     def __init__(
         self,
@@ -211,116 +209,91 @@ class Twin:
     ) -> None:
         """prepare: changes the module, but not its values, before it is wrapped. batch: shape of
         the input. options: of the front end, which shards a module for a ``device_id``."""
-        torch.manual_seed(0)
-        self.plain = build().to(device)
-        self.device, self.batch, self.ranks = device, batch, ranks
         precision = options.get("mixed_precision") or MixedPrecision()
-        self.dtype = precision.param_dtype or torch.float32
+        self.device, self.dtype = device, precision.param_dtype or torch.float32
         low = self.dtype is not torch.float32 or precision.reduce_dtype not in (None, torch.float32)
-        self.tolerance = LOW_TOLERANCE if low else FP32_TOLERANCE
-        module = prepare(copy.deepcopy(self.plain))
-        self.model: Any = front_end(module, device_id=device, **options)
-        make_optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        self.plain_optim, self.optim = (
-            make_optimizer(self.plain.parameters()),
-            make_optimizer(self.model.parameters()),
+        plain = seeded(build).to(device)
+        super().__init__(
+            plain,
+            front_end(prepare(copy.deepcopy(plain)), device_id=device, **options),
+            batch=lambda generator: torch.randn(batch, generator=generator).to(device),
+            data_ranks=1,
+            tolerance=LOW_TOLERANCE if low else FP32_TOLERANCE,
         )
         self.transfers = Transfers(device)
-        self.groups: list[tuple[Group, list[nn.Parameter]]] = []
+        self._carried = self.transfers.carried if ranks > 1 else contextlib.nullcontext
+        named = dict(plain.named_parameters(remove_duplicate=False))
         with self.running():  # fully_shard compares the ranks' models when it is first used
-            self._register()
-        self._generator = torch.Generator().manual_seed(1)
-
-    def _register(self) -> None:
-        """Find the groups of the model and their parameters in the unsharded one."""
-        named = dict(self.plain.named_parameters(remove_duplicate=False))
-        for path, child in self.model.named_modules():
-            found = model_unit_of(child)
-            for group in found.unit.groups if found is not None else ():
-                wholes = [
-                    named[clean_name(f"{path}.{member.name}").lstrip(".")]
-                    for member in group.store.orig_params  # type: ignore[attr-defined]
-                ]
-                self.groups.append((group, wholes))
-                self.transfers.register(group, wholes)
+            for group, names in groups_of(self.model):
+                self.transfers.register(group, [named[name] for name in names])
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Inside the context steps can be taken."""
-        with self.transfers.carried() if self.ranks > 1 else contextlib.nullcontext():
+        with self._carried():
             yield
 
     def inputs(self, number: int = 1) -> list[torch.Tensor]:
-        return [
-            torch.randn(self.batch, generator=self._generator).to(self.device)
-            for _ in range(number)
-        ]
+        return [self.batches()[0] for _ in range(number)]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         """Return the loss of the sharded model."""
         return self.model(x).float().pow(2).mean()
 
     def plain_loss(self, x: torch.Tensor) -> torch.Tensor:
-        if self.dtype is torch.float32:
-            return self.plain(x).float().pow(2).mean()
-        cast = {
-            name: p.to(self.dtype)
-            for name, p in self.plain.named_parameters(remove_duplicate=False)
-        }
-        return (
-            torch.func.functional_call(self.plain, cast, (x.to(self.dtype),)).float().pow(2).mean()
-        )
+        named = self.plain.named_parameters(remove_duplicate=False)
+        low = {} if self.dtype is torch.float32 else {n: p.to(self.dtype) for n, p in named}
+        out = torch.func.functional_call(self.plain, low, (x.to(self.dtype),))
+        return out.float().pow(2).mean()
 
-    def step(self, how: Step | None = None, scaler: ShardedGradScaler | None = None) -> None:
+    def step(  # type: ignore[override]
+        self, how: Step | None = None, scaler: ShardedGradScaler | None = None
+    ) -> None:
         """Train both, and compare losses, gradients and parameters."""
         how = how or Step()
         inputs = self.inputs(how.backwards)
-        losses = []
-        for number, x in enumerate(inputs, 1):
-            with _syncing(self.model, number == len(inputs)):
-                with how.forward_in():
-                    losses.append(self.loss(x))
-                with how.backward_in():
-                    (losses[-1] if scaler is None else scaler.scale(losses[-1])).backward()
-        plain_losses = [self.plain_loss(x) for x in inputs]
-        for loss in plain_losses:
-            loss.backward()
-        for got, expected in zip(losses, plain_losses, strict=True):
-            assert_close(got, expected, "loss", self.tolerance)
+        losses = self._backwards(inputs, how, scaler)
+        for x, loss in zip(inputs, losses, strict=True):
+            expected = self.plain_loss(x)
+            expected.backward()
+            assert_close(loss, expected, "loss", self.tolerance)
         if scaler is None:
             self.compare_gradients()
         if how.max_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.plain.parameters(), how.max_norm)
             assert_close(self.model.clip_grad_norm_(how.max_norm), norm, "norm", self.tolerance)
-        self.plain_optim.step()
-        if scaler is None:
-            self.optim.step()
-        else:
+        if scaler is not None:
             scaler.step(self.optim)
             scaler.update()
-        self.plain_optim.zero_grad()
-        self.optim.zero_grad()
-        self.compare_parameters()
+            self.optim.zero_grad()  # so that ``update`` steps the unsharded copy alone
+        self.update()
         assert all(error.item() <= self.tolerance for error in self.transfers.own_errors), (
             "a shard was sent before it was written"
         )
         self.transfers.own_errors.clear()
 
+    def _backwards(
+        self, inputs: Sequence[torch.Tensor], how: Step, scaler: ShardedGradScaler | None = None
+    ) -> list[torch.Tensor]:
+        losses = []
+        for number, x in enumerate(inputs, 1):
+            with contextlib.nullcontext() if number == len(inputs) else no_sync(self.model):
+                with how.forward_in():
+                    losses.append(self.loss(x))
+                with how.backward_in():
+                    (losses[-1] if scaler is None else scaler.scale(losses[-1])).backward()
+        return losses
+
     def steps_together(self, num_steps: int, how: Step) -> None:
         """Take steps with both models, and compare parameters at the end. Before, the host waits
         for the device only where the models make it wait."""
         for inputs in [self.inputs(how.backwards) for _ in range(num_steps)]:
-            for number, x in enumerate(inputs, 1):
-                with _syncing(self.model, number == len(inputs)):
-                    with how.forward_in():
-                        loss = self.loss(x)
-                    with how.backward_in():
-                        loss.backward()
+            self._backwards(inputs, how)
+            for x in inputs:
                 self.plain_loss(x).backward()
-            self.plain_optim.step()
-            self.optim.step()
-            self.plain_optim.zero_grad()
-            self.optim.zero_grad()
+            for optim in (self.plain_optim, self.optim):
+                optim.step()
+                optim.zero_grad()
             self.transfers.own_errors.clear()
         self.compare_parameters()
 
@@ -331,37 +304,3 @@ class Twin:
             self.optim.step()
             self.optim.zero_grad()
             self.transfers.own_errors.clear()
-
-    # -- comparisons of this rank's shards
-
-    def compare_gradients(self) -> None:
-        for group, wholes in self.groups:
-            got = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
-            for (param, _), place in zip(
-                group.store.sharded_params, group.store.grads(got), strict=True
-            ):
-                assert (param.grad is not None) is (param.numel() > 0), (
-                    f"{group.name}: a gradient is missing, or should not exist"
-                )
-                if param.grad is not None:
-                    place.copy_(param.grad)
-            expected = torch.zeros_like(got)
-            group.store.take_from_whole([whole.grad for whole in wholes], expected)  # type: ignore[attr-defined]
-            assert_close(got, expected, f"{group.name}: gradients", self.tolerance)
-
-    def compare_parameters(self) -> None:
-        for group, wholes in self.groups:
-            expected = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
-            group.store.take_from_whole(wholes, expected)  # type: ignore[attr-defined]
-            assert_close(group.store.shard, expected, f"{group.name}: parameters", self.tolerance)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _syncing(model: Any, sync: bool) -> Iterator[None]:
-    """Inside the context backwards reduce gradients, or not."""
-    if isinstance(model, FSDP):
-        with contextlib.nullcontext() if sync else model.no_sync():
-            yield
-    else:
-        model.set_requires_gradient_sync(sync)
-        yield

@@ -17,7 +17,6 @@ from tests.support.models import DIM, Block, Fragile, FragileInside, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    Turn,
     backward,
     both_forms,
     both_strategies,
@@ -117,7 +116,7 @@ def _repeats_a_backward(strategy: ShardingStrategy, use_orig_params: bool) -> No
         use_orig_params=use_orig_params,
     )
 
-    def step(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    def step(m: nn.Module, x: Tensor) -> Tensor:
         parameters = list(m.parameters())
         before = [p.grad for p in parameters]  # of other ranks' batches, on the unsharded copy
         for p in parameters:

@@ -16,11 +16,11 @@ from fsdp_compat._comm.transport import Kind
 from tests.support.models import DIM, Stack, Switch
 from tests.support.pairwise import each_value
 from tests.support.parity import (
-    Turn,
     accumulates,
     backward,
     both_forms,
     make_pair,
+    no_sync,
     one_backward,
     square,
     trains,
@@ -51,8 +51,8 @@ def test_replicas_accumulate_too() -> None:
     run_ranks(4, trains, Stack, step=partial(accumulates, "nns"), replicas=2)
 
 
-def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    with turn.no_sync():
+def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor) -> Tensor:
+    with no_sync(m):
         first = backward(square(m, x))
         second = square(m, x * 2)
     return first + backward(second)
@@ -69,8 +69,8 @@ def test_no_sync_applies_to_the_backward_not_the_forward(use_orig_params: bool) 
     )
 
 
-def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    with turn.no_sync():
+def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor) -> Tensor:
+    with no_sync(m):
         first = backward(m(x, "ab").pow(2).mean())
     return first + backward(m(x, "a").pow(2).mean())
 

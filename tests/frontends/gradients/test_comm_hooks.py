@@ -27,7 +27,6 @@ from fsdp_compat.errors import StateError, UsageError
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
-    Turn,
     accumulates_mean,
     assert_close,
     backward,
@@ -273,8 +272,8 @@ def _many_ways(use_orig_params: bool) -> None:
     _trains_with(Averages, cpu_offload=CPUOffload(offload_params=True), **options)
 
 
-def _uneven(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    return backward(m(x, "ab" if turn.rank else "a").pow(2).mean())
+def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
+    return backward(m(x, inner).pow(2).mean())
 
 
 @pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, False), (3, True)])
@@ -290,7 +289,7 @@ def test_hook_order_is_the_same_on_ranks_that_use_different_units(
 ) -> None:
     options = {
         "build": Switch,
-        "step": _uneven,
+        "step": [partial(_uses, inner) for inner in ("a", "ab", "ab")[:num_ranks]],
         "allow_unused_units": True,
         "use_orig_params": use_orig_params,
     }

@@ -13,7 +13,6 @@ from fsdp_compat import ShardingStrategy
 from tests.support.models import Forces, Stack
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
-    Turn,
     backward,
     both_forms,
     both_strategies,
@@ -25,14 +24,14 @@ from tests.support.parity import (
 from tests.support.ranks import run_ranks
 
 
-def _loss_and_penalty(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _loss_and_penalty(m: nn.Module, x: Tensor) -> Tensor:
     x = x.requires_grad_()
     y = m(x)
     (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
     return backward(y.pow(2).mean() + grad.pow(2).mean())
 
 
-def _penalty_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _penalty_alone(m: nn.Module, x: Tensor) -> Tensor:
     """The last backward passes no output of the model."""
     x = x.requires_grad_()
     (grad,) = torch.autograd.grad(m(x).pow(2).sum(), x, create_graph=True)
@@ -51,7 +50,7 @@ def test_a_gradient_penalty_trains_as_unsharded(
     )
 
 
-def _creates_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _creates_graph(m: nn.Module, x: Tensor) -> Tensor:
     loss = square(m, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of reference cycles
@@ -82,7 +81,7 @@ def test_backward_with_create_graph_trains_as_unsharded(
     )
 
 
-def _takes_gradients_of_inputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
     x = x.requires_grad_()
     (grad,) = torch.autograd.grad(square(m, x), x)
     square(m, x).backward(inputs=[x])

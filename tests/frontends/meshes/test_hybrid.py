@@ -36,13 +36,14 @@ from tests.support.models import (
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    Turn,
     accumulates,
     both_forms,
     flat_form,
+    make_pair,
     original_form,
     square,
     vectors,
+    whole_gradients,
 )
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
@@ -108,14 +109,6 @@ class Everything(nn.Sequential):
 UNITS = {Outer, Inner, Block, FrozenInCheckpoint, Lora, Tiny}
 
 
-def _pair(build: Callable[[], nn.Module], units: set[type[nn.Module]], **options: Any) -> Pair:
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    options.setdefault("auto_wrap_policy", ModuleWrapPolicy(units))
-    return Pair(plain, FSDP(build(), **options))
-
-
 def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> None:
     """Assert equality on all ranks bit for bit. Collective."""
     own = {name: None if value is None else value.tolist() for name, value in values.items()}
@@ -128,13 +121,6 @@ def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> N
             )
 
 
-def _whole_gradients(model: FSDP) -> dict[str, Tensor | None]:
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {
-            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-        }
-
-
 def _trains(
     ways: list[Callable[..., dict[str, Any]]],
     mesh: tuple[int, int],
@@ -142,17 +128,11 @@ def _trains(
     **options: Any,
 ) -> None:
     for way in ways:
-        pair = _pair(Everything, UNITS, sharding_strategy=strategy, **way(*mesh), **options)
+        pair = make_pair(Everything, UNITS, sharding_strategy=strategy, **way(*mesh), **options)
         for pattern in ("s", "sns") if way is ways[0] else ("sns",):
-            batches = pair.batches()
-            for rank, x in enumerate(batches):
-                accumulates(pattern, pair.plain, x, Turn(rank, contextlib.nullcontext))
-            pair.average_plain_gradients()
-            accumulates(
-                pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync)
-            )
+            pair.backwards(partial(accumulates, pattern))
             _assert_equal_on_all_ranks(
-                _whole_gradients(pair.model), f"{way.__name__}: the gradients after {pattern!r}"
+                whole_gradients(pair.model), f"{way.__name__}: the gradients after {pattern!r}"
             )
             pair.compare_and_update(as_a_user=pattern == "sns")
         _assert_equal_on_all_ranks(pair.model.state_dict(), f"{way.__name__}: the values")
@@ -251,7 +231,7 @@ def _trains_on_one_dimension(use_orig_params: bool) -> None:
         pairs = []
         for way in (_one_dimension, _as_mesh):
             options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            pair = _pair(Everything, UNITS, **options, **way(1, 2))
+            pair = make_pair(Everything, UNITS, **options, **way(1, 2))
             pairs.append(pair)
             for _ in range(2):
                 pair.step()
@@ -371,7 +351,7 @@ def _trains_in_mixed_precision(use_orig_params: bool, meshes: list[tuple[int, in
             "mixed_precision": precision,
             "use_orig_params": use_orig_params,
         }
-        pair = _pair(partial(Stack, 2, Outer), {Outer, Inner}, **options, **_as_mesh(*mesh))
+        pair = make_pair(partial(Stack, 2, Outer), {Outer, Inner}, **options, **_as_mesh(*mesh))
         for pattern in ("s", "ns"):
             batches = pair.batches()
             low = partial(Stack, 2, Outer)().bfloat16()
@@ -385,10 +365,8 @@ def _trains_in_mixed_precision(use_orig_params: bool, meshes: list[tuple[int, in
                         total += p.grad.float()
             for total, p in zip(totals, pair.plain.parameters(), strict=True):
                 p.grad = total / pair.ranks
-            accumulates(
-                pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync)
-            )
-            _assert_equal_on_all_ranks(_whole_gradients(pair.model), "the gradients")
+            accumulates(pattern, pair.model, batches[pair.rank])
+            _assert_equal_on_all_ranks(whole_gradients(pair.model), "the gradients")
             pair.compare_and_update()
 
 
@@ -454,7 +432,7 @@ def _trains_with_several_meshes(use_orig_params: bool) -> None:
         policy = CustomPolicy(
             partial(_hybrid_inside, {"sharding_strategy": HYBRID, **_as_mesh(*mesh)})
         )
-        pair = _pair(
+        pair = make_pair(
             partial(Stack, 2, Outer),
             set(),
             auto_wrap_policy=policy,
@@ -481,7 +459,7 @@ def _moves_between_meshes(use_orig_params: bool) -> None:
     """Load the state of each mesh into the next one, and continue training as unsharded. The two
     forms together have full and sharded state, and every way to give a mesh."""
     options = {"sharding_strategy": HYBRID, "use_orig_params": use_orig_params}
-    pair = _pair(Everything, UNITS, **options, **_as_mesh(2, 2))
+    pair = make_pair(Everything, UNITS, **options, **_as_mesh(2, 2))
     pair.step()
     full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
     moves = (

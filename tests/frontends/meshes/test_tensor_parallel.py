@@ -7,6 +7,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
+from tests.support.parity import Pair, backward, sgd, whole
 from tests.support.ranks import run_ranks
 from tests.support.sampling import TEST_ALL, sample
 
@@ -110,8 +112,9 @@ def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
     )
 
 
-class Pair:
-    """An unsharded model and a two-dimensional one. Every data-parallel rank has its own batch."""
+class TwoDimensional(Pair):
+    """An unsharded model and a two-dimensional one, compared by their state dicts. Every
+    data-parallel rank has its own batch."""
 
     def __init__(
         self,
@@ -121,62 +124,47 @@ class Pair:
         wrapped: bool = True,
         shape: tuple[int, ...] = (2, 2),
         dtype: torch.dtype = torch.float64,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-        settings: dict[str, Any] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = sgd,
         **options: Any,
     ) -> None:
-        self.plain, model = network(dtype), network(dtype)
+        plain, model = network(dtype), network(dtype)
         names = ("dp", "tp") if len(shape) == 2 else ("replicas", "shards", "tp")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         plan(model, mesh["tp"])
-        for net in (self.plain, model):
+        for net in (plain, model):
             for name, parameter in net.named_parameters():
                 parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
-        self.ranks, self.tp = dist.get_world_size() // shape[-1], mesh["tp"]
-        self.rank = dist.get_rank() // shape[-1]
-        policy = ModuleWrapPolicy({Mlp}) if wrapped else None
-        self.model = FSDP(
-            model,
-            device_mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"],
-            auto_wrap_policy=policy,
-            **options,
+        super().__init__(
+            plain,
+            FSDP(
+                model,
+                device_mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"],
+                auto_wrap_policy=ModuleWrapPolicy({Mlp}) if wrapped else None,
+                **options,
+            ),
+            optimizer=lambda parameters: optimizer([p for p in parameters if p.requires_grad]),
+            batch=lambda generator: torch.randn(
+                3, LENGTH, DIM, generator=generator, dtype=torch.float64
+            ).to(dtype),
+            data_ranks=dist.get_world_size() // shape[-1],
+            tolerance=1e-10 if dtype == torch.float64 else 1e-5,
         )
-        settings = settings or {"lr": 0.1, "momentum": 0.9}
-        trainable = [p for p in self.plain.parameters() if p.requires_grad]
-        self.plain_optim = optimizer(trainable, **settings)
-        self.optim = optimizer([p for p in self.model.parameters() if p.requires_grad], **settings)
-        self.step_number = 0
+        self.tp = mesh["tp"]
 
-    def backward(self) -> None:
-        """Forward and backward of both."""
-        generator = torch.Generator().manual_seed(100 + self.step_number)
-        self.step_number += 1
-        dtype = self.plain.stem.weight.dtype
-        batches = torch.randn(
-            self.ranks, 3, LENGTH, DIM, generator=generator, dtype=torch.float64
-        ).to(dtype)
-        losses = [self.plain(x).pow(2).mean() for x in batches]
-        (sum(losses) / self.ranks).backward()
-        loss = self.model(batches[self.rank]).pow(2).mean()
-        loss.backward()
-        assert_equal(loss.detach(), losses[self.rank].detach(), "loss")
+    def compare_gradients(self) -> None:
+        """Updates show them."""
 
-    def update(self) -> None:
-        for optim in (self.plain_optim, self.optim):
-            optim.step()
-            optim.zero_grad()
-
-    def step(self) -> None:
-        self.backward()
-        self.update()
+    def compare_parameters(self) -> None:
         self.assert_state_equal()
 
     def assert_state_equal(self) -> None:
-        state, expected = self.model.state_dict(), self.plain.state_dict()
-        assert list(state) == list(expected)
-        for name, value in expected.items():
-            assert type(state[name]) is Tensor, f"{name!r} is a {type(state[name]).__name__}"
-            assert_equal(state[name], value, name)
+        for name, value in self.model.state_dict().items():
+            assert type(value) is Tensor, f"{name!r} is a {type(value).__name__}"
+        super().assert_state_equal()
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return backward(model(x).pow(2).mean())
 
 
 @contextlib.contextmanager
@@ -184,10 +172,6 @@ def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
     """The full parameters by name, as plain tensors."""
     with FSDP.summon_full_params(model, **options):
         yield {clean_name(name): p for name, p in model.named_parameters()}
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def in_forms(forms: Sequence[bool], function: Callable[..., None], *arguments: Any) -> None:
@@ -223,33 +207,31 @@ def _trains(plan: Plan, use_orig_params: bool) -> None:
         cases += [
             {
                 "sharding_strategy": NO_SHARD,
-                "optimizer": torch.optim.AdamW,
-                "settings": {"lr": 0.01},
+                "optimizer": partial(torch.optim.AdamW, lr=0.01),
             }
         ]
     for options in cases:
         with about(options):
-            pair = Pair(plan, use_orig_params=use_orig_params, **options)
+            pair = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
             for _ in range(2):
-                pair.step()
+                pair.step(mean_square)
 
 
 def _trains_hybrid(use_orig_params: bool) -> None:
-    pair = Pair(
+    pair = TwoDimensional(
         whole_sequence,
         shape=(2, 1, 2) if use_orig_params else (1, 2, 2),
         sharding_strategy=HYBRID,
         use_orig_params=use_orig_params,
     )
-    pair.step()
-    pair.backward()
+    pair.step(mean_square)
+    pair.backwards(mean_square)
     norms = [
         torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01),
         pair.model.clip_grad_norm_(0.01),
     ]
     assert_equal(norms[1], norms[0], "norm")
     pair.update()
-    pair.assert_state_equal()
 
 
 def test_a_third_dimension_may_hold_replicas() -> None:
@@ -262,19 +244,18 @@ FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("bloc
 def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
     for frozen in sample(FROZEN, 0, 2) if plan is whole_sequence else FROZEN[1:2]:
         with about(frozen):
-            pair = Pair(plan, frozen=frozen, use_orig_params=use_orig_params)
+            pair = TwoDimensional(plan, frozen=frozen, use_orig_params=use_orig_params)
             for _ in range(2):
-                pair.step()
+                pair.step(mean_square)
 
 
 def _accumulates(plan: Plan, use_orig_params: bool) -> None:
-    pair = Pair(plan, use_orig_params=use_orig_params)
+    pair = TwoDimensional(plan, use_orig_params=use_orig_params)
     for context in (contextlib.nullcontext, pair.model.no_sync):
         with context():
-            pair.backward()
-        pair.backward()
+            pair.backwards(mean_square)
+        pair.backwards(mean_square)
         pair.update()
-        pair.assert_state_equal()
 
 
 @each_plan
@@ -286,12 +267,12 @@ def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumula
 
 
 def _evaluates_between_steps(use_orig_params: bool) -> None:
-    pair = Pair(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
+    pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
     x = torch.randn(3, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert_equal(pair.model(x), pair.plain(x), "evaluation")
-        pair.step()
+        pair.step(mean_square)
 
 
 def test_evaluation_sees_new_weights() -> None:
@@ -302,7 +283,7 @@ def test_evaluation_sees_new_weights() -> None:
 
 
 def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
-    pair = Pair(plan, frozen=frozen, use_orig_params=use_orig_params)
+    pair = TwoDimensional(plan, frozen=frozen, use_orig_params=use_orig_params)
 
     def by_torch(max_norm: float, norm_type: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(pair.model.parameters(), max_norm, norm_type)
@@ -311,12 +292,11 @@ def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
     norm_types = (1.0, 2.0) if (plan is blocks_only) is use_orig_params else (3.0, math.inf)
     for norm_type, limit in zip(norm_types, (1e-3, 1e3), strict=True):
         for clip, max_norm in ((pair.model.clip_grad_norm_, limit), (by_torch, 1e-3)):
-            pair.backward()
+            pair.backwards(mean_square)
             expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
             assert expected > 1e-3
             assert_equal(whole(clip(max_norm, norm_type)), expected, f"norm {norm_type}")
             pair.update()
-        pair.assert_state_equal()
 
 
 @pytest.mark.parametrize(
@@ -332,17 +312,17 @@ def test_gradient_norms_equal_the_unsharded_model(plan: Plan, frozen: tuple[str,
 
 
 def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
-    pair = Pair(plan, use_orig_params=use_orig_params)
-    pair.step()
+    pair = TwoDimensional(plan, use_orig_params=use_orig_params)
+    pair.step(mean_square)
     saved = pair.model.state_dict()
     network().load_state_dict(saved)
-    pair.step()
+    pair.step(mean_square)
     for source in (saved, copy.deepcopy(saved)):
         pair.plain.load_state_dict(saved)
         assert str(pair.model.load_state_dict(source)) == "<All keys matched successfully>"
         pair.assert_state_equal()
-    pair.step()
-    other = Pair(plan, use_orig_params=not use_orig_params, wrapped=False)
+    pair.step(mean_square)
+    other = TwoDimensional(plan, use_orig_params=not use_orig_params, wrapped=False)
     other.model.load_state_dict(saved)
     for name, value in other.model.state_dict().items():
         assert torch.equal(value, saved[name]), name
@@ -357,21 +337,21 @@ def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
 
 
 def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
-    options: dict[str, Any] = {"optimizer": torch.optim.Adam, "settings": {"lr": 0.01}}
-    pair = Pair(plan, use_orig_params=use_orig_params, **options)
-    pair.step()
+    options: dict[str, Any] = {"optimizer": partial(torch.optim.Adam, lr=0.01)}
+    pair = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
+    pair.step(mean_square)
     state = FSDP.optim_state_dict(pair.model, pair.optim)
     for number, (name, _) in enumerate(pair.plain.named_parameters()):
         for key, value in pair.plain_optim.state_dict()["state"][number].items():
             assert type(state["state"][name][key]) is Tensor
             assert_equal(state["state"][name][key], value, f"{key} of {name}")
-    other = Pair(plan, use_orig_params=not use_orig_params, wrapped=False, **options)
+    other = TwoDimensional(plan, use_orig_params=not use_orig_params, wrapped=False, **options)
     other.model.load_state_dict(pair.model.state_dict())
     other.plain.load_state_dict(pair.plain.state_dict())
     other.plain_optim.load_state_dict(pair.plain_optim.state_dict())
     other.optim.load_state_dict(FSDP.optim_state_dict_to_load(other.model, other.optim, state))
-    other.step()
-    numbered = Pair(plan, use_orig_params=use_orig_params, **options)
+    other.step(mean_square)
+    numbered = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
     numbered.model.load_state_dict(other.plain.state_dict())
     numbered.plain.load_state_dict(other.plain.state_dict())
     by_number = copy.deepcopy(other.plain_optim.state_dict())
@@ -379,13 +359,13 @@ def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
     numbered.optim.load_state_dict(
         FSDP.optim_state_dict_to_load(numbered.model, numbered.optim, by_number)
     )
-    numbered.step()
+    numbered.step(mean_square)
 
 
 def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
-    pair = Pair(plan, use_orig_params=use_orig_params)
-    pair.step()
-    pair.backward()
+    pair = TwoDimensional(plan, use_orig_params=use_orig_params)
+    pair.step(mean_square)
+    pair.backwards(mean_square)
     expected = dict(pair.plain.named_parameters())
     with shown(pair.model, with_grads=True) as parameters:
         assert list(parameters) == list(expected)
@@ -398,11 +378,11 @@ def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
         for name, parameter in parameters.items():
             parameter.mul_(0.5)
             expected[name].mul_(0.5)
-    pair.step()
+    pair.step(mean_square)
     with shown(pair.model, writeback=False) as parameters, torch.no_grad():
         for parameter in parameters.values():
             parameter.zero_()
-    pair.step()
+    pair.step(mean_square)
 
 
 @each_plan
@@ -548,10 +528,10 @@ def test_sharded_optimizer_state_values_cover_the_full_parameters(
 
 
 def _copies(use_orig_params: bool) -> None:
-    pair = Pair(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
-    pair.step()
+    pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
+    pair.step(mean_square)
     second, before = copy.deepcopy(pair.model), pair.model.state_dict()
-    pair.step()
+    pair.step(mean_square)
     for name, value in second.state_dict().items():
         assert torch.equal(value, before[name]), (
             f"{name!r} of the copy has changed with the original"
@@ -562,7 +542,7 @@ def _copies(use_orig_params: bool) -> None:
     second.load_state_dict(pair.model.state_dict())
     pair.model, pair.optim = second, torch.optim.SGD(second.parameters(), 0.1)
     pair.plain_optim = torch.optim.SGD(pair.plain.parameters(), 0.1)
-    pair.step()
+    pair.step(mean_square)
 
 
 def test_a_copy_trains_on_its_own() -> None:

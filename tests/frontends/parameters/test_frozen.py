@@ -26,7 +26,6 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value
 from tests.support.parity import (
-    Turn,
     backward,
     both_forms,
     both_strategies,
@@ -40,7 +39,7 @@ from tests.support.parity import (
 from tests.support.ranks import run_ranks
 
 
-def _two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _two_backwards(m: nn.Module, x: Tensor) -> Tensor:
     loss = square(m, x)
     loss.backward(retain_graph=True)
     return backward(loss)
@@ -91,7 +90,7 @@ def test_an_unused_parameter_beside_used_ones_counts_as_zero(
     )
 
 
-def _uses(letters: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _uses(letters: str, m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x, letters).pow(2).mean())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import Block, Part, Program
-from tests.support.parity import Turn, make_pair
+from tests.support.parity import make_pair, no_sync
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most, sample
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 NUM_PROGRAMS = at_most(4, of_all=20)  # per test, one step each
 
 
-def _random_step(seed: int, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _random_step(seed: int, model: nn.Module, x: Tensor) -> Tensor:
     rng = random.Random(seed)
     style = rng.randrange(5)
     first, second = model(x, rng)
@@ -31,7 +31,7 @@ def _random_step(seed: int, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     if not losses:
         return first.detach()
     if style == 0:
-        with turn.no_sync():
+        with no_sync(model):
             losses[0].backward(retain_graph=True)
         losses[-1].backward()
     elif style == 1:

@@ -4,6 +4,7 @@ names the unit."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,30 +13,38 @@ from torch import Tensor, nn
 from fsdp_compat import BackwardPrefetch, ShardingStrategy, StateError
 from tests.support.models import Inner, Outer, Stack, Switch, TwoHeads
 from tests.support.pairwise import each_value
-from tests.support.parity import Turn, backward, both_forms, both_strategies, train, trains
+from tests.support.parity import (
+    Step,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    train,
+    trains,
+)
 from tests.support.ranks import run_ranks
 
 
-def _rank_uses(*uses: str) -> Callable[[nn.Module, Tensor, Turn], Tensor]:
+def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
+    return backward(m(x, inner).pow(2).mean())
+
+
+def _uses_outputs(number: int, m: nn.Module, x: Tensor) -> Tensor:
+    return backward(sum(out.pow(2).mean() for out in m(x)[:number]))
+
+
+# Every rank runs the unit, but the loss of one does not depend on it.
+FIRST_USES_BOTH = [partial(_uses_outputs, 2), partial(_uses_outputs, 1)]
+
+
+def _rank_uses(*uses: str) -> list[Step]:
     """Rank r runs the inner units that ``uses[r]`` names."""
-
-    def step(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-        return backward(m(x, uses[turn.rank]).pow(2).mean())
-
-    return step
-
-
-def _first_rank_uses_both_outputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    """Every rank runs the unit, but the loss of one does not depend on it."""
-    left, right = m(x)
-    return backward(left.pow(2).mean() + (right.pow(2).mean() if turn.rank == 0 else 0))
+    return [partial(_uses, inner) for inner in uses]
 
 
 def _trains_switches(*steps: tuple[str, ...], num_steps: int = 2, **options: Any) -> None:
-    pair = train(
-        Switch, step=_rank_uses(*steps[0]), allow_unused_units=True, num_steps=num_steps, **options
-    )
-    for uses in steps[1:]:
+    pair = make_pair(Switch, allow_unused_units=True, **options)
+    for uses in steps[:1] * num_steps + steps[1:]:
         pair.step(_rank_uses(*uses))
 
 
@@ -56,7 +65,7 @@ def test_an_output_may_be_used_on_one_rank_only(use_orig_params: bool) -> None:
         2,
         trains,
         TwoHeads,
-        step=_first_rank_uses_both_outputs,
+        step=FIRST_USES_BOTH,
         allow_unused_units=True,
         use_orig_params=use_orig_params,
     )
@@ -86,7 +95,7 @@ def test_replicas_may_use_other_units_too() -> None:
 
 def _fails(build: Callable[[], nn.Module], step: Any, **options: Any) -> str:
     try:
-        train(build, step=step if callable(step) else _rank_uses(*step), **options)
+        train(build, step=step, **options)
     except StateError as error:
         return str(error)
     return ""
@@ -104,16 +113,16 @@ def _assert_names_unit_and_remedy(messages: list[str], units: list[str]) -> None
 @both_forms
 def test_a_unit_unused_on_one_rank_is_an_error_after_the_time_limit(use_orig_params: bool) -> None:
     messages = run_ranks(
-        2, _fails, Switch, ("ab", "a"), use_orig_params=use_orig_params, group_timeout=2
+        2, _fails, Switch, _rank_uses("ab", "a"), use_orig_params=use_orig_params, group_timeout=2
     )
     _assert_names_unit_and_remedy(messages, ["b"])
 
 
 def test_an_output_used_on_one_rank_is_an_error_after_the_time_limit() -> None:
-    messages = run_ranks(2, _fails, TwoHeads, _first_rank_uses_both_outputs, group_timeout=2)
+    messages = run_ranks(2, _fails, TwoHeads, FIRST_USES_BOTH, group_timeout=2)
     _assert_names_unit_and_remedy(messages, ["right"])
 
 
 def test_units_in_different_orders_are_an_error_after_the_time_limit() -> None:
-    messages = run_ranks(2, _fails, Switch, ("ab", "ba"), group_timeout=2)
+    messages = run_ranks(2, _fails, Switch, _rank_uses("ab", "ba"), group_timeout=2)
     _assert_names_unit_and_remedy(messages, ["a", "b"])

@@ -35,7 +35,6 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value
 from tests.support.parity import (
-    Turn,
     assert_close,
     backward,
     both_forms,
@@ -80,20 +79,20 @@ def test_a_unit_may_call_itself(use_orig_params: bool) -> None:
     )
 
 
-def _two_forwards_one_backward(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
     return backward(square(m, x) + 2 * square(m, x * 0.5))
 
 
-def _two_forwards_two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _two_forwards_two_backwards(m: nn.Module, x: Tensor) -> Tensor:
     first, second = square(m, x), square(m, x * 0.5)
     return backward(first) + backward(second)
 
 
-def _forward_on_the_detached_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _forward_on_the_detached_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(square(m, F.pad(m(x).detach(), (0, DIM - 3))))
 
 
-def _two_backwards_over_one_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _two_backwards_over_one_graph(m: nn.Module, x: Tensor) -> Tensor:
     loss = square(m, x)
     loss.backward(retain_graph=True)
     return backward(loss)
@@ -114,11 +113,11 @@ def test_a_second_forward_may_take_the_detached_output_of_the_first() -> None:
     run_ranks(2, trains, Stack, step=_forward_on_the_detached_output)
 
 
-def _through_one_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _through_one_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x)[0].pow(2).mean())
 
 
-def _through_outputs_in_turn(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _through_outputs_in_turn(m: nn.Module, x: Tensor) -> Tensor:
     left, right = m(x)
     left.pow(2).mean().backward(retain_graph=True)
     return backward(right.pow(2).mean())
@@ -139,7 +138,7 @@ def test_backward_may_take_outputs_one_by_one(
 # -- what goes in and comes out
 
 
-def _square_of_a_nested_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _square_of_a_nested_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x).value["extra"].first.pow(2).mean())
 
 
@@ -180,7 +179,7 @@ def test_a_tensor_may_come_in_by_an_attribute(use_orig_params: bool) -> None:
 # -- evaluation
 
 
-def _evaluates_between(mode: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _evaluates_between(mode: str, m: nn.Module, x: Tensor) -> Tensor:
     loss = square(m, x)
     with CONTEXTS[mode]():
         m(x * 3)

@@ -23,7 +23,6 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value
 from tests.support.parity import (
-    Turn,
     backward,
     both_forms,
     both_strategies,
@@ -38,12 +37,12 @@ from tests.support.ranks import run_ranks
 # -- losses from elsewhere
 
 
-def _output_and_attribute(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _output_and_attribute(m: nn.Module, x: Tensor) -> Tensor:
     y = m(x)
     return backward(y.pow(2).mean() + m[1].aux)
 
 
-def _attributes_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _attributes_alone(m: nn.Module, x: Tensor) -> Tensor:
     m(x)
     return backward(sum(m[index].aux for index in range(3)))
 
@@ -60,7 +59,7 @@ def test_a_loss_may_be_an_attribute_of_a_module(
     run_ranks(2, trains, partial(chain, *[kind] * 3), (kind,), step, batch=wide_vectors, **options)
 
 
-def _losses_in_a_list(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _losses_in_a_list(m: nn.Module, x: Tensor) -> Tensor:
     models.elsewhere.clear()
     m(x)
     return backward(sum(models.elsewhere))
@@ -80,7 +79,7 @@ def _loses_a_loss(num_units: int, num_backwards: int, **options: Any) -> tuple[s
     pair = make_pair(partial(chain, *[LossElsewhere] * num_units), (LossElsewhere,), **options)
     try:
         for _ in range(num_backwards):
-            _losses_in_a_list(pair.model, torch.randn(4, WIDE), Turn(0, pair.model.no_sync))
+            _losses_in_a_list(pair.model, torch.randn(4, WIDE))
     except RuntimeError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -148,7 +147,7 @@ def test_original_parameters_are_flat_parts_with_names_as_before_that_may_be_rea
 # -- units called without their root
 
 
-def _two_blocks(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _two_blocks(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m.blocks[1](m.blocks[0](x)).pow(2).mean())
 
 

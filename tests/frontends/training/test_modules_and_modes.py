@@ -4,7 +4,6 @@ attention, bf16."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat import ShardingStrategy
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import (
     Attention,
@@ -31,7 +30,6 @@ from tests.support.models import (
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    Turn,
     assert_close,
     backward,
     both_forms,
@@ -63,7 +61,7 @@ def test_sparse_gradients_of_an_embedding_are_reduced(
     )
 
 
-def _under_autocast(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _under_autocast(m: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         loss = square(m, x)
     return backward(loss)
@@ -174,41 +172,6 @@ def _evaluates_transformer_layers(use_orig_params: bool) -> None:
 @both_forms
 def test_the_fast_path_of_a_transformer_layer_sees_whole_weights(use_orig_params: bool) -> None:
     run_ranks(2, _evaluates_transformer_layers, use_orig_params)
-
-
-# -- mixed precision
-
-
-def _computes_in_bf16(reduce_dtype: torch.dtype, **options: Any) -> None:
-    """Compare with a loop that casts weights and inputs to bf16 and gradients to ``reduce_dtype``,
-    and adds these up in float32."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    pair = make_pair(Stack, mixed_precision=precision, **options)
-    for _ in range(3):
-        batches = pair.batches()
-        losses = []
-        for x in batches:
-            low = copy.deepcopy(pair.plain).bfloat16()
-            low.zero_grad()
-            losses.append(backward(square(low, x.bfloat16())))
-            for p, q in zip(pair.plain.parameters(), low.parameters(), strict=True):
-                grad = q.grad.to(reduce_dtype).float()
-                p.grad = grad if p.grad is None else p.grad + grad
-        pair.average_plain_gradients()
-        loss = backward(square(pair.model, batches[pair.rank]))
-        assert_close(loss, losses[pair.rank], "loss")
-        assert all(p.dtype == torch.float32 for p in pair.model.parameters())
-        pair.compare_and_update()
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
-def test_mixed_precision_computes_in_bf16_and_sums_in_float32(
-    reduce_dtype: torch.dtype, num_ranks: int, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _computes_in_bf16, reduce_dtype, use_orig_params=use_orig_params)
 
 
 # -- a forward of an instance

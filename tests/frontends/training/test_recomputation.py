@@ -35,12 +35,10 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
-    Turn,
     backward,
     both_forms,
     both_strategies,
     make_pair,
-    one_backward,
     square,
     train,
 )
@@ -121,7 +119,7 @@ def test_a_unit_may_be_in_two_checkpoints(reentrant: bool, use_orig_params: bool
     run_ranks(2, _trains, partial(RecomputesTwice, reentrant), use_orig_params=use_orig_params)
 
 
-def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor) -> Tensor:
     return backward(checkpoint(lambda x: square(m, x), x.requires_grad_(), use_reentrant=reentrant))
 
 
@@ -142,7 +140,7 @@ def _wraps_in_checkpoint_wrappers(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     apply_activation_checkpointing(pair.model, check_fn=lambda module: isinstance(module, Block))
     for _ in range(2):
-        pair.step(one_backward, as_a_user=False)
+        pair.step()
 
 
 @both_forms
@@ -158,7 +156,7 @@ def _selective(policy: Any) -> dict[str, Any]:
 
 
 def _counts_products(
-    expected: int, around: dict[str, Any] | None, m: nn.Module, x: Tensor, turn: Turn
+    expected: int, around: dict[str, Any] | None, m: nn.Module, x: Tensor
 ) -> Tensor:
     """expected: products that backward computes again. around: arguments of a checkpoint around the
     whole model."""
