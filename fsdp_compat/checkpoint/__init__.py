@@ -8,8 +8,8 @@ Native, saving (model and optimizer; a directory with a file per rank and a mani
 - ``_save``: the calls ``save`` and ``async_save``; ``_background``: saves that a thread writes
 - ``_save_job``: plan (check, agree), write (each rank its file), commit (manifest, rename)
 - ``_snapshot``: what this rank's file holds
-- ``_manifest``: ``manifest.json``, the layout of all shards and the checksums of all files;
-  ``_head``: the text in each file; ``_values``: Python values as JSON, without pickle
+- ``_manifest``: ``manifest.json``, the layout of all shards and the checksums of all files, and
+  the text in each file; ``_values``: Python values as JSON, without pickle
 
 Loading, from any format:
 
@@ -17,7 +17,6 @@ Loading, from any format:
 - ``_source``: a checkpoint under the names of the model, and what this rank reads of it
 - ``_load_plan``, ``_load_optimizer``, ``_load_settings``: what is read, and what changes with it;
   ``_report``: what ``strict=False`` leaves
-- ``_held_parts``: what this rank holds of each tensor
 
 Other formats:
 
@@ -32,7 +31,7 @@ Used by all:
 - ``_publishing``: from a hidden directory to a result; ``_directory``: a run's folder
 - ``_header``: the header of a safetensors file; ``_blocks``: files with a checksum of each block
 - ``_texts``: JSON from untrusted files; ``_arguments``: what arguments may be
-- ``_named_groups``: the parameter groups to save
+- ``_named_groups``: the parameter groups of a model, and what this rank holds of each tensor
 - ``_ranks``: agreement of all ranks; ``_mailbox``, ``_processes``: how they communicate, and how a
   rank that has ended is noticed
 - ``_optimizers``: whether the ranks' optimizers match; ``_progress``: the progress bar

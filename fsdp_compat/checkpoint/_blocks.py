@@ -5,16 +5,15 @@ computes it in parallel with the system calls; both release the interpreter's lo
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
-import queue
-import threading
 import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import CheckpointError
 
@@ -24,16 +23,6 @@ WRITEBACK_NBYTES = 32 << 20  # written out to disk while the following bytes are
 _advise = getattr(os, "posix_fadvise", None)  # not on every system
 
 Tick = Callable[[int], object]  # called with the number of bytes just done
-
-
-class Range(Protocol):
-    """Bytes of a file."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +41,8 @@ class FileFacts:
         start = number * BLOCK_NBYTES
         return range(start, min(start + BLOCK_NBYTES, self.nbytes))
 
-    def blocks_of(self, ranges: Iterable[Range]) -> list[int]:
-        """Return the blocks that hold any of the bytes, in order."""
+    def blocks_of(self, ranges: Iterable[Any]) -> list[int]:
+        """Return the blocks that hold bytes of any range from ``start`` to ``stop``, in order."""
         found: set[int] = set()
         for each in ranges:
             if each.stop > self.nbytes:
@@ -86,39 +75,27 @@ class SecondThread:
     can be started any more."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Callable[[Any], Any], Any, Future[Any]] | None] = (
-            queue.Queue(QUEUED)
-        )
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, daemon=True, name="fsdp_compat checksums"
-        )
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter is shutting down, and waits for the current thread
-            self._thread = None
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "fsdp_compat checksums")
+        self._waiting: collections.deque[Future[Any]] = collections.deque()
 
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            function, argument, future = call
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if len(self._waiting) == QUEUED:
+            wait([self._waiting.popleft()])
+        if self._pool is not None:
             try:
-                future.set_result(function(argument))
-            except BaseException as error:  # raised by ``result``; this thread has more to do
-                future.set_exception(error)
-
-    def do(self, function: Callable[[Any], Any], argument: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        if self._thread is None:
-            future.set_result(function(argument))
-        else:
-            self._queue.put((function, argument, future))
-        return future
+                self._waiting.append(self._pool.submit(function, *arguments))
+                return self._waiting[-1]
+            except RuntimeError:  # the interpreter is shutting down, and waits for this thread
+                self.end()
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments))
+        return done
 
     def end(self) -> None:
         """Return when all calls are done. May be called again."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
 
 
 class BlockWriter:
@@ -134,14 +111,14 @@ class BlockWriter:
         self._nbytes = self._writeback_nbytes = 0
         self._checks: list[Future[None]] = []
         self._checksums: list[int] = []
-        self._checksum, self._num_checked = 0, 0  # of the current block
 
     def write(self, data: memoryview) -> None:
         """Append. Raises OSError, for example if the disk is full."""
-        for start in range(0, len(data), BLOCK_NBYTES):
-            piece = data[start : start + BLOCK_NBYTES]
-            self._checks.append(self._second_thread.do(self._check, piece))
-            rest = piece
+        while data:
+            inside = self._nbytes % BLOCK_NBYTES
+            piece = data[: BLOCK_NBYTES - inside]
+            self._checks.append(self._second_thread.do(self._check, piece, inside == 0))
+            rest, data = piece, data[len(piece) :]
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
             self._nbytes += len(piece)
@@ -151,28 +128,15 @@ class BlockWriter:
 
     def _start_writeback(self) -> None:
         """Make the system write its cached bytes to disk now, so that the final fsync is short."""
+        start, self._writeback_nbytes = self._writeback_nbytes, self._nbytes
         if _advise is not None:
             with contextlib.suppress(OSError):
-                _advise(
-                    self._descriptor,
-                    self._writeback_nbytes,
-                    self._nbytes - self._writeback_nbytes,
-                    os.POSIX_FADV_DONTNEED,
-                )
-        self._writeback_nbytes = self._nbytes
+                _advise(self._descriptor, start, self._nbytes - start, os.POSIX_FADV_DONTNEED)
 
-    def _check(self, data: memoryview) -> None:
-        while data:
-            piece = data[: BLOCK_NBYTES - self._num_checked]
-            data = data[len(piece) :]
-            self._checksum = zlib.crc32(piece, self._checksum)
-            self._num_checked += len(piece)
-            if self._num_checked == BLOCK_NBYTES:
-                self._end_block()
-
-    def _end_block(self) -> None:
-        self._checksums.append(self._checksum)
-        self._checksum, self._num_checked = 0, 0
+    def _check(self, piece: memoryview, is_first: bool) -> None:
+        """is_first: of its block."""
+        before = 0 if is_first else self._checksums.pop()
+        self._checksums.append(zlib.crc32(piece, before))
 
     def finish(self) -> FileFacts:
         """Make the file durable and close it."""
@@ -180,8 +144,6 @@ class BlockWriter:
         self.close()
         for check in self._checks:
             check.result()  # raises what a checksum raised
-        if self._num_checked:
-            self._end_block()
         return FileFacts(self._nbytes, tuple(self._checksums))
 
     def close(self) -> None:

@@ -27,9 +27,10 @@ from ._texts import (
     brief,
     open_file,
     parse_json,
+    parsed,
     require_readable,
     shape_in,
-    sizes,
+    size,
     text_in,
 )
 
@@ -169,62 +170,40 @@ def parse_header(
     try:
         described = parse_json(text, parse_constant=_refuse_constant)
         return _parsed(described, 8 + len(text), nbytes)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _not_safetensors(path, brief(error)) from error
 
 
-def _parsed(
-    described: Any, start: int, nbytes: int
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+_TENSOR = {"dtype": text_in, "shape": shape_in, "data_offsets": (size, size)}
+
+
+def _parsed(content: Any, start: int, nbytes: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return tensors and metadata. start: where the tensors begin in a file of ``nbytes``. Raises
-    ValueError."""
-    if not isinstance(described, dict):
-        raise ValueError(f"a {type(described).__name__} instead of an object")
+    TypeError or ValueError."""
+    described = parsed(content, {...: lambda facts: facts})
     metadata = described.pop(METADATA, None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise ValueError("metadata that are not strings by name")
-    places = sorted((*_offsets(name, facts), name) for name, facts in described.items())
+    metadata = parsed({} if metadata is None else metadata, {...: text_in})
+    places: list[tuple[int, int, str, str, tuple[int, ...]]] = []
+    for name, facts in described.items():
+        try:
+            dtype, shape, offsets = parsed(facts, _TENSOR).values()
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name!r}: {brief(error)}, in {reprlib.repr(facts)}") from error
+        places.append((*offsets, name, dtype, shape))
     entries, end = {}, 0
-    for first, stop, name in places:
-        facts = described[name]
-        dtype, shape = facts["dtype"], tuple(facts["shape"])
-        packed: str | None = None
+    for first, stop, name, dtype, shape in sorted(places):
+        said, packed = f"{dtype} of shape {reprlib.repr(shape)}", None
         if dtype in _PACKED and not (num_bits := math.prod(shape) * _PACKED[dtype]) % 8:
             packed, dtype, shape = dtype, "U8", (num_bits // 8,)
         if dtype not in _DTYPES:
             raise ValueError(f"{name!r}: dtype {dtype!r}, which cannot be loaded")
         entries[name] = TensorInfo(name, _DTYPES[dtype], shape, start + first, packed)
         if first != end or stop - first != entries[name].nbytes:
-            raise ValueError(
-                f"{name!r}: {facts['dtype']} of shape {reprlib.repr(facts['shape'])} at bytes "
-                f"{first} to {stop}, after byte {end}"
-            )
+            raise ValueError(f"{name!r}: {said} at bytes {first} to {stop}, after byte {end}")
         end = stop
     if start + end != nbytes:
         raise ValueError(f"tensors up to byte {start + end}, in a file of {nbytes}")
     return entries, metadata
-
-
-def _offsets(name: str, facts: Any) -> tuple[int, int]:
-    """Return where a tensor begins and ends, in bytes after the text. Raises ValueError unless all
-    its facts are valid."""
-    if not isinstance(facts, dict) or not {"dtype", "shape", "data_offsets"} <= facts.keys():
-        raise ValueError(f"{name!r} lacks one of dtype, shape and data_offsets")
-    dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    try:
-        text_in(dtype)
-        shape_in(shape)
-        first, stop = sizes(offsets)
-    except (TypeError, ValueError) as error:
-        said = (
-            f"dtype {reprlib.repr(dtype)}, shape {reprlib.repr(shape)}, data_offsets "
-            f"{reprlib.repr(offsets)}"
-        )
-        raise ValueError(f"{name!r}: {error}; {said}") from error
-    return first, stop
 
 
 def _refuse_constant(text: str) -> None:

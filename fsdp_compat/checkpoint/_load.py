@@ -28,9 +28,8 @@ from .._state.units import names_before, units_of
 from .._state.unmanaged import unmanaged_state
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._arguments import Rename, require_arguments
-from ._held_parts import managed_parts
 from ._load_plan import LoadPlan
-from ._named_groups import named_groups
+from ._named_groups import managed_parts, named_groups
 from ._optimizers import SharedOptimizer
 from ._ranks import ranks_of, require_rest
 from ._report import LoadReport

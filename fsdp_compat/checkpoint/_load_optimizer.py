@@ -14,9 +14,8 @@ from .._layout.spec import Interval
 from .._state.optim_contents import numbered_names, ownership_of
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError
-from ._held_parts import HeldPart, of_whole
 from ._load_settings import settings_for
-from ._named_groups import NamedGroup, held_by
+from ._named_groups import HeldPart, NamedGroup, held_by, of_whole
 from ._optimizers import classes_of
 from ._report import LoadReport
 from ._source import Source

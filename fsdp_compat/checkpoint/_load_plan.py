@@ -13,9 +13,8 @@ from torch import nn
 from .._state.units import units_of
 from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError
-from ._held_parts import HeldPart, managed_parts, of_whole, unmanaged_tensors
 from ._load_optimizer import OptimizerLoadPlan
-from ._named_groups import named_groups
+from ._named_groups import HeldPart, managed_parts, named_groups, of_whole, unmanaged_tensors
 from ._ranks import Ranks
 from ._report import LoadReport, problems_in
 from ._snapshot import warn_of_left_out

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: what it holds and where in the files, as names and integers.
+"""The texts of a native checkpoint, as names and integers: the manifest says what it holds and
+where in the files; the head of each file, a text in its header, which states its rank had.
 
-Its size is proportional to the number of parameters and of files: a flat layout gives the place of
-every element. It is written last, so a directory with a manifest is a complete checkpoint.
+The size of the manifest is proportional to the number of parameters and of files: a flat layout
+gives the place of every element. It is written last, so a directory with one is complete.
 
 Version 1 holds whole parameters. Version 2, which only checkpoints of tensor-parallel parameters
 have, adds ``whole`` (a shape) and ``offsets`` to a parameter of a group that holds a part of it.
@@ -15,7 +16,7 @@ import json
 import re
 import reprlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,20 @@ import torch
 
 from .._layout.pieces import Piece, require_grid
 from .._layout.spec import FlatLayout, ParamSpec
+from .._layout.transfer import same_parts
 from ..errors import CheckpointError
 from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
 from ._texts import (
     brief,
-    listed,
     parse_json,
+    parsed,
     read_text,
     require_readable,
     shape_in,
     size,
     sizes,
     text_in,
-    texts,
 )
 
 MANIFEST = "manifest.json"
@@ -59,6 +60,17 @@ def file_name(number: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the part of a parameter that one rank has is cut out of it."""
+
+    piece: Piece  # all of the parameter, or a tensor-parallel part
+    layout: FlatLayout  # that cuts the piece
+    index: int  # in the layout
+    rank: int
+    is_flattened: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class FlatGroup:
     """One parameter group: tensor ``name`` of several files, each of which holds one shard."""
 
@@ -71,71 +83,54 @@ class FlatGroup:
     # of every parameter.
     parts: tuple[Piece | None, ...] = ()
 
-    def __post_init__(self) -> None:
-        shapes = [spec.shape for spec in self.layout.params]
-        if len(self.names) != len(shapes) or (self.parts and len(self.parts) != len(shapes)):
-            raise ValueError(f"{len(self.names)} names and {len(shapes)} parameters")
-        for part, shape in zip(self.parts, shapes, strict=False):
-            if part is not None and part.shape != shape:
-                raise ValueError(f"a part of shape {part.shape} in the place of {shape}")
-
     def piece(self, index: int) -> Piece:
         """Return what the group holds of a parameter."""
         part = self.parts[index] if self.parts else None
         return part or Piece.of_whole(self.layout.params[index].shape)
 
+    def is_cut_as(self, index: int, cut: Cut) -> bool:
+        """Return whether every rank has the part of a parameter that ``cut`` gives it."""
+        if self.piece(index) != cut.piece:
+            return False
+        # The rank-local state of a flat parameter is stored under the first parameter in it, and
+        # fits only where all of them have their old offsets.
+        starts = [[spec.start for spec in each.params] for each in (self.layout, cut.layout)]
+        is_same = same_parts(self.layout, index, cut.layout, cut.index)
+        return is_same and (not cut.is_flattened or starts[0] == starts[1])
+
     def as_json(self) -> dict[str, Any]:
+        parts = self.parts or (None,) * len(self.names)
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
             "axis": self.axis,
             "shard_numel": self.layout.shard_numel,
             "parameters": [
-                {
-                    "names": list(names),
-                    "shape": list(spec.shape),
-                    "start": spec.start,
-                    **_part_as_json(self.parts[index] if self.parts else None),
-                }
-                for index, (names, spec) in enumerate(
-                    zip(self.names, self.layout.params, strict=True)
-                )
+                {"names": list(names), "shape": list(spec.shape), "start": spec.start}
+                | ({"whole": list(part.whole_shape), "offsets": list(part.offsets)} if part else {})
+                for names, spec, part in zip(self.names, self.layout.params, parts, strict=True)
             ],
         }
 
     @staticmethod
-    def of_json(content: dict[str, Any], axes: Sequence[Sequence[int]]) -> FlatGroup:
-        """Raises KeyError, TypeError or ValueError for content that ``as_json`` cannot return."""
-        found = [
-            (tuple(texts(param["names"])), shape_in(param["shape"]), size(param["start"]))
-            for param in listed(content["parameters"])
-        ]
-        if not all(names for names, _, _ in found):
-            raise ValueError(f"a parameter of {content['name']!r} has no name")
-        specs = tuple(ParamSpec(names[0], shape, start) for names, shape, start in found)
-        parts = tuple(_part_in(param) for param in content["parameters"])
-        axis = size(content["axis"])
-        layout = FlatLayout(specs, len(axes[axis]), size(content["shard_numel"]))
-        return FlatGroup(
-            text_in(content["name"]),
-            dtype_of(content["dtype"]),
-            axis,
-            layout,
-            tuple(names for names, _, _ in found),
-            parts if any(parts) else (),
+    def of_json(content: Any, axes: Sequence[Sequence[int]]) -> FlatGroup:
+        """Raises KeyError, TypeError, ValueError or IndexError for content that ``as_json`` cannot
+        return."""
+        found = parsed(content, _GROUP)
+        params = found["parameters"]
+        if not all(param["names"] for param in params):
+            raise ValueError(f"a parameter of {found['name']!r} has no name")
+        specs = (ParamSpec(each["names"][0], each["shape"], each["start"]) for each in params)
+        layout = FlatLayout(tuple(specs), len(axes[found["axis"]]), found["shard_numel"])
+        parts = tuple(
+            Piece(param["whole"], tuple(param["offsets"]), param["shape"])
+            if "whole" in param
+            else None
+            for param in params
         )
-
-
-def _part_as_json(part: Piece | None) -> dict[str, Any]:
-    if part is None:
-        return {}
-    return {"whole": list(part.whole_shape), "offsets": list(part.offsets)}
-
-
-def _part_in(param: dict[str, Any]) -> Piece | None:
-    if "whole" not in param:
-        return None
-    return Piece(shape_in(param["whole"]), tuple(sizes(param["offsets"])), shape_in(param["shape"]))
+        names = tuple(tuple(param["names"]) for param in params)
+        parts = parts if any(parts) else ()
+        return FlatGroup(found["name"], found["dtype"], found["axis"], layout, names, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +142,6 @@ class SavedParameter:
     shape: tuple[int, ...]  # of the whole parameter
     dtype: torch.dtype
     places: tuple[tuple[FlatGroup, int], ...]  # groups, and the index of the parameter in each
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """What each of ``places`` holds, in their order."""
-        return [group.piece(index) for group, index in self.places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,15 +188,8 @@ class Manifest:
         content = {
             "format": FORMAT,
             "version": VERSIONS[any(part for group in self.groups for part in group.parts)],
-            "written_by": self.written_by,
-            "identity": self.identity,
-            "step": self.step,
-            "common": self.common,
-            "axes": [list(axis) for axis in self.axes],
+            **vars(self),
             "groups": [group.as_json() for group in self.groups],
-            "param_groups": self.param_groups,
-            "optimizer_classes": list(self.optimizer_classes),
-            "shares_extra": self.shares_extra,
             "files": [
                 {
                     "name": file_name(number),
@@ -221,8 +204,49 @@ class Manifest:
         return text.decode()
 
 
+def _checksums(content: Any) -> tuple[int, ...]:
+    if re.fullmatch("(?:[0-9a-f]{8})*", content) is None:
+        raise ValueError("checksums that are not hexadecimal")
+    return tuple(int(content[at : at + 8], 16) for at in range(0, len(content), 8))
+
+
+def _object(content: Any) -> dict[str, Any]:
+    return parsed(content, {...: lambda value: value})
+
+
+def _param_groups(content: Any) -> Any:
+    form = [{"params": [text_in], "settings": _object}]
+    return None if content is None else parsed(content, form)
+
+
+_GROUP = {
+    "name": text_in,
+    "dtype": dtype_of,
+    "axis": size,
+    "shard_numel": size,
+    "parameters": [
+        {
+            "names": [text_in],
+            "shape": shape_in,
+            "start": size,
+            "whole?": shape_in,
+            "offsets?": [size],
+        }
+    ],
+}
+_FORM = {
+    "identity": text_in,
+    "step": size,
+    "common": size,
+    "axes": [[size]],
+    "groups": [_object],
+    "files": [{"name": text_in, "nbytes": size, "crc32": _checksums}],
+    "param_groups": _param_groups,
+    "written_by": {...: text_in},
+    "optimizer_classes?": [text_in],
+    "shares_extra?": lambda content: content is True,
+}
 _BEFORE = b'{"content": '
-_CHECKSUMS = re.compile("(?:[0-9a-f]{8})*")
 
 
 def _framed(content: bytes) -> bytes:
@@ -291,41 +315,111 @@ def _no_checkpoint(path: Path) -> CheckpointError:
 
 
 def _of_json(content: dict[str, Any]) -> Manifest:
-    axes = tuple(tuple(sizes(axis)) for axis in listed(content["axes"]))
-    files = []
-    for number, file in enumerate(listed(content["files"])):
-        if _CHECKSUMS.fullmatch(file["crc32"]) is None:
-            raise ValueError(f"checksums of file {number}")
-        checksums = tuple(
-            int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8)
-        )
-        files.append(FileFacts(size(file["nbytes"]), checksums))
-        if file["name"] != file_name(number):
-            raise ValueError(f"file {number} is called {file['name']!r}")
+    found = parsed(content, _FORM)
+    axes, files, groups = found["axes"], found["files"], found["groups"]
     if any(not axis or max(axis) >= len(files) or len(set(axis)) < len(axis) for axis in axes):
         raise ValueError(f"shards in files {axes}, of {len(files)}")
-    if size(content["common"]) >= len(files):
-        raise ValueError(f"file {content['common']} of {len(files)}")
-    groups = tuple(FlatGroup.of_json(group, axes) for group in listed(content["groups"]))
-    if len({group.name for group in groups}) < len(groups):
+    if found["common"] >= len(files):
+        raise ValueError(f"file {found['common']} of {len(files)}")
+    for number, file in enumerate(files):
+        if file["name"] != file_name(number):
+            raise ValueError(f"file {number} is called {file['name']!r}")
+    found["axes"] = tuple(map(tuple, axes))
+    found["files"] = tuple(FileFacts(file["nbytes"], file["crc32"]) for file in files)
+    found["groups"] = tuple(FlatGroup.of_json(group, axes) for group in groups)
+    found["optimizer_classes"] = tuple(found.get("optimizer_classes", ()))
+    manifest = Manifest(**found)
+    if len({group.name for group in manifest.groups}) < len(groups):
         raise ValueError("two groups have one name")
-    if content["param_groups"] is not None:
-        for group in listed(content["param_groups"]):
-            texts(group["params"])
-            if not isinstance(group["settings"], dict):
-                raise TypeError("the settings of a parameter group are not an object")
-    manifest = Manifest(
-        text_in(content["identity"]),
-        size(content["step"]),
-        content["common"],
-        axes,
-        groups,
-        tuple(files),
-        content["param_groups"],
-        {text_in(name): text_in(version) for name, version in content["written_by"].items()},
-        # optional fields
-        tuple(texts(content.get("optimizer_classes", []))),
-        content.get("shares_extra", False) is True,
-    )
     manifest.parameters()  # raises
     return manifest
+
+
+# -- the text in each file
+
+TEXT = "fsdp_compat"  # the key of the text in the metadata of the file
+
+Indices = frozenset[int] | None  # of parameters of a group; None: all of them
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """A tensor of the file that holds one state, element by element, of parameters of a group."""
+
+    key: Any
+    entry: str  # its name in the file
+    dtype: torch.dtype
+    of: Indices
+
+
+@dataclasses.dataclass
+class Head:
+    """The text in one file, whose fields have these names. Values are encoded, as `_values.encode`
+    returns them."""
+
+    identity: str = ""  # of the save
+    number: int = 0  # of the rank that wrote the file
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    # By the name of the group: tensors; keys with (of which parameters, value); (of which, key,
+    # value) of rank-local states.
+    states: dict[str, list[StateTensor]] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, list[tuple[Any, list[tuple[Indices, Any]]]]] = dataclasses.field(
+        default_factory=dict
+    )
+    own: dict[str, list[tuple[int, Any, Any]]] = dataclasses.field(default_factory=dict)
+    extra: Any = None
+    # By name, in the common file alone: unmanaged tensors, buffers, extra state; states of such
+    # parameters.
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    other_states: dict[str, list[tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
+
+    def as_metadata(self) -> dict[str, str]:
+        """Return the text as metadata of a safetensors file. Raises UsageError if it is too large
+        to be read again."""
+        text = json.dumps(vars(self), separators=(",", ":"), default=_plain)
+        require_readable(text.encode("ascii"))
+        return {TEXT: text}
+
+    @staticmethod
+    def of_metadata(metadata: Mapping[str, str]) -> Head:
+        """Return the head of a file. Raises KeyError, TypeError, ValueError or RecursionError if
+        the text is not one that a save writes."""
+        return Head(**parsed(parse_json(metadata[TEXT].encode("utf-8")), _HEAD))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
+
+
+def _any(content: Any) -> Any:
+    return content
+
+
+def _key(content: Any) -> Any:
+    if isinstance(content, (list, dict)):
+        raise TypeError(f"a {type(content).__name__} as a key")
+    return content
+
+
+def _indices(content: Any) -> Indices:
+    return None if content is None else frozenset(sizes(content))
+
+
+def _state(content: Any) -> StateTensor:
+    form = {"key": _key, "entry": text_in, "dtype": dtype_of, "of": _indices}
+    return StateTensor(**parsed(content, form))
+
+
+_HEAD = {
+    "identity": text_in,
+    "number": size,
+    "left_out": [text_in],
+    "states": {...: [_state]},
+    "scalars": {...: [(_key, [(_indices, _any)])]},
+    "own": {...: [(size, _key, _any)]},
+    "extra": _any,
+    "others?": {...: _any},
+    "other_states?": {...: [(_key, _any)]},
+}

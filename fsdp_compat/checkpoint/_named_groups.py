@@ -1,11 +1,12 @@
-"""The parameter groups of a model, as a checkpoint sees them."""
+"""A model as a checkpoint sees it: its parameter groups, and what this rank holds of each
+tensor."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,13 +16,16 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.store import ShardedParam
 from .._engine.unit import Unit
+from .._layout.box import Box, cut_into_boxes
 from .._layout.pieces import Piece
-from .._layout.spec import Section
+from .._layout.spec import Interval, Section
 from .._state.optim_contents import ownership_of
 from .._state.sharded_values import place_of
 from .._state.units import NamedUnit, clean_name, named_sections, units_of
+from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
-from ._manifest import FlatGroup
+from ._manifest import Cut, FlatGroup
+from ._tools.archive import moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +34,13 @@ class NamedGroup:
 
     group: Group
     section: Section  # of the group's shards: one of them, if the store has several
-    sharded_params: Sequence[ShardedParam]  # those of the section's parameters
     name: str
     prefix: str  # of its parameters' names
     mesh: int  # groups with the same number are sharded over the same ranks
     writer: int  # rank among the replicas
-    part: int = 0  # of the parts that tensor parallelism cuts the parameters into: this process's
-    num_parts: int = 1
-    is_first_copy: bool = True  # False where another rank of tensor parallelism holds the same
+    part: int  # of the parts that tensor parallelism cuts the parameters into: this process's
+    num_parts: int
+    is_first_copy: bool  # False where another rank of tensor parallelism holds the same
 
     @property
     def is_written_here(self) -> bool:
@@ -49,18 +52,21 @@ class NamedGroup:
         return self.section.params
 
     @property
+    def sharded_params(self) -> Sequence[ShardedParam]:
+        """Those of the section's parameters."""
+        store, params = store_of(self.group), self.params
+        found = store.sharded_params
+        return found if store.is_flattened else found[params.start : params.stop]
+
+    @property
     def numel(self) -> int:
         """The number of elements of the section, the same on every rank."""
         return self.section.layout.shard_numel
 
     def names(self, index: int) -> tuple[str, ...]:
         """Return all names of a parameter in the model, before wrapping."""
-        return tuple(
-            dict.fromkeys(
-                self.prefix + clean_name(name)
-                for name in store_of(self.group).orig_params[index].names
-            )
-        )
+        names = store_of(self.group).orig_params[index].names
+        return tuple(dict.fromkeys(self.prefix + clean_name(name) for name in names))
 
     def piece(self, index: int) -> Piece:
         """Return what the group shards of a parameter: all of it, or this process's part."""
@@ -86,30 +92,26 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     axes = tensor_parallel_axes([named.unit for named in units])
     for named in units:
         for _, group, section in named_sections(named.unit):
-            store = store_of(group)
-            number = counts[named.prefix]
+            name = f"{named.prefix}flat_{counts[named.prefix]}"
             counts[named.prefix] += 1
-            name = f"{named.prefix}flat_{number}"
-            mesh = meshes.setdefault((group.shard.members, group.replica.members), len(meshes))
-            split = _split_axes(named, store, section)
-            num_parts = math.prod(axis.ranks for axis in split)
-            part = 0
+            members = group.shard.members, group.replica.members
+            split = _split_axes(named, store_of(group), section)
+            num_parts, part = math.prod(axis.ranks for axis in split), 0
             for axis in split:
                 part = part * axis.ranks + axis.rank
-            around = {rank for axis in split for rank in axis.members}
-            around |= {*group.shard.members, *group.replica.members}
+            around = {rank for its in (*members, *(axis.members for axis in split)) for rank in its}
+            copies = [axis for axis in axes if len(around & {*axis.members}) == 1]
             found.append(
                 NamedGroup(
                     group,
                     section,
-                    _sharded_params_of(store, section),
                     name if num_parts == 1 else f"{name}.part_{part}",
                     named.prefix,
-                    mesh,
+                    meshes.setdefault(members, len(meshes)),
                     len(found) % group.replica.ranks,
                     part,
                     num_parts,
-                    not any(axis.rank for axis in axes if len(around & {*axis.members}) == 1),
+                    is_first_copy=not any(axis.rank for axis in copies),
                 )
             )
     return found
@@ -135,42 +137,25 @@ def tensor_parallel_axes(units: Sequence[Unit]) -> list[Axis]:
 def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[Axis]:
     """Return the axes along which tensor parallelism cuts the parameters of a section. It cuts all
     of them or repeats all, along each axis."""
+    found: dict[int, list[Axis]] = {}  # by parameter
     for index in range(section.first_param, section.first_param + len(section.layout.params)):
-        parallel = store.parallel[index]
-        if parallel is None:
+        if (parallel := store.parallel[index]) is None:
             continue
         for dim in parallel.own_dims:
             placement = parallel.placements[dim]
             if not (placement.is_replicate() or placement.is_shard()):
+                name = f"{named.prefix}{clean_name(store.orig_params[index].name)}"
                 raise UsageError.of(
                     "Checkpoints cannot hold a DTensor parameter that is placed in this way.",
                     expected="Shard(dim) or Replicate() on every dimension of its mesh",
-                    got=f"{placement} for {named.prefix}"
-                    f"{clean_name(store.orig_params[index].name)}",
+                    got=f"{placement} for {name}",
                     where=named.unit.label,
                     fix="distribute the parameter with Shard or Replicate, or save state dicts",
                 )
-    first = store.parallel[section.first_param] if section.layout.params else None
-    if first is None:
-        return []
-    return [
-        axis
-        for dim in first.own_dims
-        if not first.placements[dim].is_replicate()
-        and (axis := axis_of(first.mesh.get_group(dim))).ranks > 1
-    ]
-
-
-def _sharded_params_of(store: StateStore, section: Section) -> Sequence[ShardedParam]:
-    if store.is_flattened:
-        return store.sharded_params
-    first = section.first_param
-    return store.sharded_params[first : first + len(section.layout.params)]
-
-
-def names_in(groups: Sequence[NamedGroup]) -> set[str]:
-    """Return all names of all parameters of ``groups``."""
-    return {name for named in groups for index in named.params for name in named.names(index)}
+            axis = axis_of(parallel.mesh.get_group(dim))
+            if axis.ranks > 1 and not placement.is_replicate():
+                found.setdefault(index, []).append(axis)
+    return found.get(section.first_param, [])
 
 
 def held_by(
@@ -183,3 +168,83 @@ def held_by(
         parameter: tuple(name for _, name in contents.names)
         for parameter, contents in owned.held.items()
     }
+
+
+# -- what this rank holds
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldPart:
+    """The elements of one tensor that this rank holds: a run of a piece, in row-major order."""
+
+    names: tuple[str, ...]  # of the tensor in the model
+    dtype: torch.dtype
+    piece: Piece  # all of the tensor, or a tensor-parallel part
+    part: Interval  # of the piece
+    values: torch.Tensor  # 1-D: a view of the elements in place
+    is_written_here: bool  # this rank is the one that writes them
+    place: tuple[NamedGroup, int] | None = None  # the index in its group; None: unmanaged
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.piece.whole_shape
+
+    def boxes(self, values: torch.Tensor | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield the boxes of the whole tensor that the elements make up, each with a view of its
+        values. values: in the place of the tensor's own, such as those of a state."""
+        values, start = self.values if values is None else values, 0
+        for box in cut_into_boxes(self.piece.shape, self.part):
+            own = values[start : start + box.numel].view(box.sizes)
+            yield moved(box, self.piece.offsets), own
+            start += box.numel
+
+    @property
+    def cut(self) -> Cut | None:
+        """How the part is cut; None for an unmanaged tensor."""
+        if self.place is None:
+            return None
+        store, index = store_of(self.place[0].group), self.place[1]
+        return Cut(self.piece, *store.cut(index), store.rank, store.is_flattened)
+
+
+def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
+    """Yield this rank's part of every parameter of ``groups``; it may be empty."""
+    for named in groups:
+        store = store_of(named.group)
+        for index in named.params:
+            part = store.part(index, store.rank)
+            # Every rank may hold the one element of a 0-d parameter.
+            is_first = store.rank == 0 or part != store.part(index, 0)
+            yield HeldPart(
+                named.names(index),
+                store.dtype,
+                named.piece(index),
+                part,
+                store.local_part(index),
+                named.is_written_here and is_first,
+                (named, index),
+            )
+
+
+def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
+    """Yield buffers and unmanaged parameters, which every rank holds whole; a shared tensor once,
+    under all its names."""
+    names: dict[tuple[object, ...], list[str]] = {}
+    values: dict[str, torch.Tensor] = {}
+    for name, value in unmanaged_state(model).items():
+        if isinstance(value, torch.Tensor):
+            memory = value.data_ptr() or name, tuple(value.shape), value.stride(), value.dtype
+            names.setdefault(memory, []).append(name)
+            values[name] = value.detach()
+    for shared in names.values():
+        value = values[shared[0]]
+        yield of_whole(tuple(shared), value, is_written_here)
+
+
+def of_whole(
+    names: tuple[str, ...], value: torch.Tensor, is_written_here: bool = False
+) -> HeldPart:
+    """Return a tensor that every rank holds whole."""
+    part, piece = Interval(0, value.numel()), Piece.of_whole(tuple(value.shape))
+    return HeldPart(names, value.dtype, piece, part, value.reshape(-1), is_written_here)

@@ -7,24 +7,24 @@ import contextlib
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from .._layout.box import Box
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, UsageError
 from ._arguments import Rename, renamed, require_arguments
-from ._blocks import BLOCK_NBYTES, Tick, sync_directory
-from ._header import TensorInfo
-from ._held_parts import HeldPart, managed_parts, unmanaged_tensors
-from ._named_groups import named_groups
+from ._blocks import BLOCK_NBYTES, sync_directory
+from ._named_groups import managed_parts, named_groups, unmanaged_tensors
 from ._progress import progress_bar
 from ._publishing import Fresh, hidden_beside, make_fresh, remove_leftovers
-from ._ranks import checkpoint_error_from, ranks_of, require_rest
+from ._ranks import ranks_of, require_rest
 from ._tools.archive import moved, slices
 from ._tools.reading import boxes_of
-from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_box, write_index
+from ._tools.safetensors_files import INDEX, ONE_FILE, images_of, write_index
 
 
 def save_safetensors(
@@ -59,12 +59,11 @@ def save_safetensors(
             written.
         CheckpointError: a rank could not write; on all ranks. None of the files exists then.
     """
-    call = "checkpoint.save_safetensors"
+    call, unsaved = "checkpoint.save_safetensors", "The weights could not be saved."
     units, ranks = ranks_of(model, call)
+    is_first = ranks.number == 0
     with ranks.taking_part(), contextlib.ExitStack() as leaving:
-        problem: BaseException | None = None
-        files: _WeightFiles | None = None
-        try:
+        with ranks.agreeing(unsaved, path, "no file was published") as agreement:
             require_arguments(
                 call,
                 progress,
@@ -74,62 +73,31 @@ def save_safetensors(
                 max_file_nbytes=max_file_nbytes,
             )
             require_rest(units, call)
-            files = _WeightFiles(
-                Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0
-            )
+            files = _WeightFiles(Path(path), model, rename, dtype, max_file_nbytes, call, is_first)
             _refuse_existing(Path(path), call)
-        except Exception as error:
-            problem = checkpoint_error_from(
-                error, "The weights could not be saved.", path, "no file was published"
-            )
-        told = ranks.agree(problem, (_digest(files and files.described()), uuid.uuid4().hex))
-        if len({digest for digest, _ in told}) > 1:
+            agreement.own = files.digest(), uuid.uuid4().hex
+        num_plans = len({digest for digest, _ in agreement.by_rank})
+        if num_plans > 1:
             raise UsageError.of(
                 "The ranks' arguments differ.",
                 expected="the same names and dtypes on all ranks",
-                got=f"{len({digest for digest, _ in told})} plans on {ranks.count} ranks",
+                got=f"{num_plans} plans on {ranks.count} ranks",
                 where=call,
                 fix="pass the same arguments on all ranks, and a path on a shared file system",
             )
-        assert files is not None
+        files.hidden = hidden_beside(Path(path) / "weights", agreement.by_rank[0][1])
         leaving.callback(files.discard)
-        token = told[0][1]
-        # The first rank creates the files before the others open them.
-        nbytes = 0  # that this rank has written
-        for step in (files.create if ranks.number == 0 else None, files.write):
-            try:
-                if step is not None and problem is None:
-                    nbytes = step(token, progress and ranks.number == 0)
-            except Exception as error:
-                problem = checkpoint_error_from(
-                    error, "The weights could not be saved.", path, "no file was published"
-                )
-            answers = ranks.exchange((problem is not None, nbytes))
-            failed = [there for there, _ in answers]
-            if any(failed):
-                break
-        else:
-            if (total := sum(each for _, each in answers)) != files.total_nbytes:
-                problem = _incomplete(path, total, files.total_nbytes)
-                failed = [True]
-        if ranks.number == 0:
-            try:
-                if not any(failed):
-                    files.publish(token)
-            except OSError as error:
-                problem = checkpoint_error_from(
-                    error,
-                    "The weights could not be saved.",
-                    path,
-                    "remove the files that already have their names",
-                )
-            files.discard()
-        ranks.agree(problem, None)
+        with ranks.agreeing(unsaved, path, "no file was published"):
+            if is_first:  # the others open them
+                files.create()
+        with ranks.agreeing(unsaved, path, "no file was published") as agreement:
+            agreement.own = files.write(progress and is_first)
+        if sum(agreement.by_rank) != files.total_nbytes:
+            raise _incomplete(path, sum(agreement.by_rank), files.total_nbytes)
+        with ranks.agreeing(unsaved, path, "remove the files that already have their names"):
+            if is_first:
+                files.publish()
         return [Path(path) / name for name in files.names]
-
-
-def _digest(facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _incomplete(path: object, total: int, expected: int) -> CheckpointError:
@@ -172,6 +140,7 @@ class _WeightFiles:
         is_first: bool,
     ) -> None:
         self._path = path
+        self.hidden = path  # the directory that the files are in until they get their names
         self._fresh: Fresh | None = None  # on the first rank
         order = {name: position for position, name in enumerate(names_before(model))}
         parts = [
@@ -180,12 +149,17 @@ class _WeightFiles:
         ]
         parts.sort(key=lambda held: order.get(held.names[0], len(order)))
         names = renamed([held.names[0] for held in parts], rename, call)
-        self._parts = {names[held.names[0]]: held for held in parts if held.names[0] in names}
+        self._parts = {held.names[0]: held for held in parts if held.names[0] in names}
         described = {
-            held.names[0]: (name, _stored_dtype(held, dtype), held.shape)
-            for name, held in self._parts.items()
+            name: (
+                names[name],
+                dtype if dtype and its.dtype.is_floating_point else its.dtype,
+                its.shape,
+            )
+            for name, its in self._parts.items()
         }
         self._images = images_of(described, max_file_nbytes)
+        self._itemsize = 1 if dtype is None else dtype.itemsize
 
     @property
     def names(self) -> list[str]:
@@ -197,65 +171,45 @@ class _WeightFiles:
         """Bytes of the tensors in all files."""
         return sum(info.nbytes for image in self._images for info in image.tensors.values())
 
-    def _hidden(self, token: str) -> Path:
-        """Return the directory that the files are in until they get their names."""
-        return hidden_beside(self._path / "weights", token)
-
-    def described(self) -> list[object]:
+    def digest(self) -> str:
         """Return what must be the same on all ranks."""
-        return [(image.name, image.header, list(image.tensors)) for image in self._images]
+        facts = [(image.name, image.header, list(image.tensors)) for image in self._images]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def create(self, token: str, shown: bool) -> int:
-        """Create the files, hidden, with their headers and in their final length; return 0, the
-        number of bytes of tensors that are written. Remove what killed saves have left."""
-        self._fresh = make_fresh(self._hidden(token))
+    def create(self) -> None:
+        """Create the files, hidden, with their headers and in their final length. Remove what
+        killed saves have left."""
+        self._fresh = make_fresh(self.hidden)
         remove_leftovers(self._path, "weights")
         for image in self._images:
-            image.write_header(self._hidden(token) / image.name)
-        return 0
+            image.create(self.hidden / image.name)
 
-    def write(self, token: str, shown: bool) -> int:
+    def write(self, shown: bool) -> int:
         """Write this rank's bytes, durably; return their number."""
-        nbytes = 0
-        own = [held for held in self._parts.values() if held.is_written_here]
-        total = sum(held.values.nbytes for held in own)
+        own = {name: held for name, held in self._parts.items() if held.is_written_here}
+        total = sum(held.values.nbytes for held in own.values())
         with progress_bar(shown, "save weights", total) as tick:
-            for image in self._images:
-                descriptor = os.open(self._hidden(token) / image.name, os.O_WRONLY)
-                try:
-                    for held in own:
-                        if (info := image.tensors.get(held.names[0])) is not None:
-                            nbytes += _write_part(descriptor, held, info, tick)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-        return nbytes
 
-    def publish(self, token: str) -> None:
+            def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
+                for box, values in own[name].boxes() if name in own else ():
+                    most = BLOCK_NBYTES // max(self._itemsize, values.itemsize)
+                    for inner in boxes_of(box.sizes, most):
+                        some = values[slices(inner)]
+                        yield moved(inner, box.offsets), some
+                        tick(some.nbytes)
+
+            return sum(image.write(self.hidden / image.name, contents) for image in self._images)
+
+    def publish(self) -> None:
         """Give the files their names, the index last."""
         if self._images[1:]:
-            write_index(self._images, self._hidden(token) / INDEX)
+            write_index(self._images, self.hidden / INDEX)
         for name in self.names:
-            (self._hidden(token) / name).rename(self._path / name)
+            (self.hidden / name).rename(self._path / name)
         sync_directory(self._path)
+        self.discard()  # before other ranks return
 
     def discard(self) -> None:
         """Remove what was not published."""
         if self._fresh is not None:
             self._fresh.discard()
-
-
-def _stored_dtype(held: HeldPart, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
-
-
-def _write_part(descriptor: int, held: HeldPart, info: TensorInfo, tick: Tick) -> int:
-    """Write a part of a tensor; return the number of bytes."""
-    nbytes = 0
-    chunk = BLOCK_NBYTES // max(info.dtype.itemsize, held.dtype.itemsize)  # elements
-    for box, values in held.boxes():
-        for inner in boxes_of(box.sizes, chunk):
-            some = values[slices(inner)]
-            nbytes += write_box(descriptor, info, moved(inner, box.offsets), some)
-            tick(some.nbytes)
-    return nbytes

@@ -108,7 +108,8 @@ class SaveJob:
             shared.require_alike([facts for *_, facts, _ in agreement.by_rank], self.call)
             self._agree(agreement.by_rank)
             self._make_directory()
-            self._snapshot.take_common(self._fresh is not None)
+            if self._fresh is None:
+                self._snapshot.drop_common()
         except BaseException as error:
             self.abandon(error)
             raise

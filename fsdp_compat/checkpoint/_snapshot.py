@@ -8,10 +8,9 @@ of the rank that leads."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,38 +19,33 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.older_optimizers import convert
-from .._state.optim_contents import StateKind, classify_all
+from .._state.optim_contents import Kinds, StateKind, classify_all, is_count
 from .._state.rank_local import warn_of_layout
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
-from ._head import Head, StateTensor, brief_indices
-from ._header import dtype_name
 from ._named_groups import NamedGroup, held_by
 from ._optimizers import classes_of
-from ._tools.writing import FilePart, FileTensor
+from ._tools.native import RankFile
+from ._tools.walk import LEFT_OUT
+from ._tools.writing import FilePart
 from ._values import Put, encode, tensor_as_text
 
-SCALAR, PER_ELEMENT = StateKind.SCALAR, StateKind.PER_ELEMENT
 _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has
 
 
-@dataclasses.dataclass
-class Snapshot:
+class Snapshot(RankFile):
     """The content of this rank's file, and the common part, which is the same on all ranks."""
 
-    tensors: list[FileTensor] = dataclasses.field(default_factory=list)
-    head: Head = dataclasses.field(default_factory=Head)
-    param_groups: Any = None  # of the optimizer, encoded; None without one
-    optimizer_classes: tuple[str, ...] = ()
-    common_tensors: list[FileTensor] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.param_groups: Any = None  # of the optimizer, encoded; None without one
+        self.optimizer_classes: tuple[str, ...] = ()
+        self._num_own = 0  # tensors that are not in the common part
 
-    def take_common(self, is_written_here: bool) -> None:
-        """Move the common part to this rank's file, or drop it."""
-        if is_written_here:
-            self.tensors += self.common_tensors
-        else:
-            self.head.others, self.head.other_states = {}, {}
-        self.common_tensors = []
+    def drop_common(self) -> None:
+        """Leave the common part to another rank."""
+        del self.tensors[self._num_own :]
+        self.head.others, self.head.other_states = {}, {}
 
     def detach(self) -> None:
         """Replace all values by copies on the CPU, which training does not change."""
@@ -60,6 +54,31 @@ class Snapshot:
                 FilePart(part.start, part.values.to("cpu", copy=True))
                 for part in tensor.parts
                 if isinstance(part.values, torch.Tensor)
+            ]
+
+    def encoded(self, name: str, key: Any, value: Any, put: Put) -> Any:
+        """Return a state or a setting, encoded. One that is not data, such as an enum or a
+        function, is LEFT_OUT, and named in the head: the rest is worth more than this value."""
+        if isinstance(key, _STATE_KEYS):
+            with contextlib.suppress(UsageError):
+                return encode(value, f"optimizer state {key!r}", put)
+        self.head.left_out.append(name)
+        return LEFT_OUT
+
+    def add_common(self, model: nn.Module, states: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Add the common part. states: of unmanaged parameters, by name."""
+        self._num_own = len(self.tensors)
+        self.head.others = {
+            name: encode(value, name, self.under("other", name))
+            for name, value in unmanaged_state(model).items()
+        }
+        for name, state in states.items():
+            put = self.under("other state", name)
+            found = {
+                key: self.encoded(f"{name}.{key}", key, its, put) for key, its in state.items()
+            }
+            self.head.other_states[name] = [
+                (key, value) for key, value in found.items() if value is not LEFT_OUT
             ]
 
 
@@ -75,83 +94,52 @@ def take_snapshot(
     Raises UsageError for values that cannot be saved.
     """
     snapshot = Snapshot()
-    head = snapshot.head
-    add, common = _Adder(snapshot.tensors), _Adder(snapshot.common_tensors)
-    for named in groups:
-        if named.is_written_here:
-            store = store_of(named.group)
-            parts = [FilePart(0, store.shard.detach()[named.section.place.slice])]
-            snapshot.tensors.append(FileTensor(named.name, store.dtype, (named.numel,), parts))
+    written = [named for named in groups if named.is_written_here]
+    for named in written:
+        store = store_of(named.group)
+        part = FilePart(0, store.shard.detach()[named.section.place.slice])
+        snapshot.add(named.name, store.dtype, (named.numel,), [part])
+    other_states: dict[str, Any] = {}
     if optimizer is not None:
         convert(optimizer)
         held = held_by(model, optimizer)
         snapshot.param_groups = [
             {
                 "params": [name for parameter in group["params"] for name in held[parameter]],
-                "settings": _settings(group, number, head.left_out),
+                "settings": _settings(snapshot, group, number),
             }
             for number, group in enumerate(optimizer.param_groups)
         ]
         snapshot.optimizer_classes = classes_of(optimizer)
         kinds = _kinds(optimizer, groups)
-        written = [named for named in groups if named.is_written_here]
-        rank_local = [
-            name
-            for named in written
-            for name in _add_states(snapshot, named, optimizer, kinds, add)
-        ]
+        rank_local: list[str] = []
+        for named in written:
+            states = _states(snapshot, named, optimizer, kinds, rank_local)
+            snapshot.add_states(named.name, named.numel, len(named.params), states)
         warn_of_layout(rank_local, optimizer, stacklevel=5)
-    head.others = {
-        name: encode(value, name, common.under("other", name))
-        for name, value in unmanaged_state(model).items()
-    }
-    if optimizer is not None:
-        sharded_params = {param for named in groups for param, _ in named.sharded_params}
-        head.other_states = {
-            held[parameter][0]: _other_states(held[parameter][0], state, common, head.left_out)
+        managed = {param for named in groups for param, _ in named.sharded_params}
+        other_states = {
+            held[parameter][0]: state
             for parameter, state in optimizer.state.items()
-            if parameter not in sharded_params
+            if parameter not in managed
         }
-    warn_of_left_out(head.left_out, "are not in the checkpoint", stacklevel=5)
-    head.extra = encode(extra, "extra", add.under("extra"))
+    snapshot.head.extra = encode(extra, "extra", snapshot.under("extra"))
+    snapshot.add_common(model, other_states)
+    warn_of_left_out(snapshot.head.left_out, "are not in the checkpoint", stacklevel=5)
     return snapshot
 
 
-def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any:
-    """Return the settings of a parameter group, encoded.
-
-    Settings that are not data, such as an enum or a function, are left out and named in
-    ``left_out``: the optimizer that the checkpoint is loaded into was built with its own.
-    """
-    kept: dict[str, Any] = {}
-    for key, value in group.items():
-        if key != "params":
-            try:
-                encode({key: value}, f"parameter group {number}", tensor_as_text)
-            except UsageError:
-                left_out.append(f"param_groups[{number}][{key!r}]")
-            else:
-                kept[key] = value
+def _settings(snapshot: Snapshot, group: Mapping[str, Any], number: int) -> Any:
+    """Return the settings of a parameter group, encoded. The optimizer that the checkpoint is
+    loaded into was built with its own values of those that are left out."""
+    kept = {
+        key: value
+        for key, value in group.items()
+        if key != "params"
+        and snapshot.encoded(f"param_groups[{number}][{key!r}]", key, {key: value}, tensor_as_text)
+        is not LEFT_OUT
+    }
     return encode(kept, f"parameter group {number}", tensor_as_text)
-
-
-def _other_states(
-    name: str, state: Mapping[Any, Any], common: _Adder, left_out: list[str]
-) -> list[tuple[Any, Any]]:
-    """Return the states of an unmanaged parameter, encoded. Values that cannot be saved are left
-    out and named in ``left_out``."""
-    found: list[tuple[Any, Any]] = []
-    for key, value in state.items():
-        try:
-            encoded = encode(value, f"optimizer state {key!r}", common.under("other state", name))
-        except UsageError:
-            left_out.append(f"{name}.{key}")
-            continue
-        if isinstance(key, _STATE_KEYS):
-            found.append((key, encoded))
-        else:
-            left_out.append(f"{name}.{key}")
-    return found
 
 
 def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
@@ -164,34 +152,7 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
         )
 
 
-class _Adder:
-    """Adds tensors to a file, each under a name of its own."""
-
-    def __init__(self, tensors: list[FileTensor]) -> None:
-        self._tensors = tensors
-        self._names: set[str] = set()
-
-    def under(self, *path: str) -> Put:
-        """Return the function that adds a tensor under a name that begins with ``path``, for
-        `_values.encode`."""
-
-        def put(tensor: torch.Tensor) -> str:
-            name = base = "/".join(path)
-            number = 0
-            while name in self._names:
-                number += 1
-                name = f"{base}/{number}"
-            self._names.add(name)
-            parts = [FilePart(0, tensor.contiguous().reshape(-1))]
-            self._tensors.append(FileTensor(name, tensor.dtype, tuple(tensor.shape), parts))
-            return name
-
-        return put
-
-
-def _kinds(
-    optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
-) -> dict[nn.Parameter, dict[Any, StateKind]]:
+def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Kinds:
     """Return how every state of every managed parameter relates to it.
 
     For a 0-d parameter, a state per element looks like a count. The same state of other parameters
@@ -207,93 +168,45 @@ def _kinds(
     }
     for param in sharded_params:
         for key, kind in kinds[param].items() if not param.dim() else ():
-            value = optimizer.state[param][key]
-            if kind is SCALAR and isinstance(value, torch.Tensor):
-                is_count = with_dims[key] is not PER_ELEMENT if key in with_dims else key == "step"
-                kinds[param][key] = SCALAR if is_count else PER_ELEMENT
+            if kind is StateKind.SCALAR and isinstance(optimizer.state[param][key], torch.Tensor):
+                name_tells = kind if is_count(key, ()) else StateKind.PER_ELEMENT
+                if with_dims.get(key, name_tells) is StateKind.PER_ELEMENT:
+                    kinds[param][key] = StateKind.PER_ELEMENT
     return kinds
 
 
-def _add_states(
+def _states(
     snapshot: Snapshot,
     named: NamedGroup,
     optimizer: torch.optim.Optimizer,
-    kinds: dict[nn.Parameter, dict[Any, StateKind]],
-    add: _Adder,
-) -> list[str]:
-    """Add the states of one group; return the names of the rank-local ones."""
-    store = store_of(named.group)
-    per_element = _StatesPerElement(named)
-    scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
-    rank_local: list[tuple[int, Any, Any]] = []
-    rank_local_names: list[str] = []
+    kinds: Kinds,
+    rank_local: list[str],
+) -> Iterator[tuple[Any, Sequence[int], Any]]:
+    """Yield the states of one group, as ``add_states`` takes them. Rank-local ones go to the head,
+    and their names to ``rank_local``."""
+    store, first_param = store_of(named.group), named.section.first_param
     for param, indices in named.sharded_params:
-        numbers = [index - named.section.first_param for index in indices]
+        numbers = [index - first_param for index in indices]
         # Where this rank has no part there are no gradients, and the states there are stale; but
         # DTensors have gradients on every rank.
         is_current = store.has_part(indices) or _torch_private.is_dtensor(param)
         for key, kind in kinds.get(param, {}).items() if is_current else ():
+            name = f"{named.names(indices[0])[0]}.{key}"
             value = optimizer.state[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
                 value = _torch_private.local_part(value)
-            state_name = f"{named.names(indices[0])[0]}.{key}"
-            if not isinstance(key, _STATE_KEYS):
-                snapshot.head.left_out.append(state_name)
-            elif kind is PER_ELEMENT:
-                per_element.add(key, value, numbers)
-            else:
-                where = f"optimizer state {key!r}"
-                try:
-                    if kind is SCALAR:
-                        text = json.dumps(encode(value, where, tensor_as_text))
-                        scalars.setdefault(key, {}).setdefault(text, []).extend(numbers)
-                    else:
-                        encoded = encode(value, where, add.under("own", named.name, str(key)))
-                        rank_local.append((numbers[0], key, encoded))
-                        rank_local_names.append(state_name)
-                except UsageError:  # the rest of the checkpoint is worth more than this one value
-                    snapshot.head.left_out.append(state_name)
-    num_params = len(named.params)
-    snapshot.tensors += per_element.tensors.values()
-    snapshot.head.states[named.name] = per_element.described()
-    snapshot.head.scalars[named.name] = [
-        (key, brief_indices(indices, num_params), json.loads(text))
-        for key, values in scalars.items()
-        for text, indices in values.items()
-    ]
-    if rank_local:
-        snapshot.head.rank_local[named.name] = rank_local
-    return rank_local_names
-
-
-class _StatesPerElement:
-    """The tensors that hold one group's states with one element per element, by key and dtype."""
-
-    def __init__(self, named: NamedGroup) -> None:
-        self._named, self._store = named, store_of(named.group)
-        self.tensors: dict[tuple[Any, torch.dtype], FileTensor] = {}
-        self._indices: dict[tuple[Any, torch.dtype], list[int]] = {}  # of parameters that have it
-
-    def add(self, key: Any, value: torch.Tensor, numbers: Sequence[int]) -> None:
-        """numbers: of the parameters in the section that ``value`` is a state of."""
-        named, which = self._named, (key, value.dtype)
-        if which not in self.tensors:
-            name = f"{named.name}.{key}"
-            if any(tensor.name == name for tensor in self.tensors.values()):
-                name += f".{dtype_name(value.dtype)}"  # a group with this state in two dtypes
-            self.tensors[which] = FileTensor(name, value.dtype, (named.numel,), [])
-        start = 0  # of a FlatParameter, which is the whole section
-        if not self._store.is_flattened:
-            first_param = named.section.first_param + numbers[0]
-            start = self._store.part_in_shard(first_param).start - named.section.start
-        self.tensors[which].parts.append(FilePart(start, value.detach().reshape(-1)))
-        self._indices.setdefault(which, []).extend(numbers)
-
-    def described(self) -> list[StateTensor]:
-        num_params = len(self._named.params)
-        return [
-            StateTensor(
-                key, tensor.name, dtype, brief_indices(self._indices[key, dtype], num_params)
-            )
-            for (key, dtype), tensor in self.tensors.items()
-        ]
+            if kind is StateKind.PER_ELEMENT and isinstance(key, _STATE_KEYS):
+                start = 0  # of a FlatParameter, which is the whole section
+                if not store.is_flattened:
+                    start = store.part_in_shard(indices[0]).start - named.section.start
+                yield key, numbers, FilePart(start, value.detach().reshape(-1))
+                continue
+            is_scalar = kind is StateKind.SCALAR
+            put = tensor_as_text if is_scalar else snapshot.under("own", named.name, str(key))
+            encoded = snapshot.encoded(name, key, value, put)
+            if is_scalar and encoded is not LEFT_OUT:
+                yield key, numbers, encoded
+            elif encoded is not LEFT_OUT:
+                own = snapshot.head.own.setdefault(named.name, [])
+                own.append((numbers[0], key, encoded))
+                rank_local.append(name)

@@ -13,13 +13,13 @@ import torch
 from .._layout.box import Box
 from ..errors import CheckpointError
 from ._arguments import Rename, renamed
-from ._blocks import changed_meanwhile, damaged
-from ._held_parts import HeldPart
+from ._blocks import changed_meanwhile
 from ._manifest import MANIFEST, file_name, read_manifest
+from ._named_groups import HeldPart
 from ._progress import progress_bar
 from ._ranks import Ranks
 from ._tools.archive import Archive, Checksum, Piece, Span, StoredTensor, whole
-from ._tools.native_reading import EXTRA, EXTRA_STATE, NativeCheckpoint
+from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
 from ._tools.optimizer_tree import named_optimizer
 from ._tools.reading import Files, Read, read, reads_of
@@ -139,9 +139,15 @@ class Source:
         archive.is_by_number = False
 
     def state_of(self, held: HeldPart) -> dict[Any, Any]:
-        """Return the optimizer state of this rank's part of a parameter, by key."""
-        name = next((self._states[name] for name in held.names if name in self._states), None)
-        return {} if name is None else self.archive.states.get(name, {})
+        """Return the optimizer state of a parameter, by key."""
+        name = self._state_name(held)
+        return {} if name is None else self._state(name)
+
+    def _state_name(self, held: HeldPart) -> str | None:
+        return next((self._states[name] for name in held.names if name in self._states), None)
+
+    def _state(self, name: str) -> dict[Any, Any]:
+        return self.archive.states.get(name, {})
 
     def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
         """Return the states that fit only this rank's part of a parameter."""
@@ -201,6 +207,8 @@ class Source:
 
     def _records(self) -> list[tuple[Path, Checksum]]:
         """Return the records of all tensors, in the same order on all ranks."""
+        if self.archive.checksums:  # of blocks: such files are no archives
+            return []
         pieces = (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
         found: dict[tuple[Path, Checksum], None] = {}
         for piece in pieces:
@@ -235,7 +243,6 @@ class NativeSource(Source):
 
     def __init__(self, path: Path, rename: Rename | None, call: str) -> None:
         self._checkpoint = NativeCheckpoint(path)
-        self._taken: set[tuple[Path, int]] = set()  # tensors in values
         super().__init__(self._checkpoint.outline(), rename, call)
 
     @property
@@ -246,13 +253,12 @@ class NativeSource(Source):
         common = self._checkpoint.head(self._checkpoint.manifest.common)
         return (*self._checkpoint.parameters, *common.other_states, *super()._state_names())
 
-    def state_of(self, held: HeldPart) -> dict[Any, Any]:
-        name = next((self._states[name] for name in held.names if name in self._states), None)
-        return {} if name is None else self._checkpoint.state_of(name, held.own_part())
+    def _state(self, name: str) -> dict[Any, Any]:
+        return self._checkpoint.state_of(name)
 
     def rank_local_states(self, held: HeldPart) -> dict[Any, Any]:
-        name = next((self._states[name] for name in held.names if name in self._states), None)
-        return {} if name is None else self._checkpoint.rank_local_states(name, held.own_part())
+        name = self._state_name(held)
+        return {} if name is None else self._checkpoint.rank_local_states(name, held.cut)
 
     def extra(self, ranks: Ranks) -> Any:
         manifest = self._checkpoint.manifest
@@ -261,19 +267,6 @@ class NativeSource(Source):
 
     def left_out(self) -> list[str]:
         return self._checkpoint.left_out()
-
-    def _records(self) -> list[tuple[Path, Checksum]]:
-        return []
-
-    def _target(self, leaf: Any) -> Any:
-        if isinstance(leaf, StoredTensor) and leaf.numel:  # a save refers to each tensor once
-            for piece in leaf.pieces:
-                if isinstance(source := piece.source, Span):
-                    if (source.path, source.start) in self._taken:
-                        what = f"a tensor of {leaf.name!r}"
-                        raise damaged(source.path, what, "a second reference to it")
-                    self._taken.add((source.path, source.start))
-        return super()._target(leaf)
 
 
 def open_source(

@@ -142,5 +142,20 @@ def text_in(value: Any) -> str:
     return value
 
 
-def texts(value: Any) -> list[str]:
-    return [text_in(item) for item in listed(value)]
+def parsed(content: Any, form: Any) -> Any:
+    """Return JSON content that has a form: a function that returns a value or raises; ``[form]``, a
+    list; ``(form, ...)``, a list with an item for each; ``{name: form}``, the fields of an object,
+    in which ``"name?"`` may be missing; ``{...: form}``, an object with any names."""
+    if isinstance(form, list):
+        return [parsed(item, form[0]) for item in listed(content)]
+    if isinstance(form, tuple):
+        return tuple(parsed(*each) for each in zip(listed(content), form, strict=True))
+    if not isinstance(form, dict):
+        return form(content)
+    if not isinstance(content, dict):
+        raise TypeError(f"a {type(content).__name__} instead of an object")
+    if ... in form:
+        return {name: parsed(item, form[...]) for name, item in content.items()}
+    fields = {name.rstrip("?"): its_form for name, its_form in form.items()}
+    missing = {name[:-1] for name in form if name[-1] == "?"} - content.keys()
+    return {name: parsed(content[name], fields[name]) for name in fields if name not in missing}

@@ -33,8 +33,9 @@ from .. import _torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._header import dtype_name, dtype_of
 from ._texts import brief, listed, parse_json, shape_in, shortened, text_in
+from ._tools.archive import StoredTensor
 
-Put = Callable[[torch.Tensor], str]  # stores a plain tensor, returns its name
+Put = Callable[[Any], str]  # stores a plain tensor or a StoredTensor, returns its name
 # Returns what stands for the tensor of a name, dtype and shape: it may be read later.
 Get = Callable[[str, torch.dtype, tuple[int, ...]], Any]
 
@@ -90,6 +91,9 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
         return {tag: _LEAVES[tag][1](value)}
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, where, put)
+    if isinstance(value, StoredTensor):
+        tag = "@array" if value.is_array else "@tensor"
+        return {tag: [put(value), dtype_name(value.dtype), list(value.shape)]}
     if kind.__module__.partition(".")[0] == "numpy":
         return _encoded_numpy(value, where, put)
     if kind is type(torch.__version__):  # a subclass of str

@@ -20,8 +20,7 @@ from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint import LoadReport
 from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
-from fsdp_compat.checkpoint._tools.native_reading import NativeCheckpoint
-from fsdp_compat.checkpoint._tools.native_writing import write_native
+from fsdp_compat.checkpoint._tools.native import NativeCheckpoint, write_native
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError

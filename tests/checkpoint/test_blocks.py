@@ -361,6 +361,7 @@ def test_a_file_that_is_not_regular_is_refused_before_it_is_opened(
         path.symlink_to("/dev/zero")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
     facts, wanted = FileFacts(3, (0,)), [want(tmp_path / "file", 0, cleared(3))]
+    kind = kind if kind == "a directory" else "a FIFO, a socket or a device"
     for read in (check, read_checked):
         with pytest.raises(
             CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"

@@ -179,7 +179,7 @@ def test_parts_of_a_parameter_are_found_together_and_raise_the_version(tmp_path:
     assert found == parted()
     parameter = found.parameters()["tied"]
     assert (parameter.shape, parameter.names) == ((5, 4), ("w", "tied"))
-    assert parameter.pieces == [group.piece(0) for group in found.groups]
+    assert parameter.places == tuple((group, 0) for group in found.groups)
     versions_written = [
         json.loads(m.as_text())["content"]["version"] for m in (example(), parted())
     ]

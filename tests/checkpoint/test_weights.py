@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.checkpoint import _safetensors_save, load_safetensors, save_safetensors
-from fsdp_compat.checkpoint._held_parts import managed_parts
+from fsdp_compat.checkpoint._named_groups import managed_parts
 from fsdp_compat.checkpoint._publishing import make_fresh
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy

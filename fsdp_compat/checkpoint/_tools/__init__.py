@@ -17,7 +17,7 @@ pickle, and ``json`` for a crafted text, see `pickles`.
 
 Readers and writers, by format:
 
-- native: ``native_reading``, ``native_writing``; safetensors: ``safetensors_files``
+- native: ``native``; safetensors: ``safetensors_files``
 - torch.save: ``torch_save``, on ``pickles``, and ``torch_writing``
 - one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1:
   ``flat_files``, ``shapes``

@@ -21,7 +21,7 @@ from .._texts import joined
 from .archive import Archive, StoredTensor
 from .arguments import compiled, require_count, selection
 from .dcp import write_dcp
-from .native_writing import write_native
+from .native import write_native
 from .opening import open_archive, problems_of
 from .optimizer_tree import named_optimizer
 from .reading import SLAB_NBYTES, Files

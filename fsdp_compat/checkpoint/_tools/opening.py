@@ -14,7 +14,7 @@ from .._texts import joined, open_file
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
-from .native_reading import is_native, read_native
+from .native import is_native, read_native
 from .paths import require_inside
 from .rank_files import rank_files_in, read_rank_files
 from .safetensors_files import INDEX, read_safetensors

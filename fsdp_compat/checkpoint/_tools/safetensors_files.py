@@ -7,9 +7,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,13 +16,13 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError, UsageError
 from .._header import METADATA, TensorInfo, encode_header, is_known, read_header
-from .._texts import brief, parse_json, read_text, text_in
+from .._texts import brief, parse_json, parsed, read_text, text_in
 from .archive import Archive, Piece, Span, StoredTensor, row_major, whole
 from .paths import require_inside
 from .reading import Files
 from .tree import archive_of
 from .work import for_each
-from .writing import WriteOptions, dtype_to_write, slabs_to_write
+from .writing import Elements, WriteOptions, dtype_to_write
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -40,7 +39,7 @@ def of_info(info: TensorInfo, path: Path, holder: int | None = None) -> StoredTe
 def read_safetensors(path: Path) -> Archive:
     """Return the content of a file, of the files of an index, or of a directory with either."""
     directory = path if path.is_dir() else path.parent
-    found = tensors_of(path)
+    found = _tensors_of(path, directory)
     tree = {
         name: of_info(info, require_inside(directory, file)) for name, (file, info) in found.items()
     }
@@ -52,33 +51,16 @@ def read_safetensors(path: Path) -> Archive:
     return archive_of(path, "safetensors", {"model": tree} if tree else {}, left_out=left_out)
 
 
-def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
+def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Return the tensors of a file, of the files of an index, or of a directory, by name."""
     index = path / INDEX if path.is_dir() else path
-    files: list[Path]
-    file_names: Mapping[str, str] | None = None  # by tensor, of an index
+    file_names: dict[str, str] | None = None  # by tensor, of an index
+    files = [path]
     if path.is_dir() and not index.exists():
         files = sorted(path.glob("*.safetensors"))
     elif index.suffix == ".json":
-        try:
-            file_names = {
-                text_in(name): _file_name(file)
-                for name, file in parse_json(read_text(index))["weight_map"].items()
-            }
-            files = [index.parent / name for name in dict.fromkeys(file_names.values())]
-        except FileNotFoundError:
-            files = []
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError.of(
-                "The index cannot be read.",
-                expected="JSON with a 'weight_map' from tensor names to names of files beside "
-                "the index",
-                got=brief(error),
-                where=str(index),
-                fix="copy it again, or remove it and pass the directory to read all its files",
-            ) from error
-    else:
-        files = [path]
+        file_names = _weight_map(index)
+        files = [directory / name for name in dict.fromkeys(file_names.values())]
     missing = [file for file in files if not file.is_file()]
     if missing or not files:
         raise CheckpointError.of(
@@ -117,12 +99,26 @@ def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
     return found
 
 
-def _file_name(name: Any) -> str:
-    """Return ``name``, the name of a file beside an index. Raises TypeError or ValueError for
-    anything else, such as a path that leads elsewhere."""
-    if Path(text_in(name)).name != name:
-        raise ValueError(f"{name!r} is not the name of a file")
-    return str(name)
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the names of the files of an index, by tensor; none if there is no index. They are
+    names of files beside it: a path might lead elsewhere."""
+    try:
+        found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})["weight_map"]
+        for name in found.values():
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is not the name of a file")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError.of(
+            "The index cannot be read.",
+            expected="JSON with a 'weight_map' from tensor names to names of files beside the "
+            "index",
+            got=brief(error),
+            where=str(index),
+            fix="copy it again, or remove it and pass the directory to read all its files",
+        ) from error
+    return dict(found)
 
 
 # -- writing
@@ -140,11 +136,32 @@ class FileImage:
     def nbytes(self) -> int:
         return max([len(self.header), *(info.stop for info in self.tensors.values())])
 
-    def write_header(self, path: Path) -> None:
+    def create(self, path: Path) -> None:
         """Create the file in its final length. Never overwrites."""
         with open(path, "xb") as created:
             created.write(self.header)
             created.truncate(self.nbytes)
+
+    def write(
+        self,
+        path: Path,
+        contents: Callable[[str], Iterable[tuple[Box, torch.Tensor]]],
+        workers: int = 1,
+    ) -> int:
+        """Write values to the file, durably; return how many bytes. contents: returns boxes of a
+        tensor with their values, by its key."""
+        descriptor = os.open(path, os.O_WRONLY)
+
+        def write(item: tuple[str, TensorInfo], _: object) -> int:
+            key, info = item
+            return sum(_write_box(descriptor, info, *each) for each in contents(key))
+
+        try:
+            nbytes = sum(for_each(list(self.tensors.items()), write, workers=workers))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return nbytes
 
 
 Described = tuple[str, torch.dtype, tuple[int, ...]]  # name in the file, dtype, shape
@@ -199,7 +216,7 @@ def write_index(images: Sequence[FileImage], path: Path) -> None:
         os.fsync(text.fileno())
 
 
-def write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor) -> int:
+def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor) -> int:
     """Write the values of a box of a tensor to their place in a file; return how many bytes."""
     data = memory_of(values.to("cpu", info.dtype).contiguous())
     outer = len(box.sizes)  # dims before those that follow one another in the file
@@ -210,8 +227,10 @@ def write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor)
     run = math.prod(box.sizes[outer:]) * info.dtype.itemsize
     for number, position in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
         place = first + sum(map(int.__mul__, position, strides))
-        start = info.start + place * info.dtype.itemsize
-        write_at(descriptor, data[number * run : (number + 1) * run], start)
+        start, rest = info.start + place * info.dtype.itemsize, data[number * run :][:run]
+        while rest:
+            num_written = os.pwrite(descriptor, rest, start)
+            rest, start = rest[num_written:], start + num_written
     return len(data)
 
 
@@ -220,7 +239,7 @@ def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files
     ``options.max_file_nbytes`` with an index, as Hugging Face lays them out. Tied tensors are
     written once. Raises UsageError for a dtype that the format does not know."""
     path.mkdir()
-    images = images_of(_described(archive), options.max_file_nbytes)
+    images = _images(archive, options.max_file_nbytes)
     for image in images:
         _write_file(image, archive, path / image.name, options, files)
     if len(images) > 1:
@@ -231,37 +250,25 @@ def write_safetensors_file(
     archive: Archive, path: Path, options: WriteOptions, files: Files
 ) -> None:
     """Write the model's tensors to one file. Raises as ``write_safetensors`` does."""
-    (image,) = images_of(_described(archive), None)
+    (image,) = _images(archive, None)
     _write_file(image, archive, path, options, files)
 
 
-def _described(archive: Archive) -> dict[str, Described]:
-    return {
+def _images(archive: Archive, max_file_nbytes: int | None) -> list[FileImage]:
+    described = {
         name: (name, dtype_to_write(tensor), tensor.shape)
         for name, tensor in archive.tensors.items()
     }
+    return images_of(described, max_file_nbytes)
 
 
 def _write_file(
     image: FileImage, archive: Archive, path: Path, options: WriteOptions, files: Files
 ) -> None:
-    image.write_header(path)
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
+    def contents(name: str) -> Iterator[tuple[Box, torch.Tensor]]:
+        for box, values in Elements.of(archive.tensors[name], files, options).chunks():
+            yield box, values
+            options.tick(values.nbytes)
 
-        def write(item: tuple[str, TensorInfo], _: object) -> None:
-            name, info = item
-            for first, values in slabs_to_write(archive.tensors[name], files, options):
-                data = memory_of(values.contiguous())
-                write_at(descriptor, data, info.start + first * info.dtype.itemsize)
-
-        for_each(list(image.tensors.items()), write, workers=options.workers)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_at(descriptor: int, data: memoryview, start: int) -> None:
-    while data:
-        num_written = os.pwrite(descriptor, data, start)
-        data, start = data[num_written:], start + num_written
+    image.create(path)
+    image.write(path, contents, options.workers)

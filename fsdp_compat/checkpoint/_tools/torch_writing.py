@@ -21,7 +21,7 @@ from .pickles import Ignored, Record
 from .reading import Files
 from .torch_save import STORAGES
 from .walk import LEFT_OUT, map_leaves
-from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
+from .writing import Elements, WriteOptions, dtype_to_write, nbytes_to_write
 
 _ALIGN_NBYTES = 64  # of the start of each record
 # Classes of storages by dtype. All others are storages of bytes.
@@ -51,8 +51,9 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
             _add(target, "byteorder", b"little")
             for number, tensor in enumerate(pickler.tensors):
                 with _record(target, f"data/{number}", nbytes_to_write(tensor)) as record:
-                    for _, values in slabs_to_write(tensor, files, options):
+                    for _, values in Elements.of(tensor, files, options).chunks():
                         record.write(memory_of(values))
+                        options.tick(values.nbytes)
             _add(target, "version", b"3\n")
             checksums = b"".join(info.CRC.to_bytes(4, "little") for info in target.infolist())
             _add(target, ".data/serialization_id", f"{zlib.crc32(checksums):040d}".encode())

@@ -19,7 +19,7 @@ from .._texts import brief, joined
 from .archive import Archive, NotRead, StoredTensor, coverage_problem, moved
 from .arguments import MEMORY, require_limits
 from .inspection import Facts, file_name
-from .native_reading import files_of_native, is_native
+from .native import files_of_native, is_native
 from .numbers import count_not_finite, count_unequal
 from .opening import open_archive, spans_of
 from .paths import require_inside

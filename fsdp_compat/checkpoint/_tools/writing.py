@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from ..._comm.host_memory import memory_of
-from ..._layout.box import cut_into_boxes
+from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval
 from .. import _blocks as blocks
 from .._blocks import BlockWriter, FileFacts, Tick
 from .._header import encode_header
 from .archive import StoredTensor, moved
-from .reading import AT_ONCE_NBYTES, SLAB_NBYTES, Files, boxes_of, read_box, slabs
+from .reading import AT_ONCE_NBYTES, SLAB_NBYTES, Files, boxes_of, read_box
 
 
 def _nothing(nbytes: int) -> None:
@@ -44,18 +44,6 @@ def nbytes_to_write(tensor: StoredTensor) -> int:
     return tensor.numel * dtype_to_write(tensor).itemsize
 
 
-def slabs_to_write(
-    tensor: StoredTensor, files: Files, options: WriteOptions
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield all values in row-major order, in the dtype to write: the number of the first element,
-    and a 1-D tensor, whose memory may be used again for the next one."""
-    dtype = dtype_to_write(tensor)
-    for first, values in slabs(tensor, files, options.slab_nbytes):
-        values = values.to(dtype)
-        yield first, values
-        options.tick(values.nbytes)
-
-
 # -- files that are written from start to end
 
 
@@ -68,18 +56,29 @@ class Elements:
     files: Files
     at_once_nbytes: int = AT_ONCE_NBYTES
 
+    @staticmethod
+    def of(
+        tensor: StoredTensor, files: Files, options: WriteOptions, part: Interval | None = None
+    ) -> Elements:
+        """part: of the elements; default: all."""
+        part = Interval(0, tensor.numel) if part is None else part
+        return Elements(tensor, part, files, min(options.slab_nbytes, AT_ONCE_NBYTES))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_to_write(self.tensor)
+
     def numel(self) -> int:
         return self.part.numel
 
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Yield the elements in the dtype to write, each time in memory of its own: a writer's
-        second thread still reads it."""
-        tensor, dtype = self.tensor, dtype_to_write(self.tensor)
-        most = max(min(self.at_once_nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize, 1)
-        for box in cut_into_boxes(tensor.shape, self.part):
+    def chunks(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield the elements in the dtype to write, with the box of the tensor, each time in memory
+        of its own: a writer's second thread still reads it."""
+        most = max(self.at_once_nbytes // self.tensor.dtype.itemsize, 1)
+        for box in cut_into_boxes(self.tensor.shape, self.part):
             for inner in boxes_of(box.sizes, most):
-                values = read_box(tensor, moved(inner, box.offsets), self.files)
-                yield values.to(dtype).contiguous()
+                place = moved(inner, box.offsets)
+                yield place, read_box(self.tensor, place, self.files).to(self.dtype).contiguous()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class FilePart:
         """Yield the values in contiguous memory of the CPU."""
         values = self.values
         if isinstance(values, Elements):
-            yield from values.chunks()
+            yield from (some for _, some in values.chunks())
         elif values.device.type == "cpu":
             yield values.contiguous()
         else:

@@ -22,7 +22,7 @@ from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint._tools import commands
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
-from fsdp_compat.checkpoint._tools.native_writing import write_native
+from fsdp_compat.checkpoint._tools.native import write_native
 from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.shapes import shapes_of

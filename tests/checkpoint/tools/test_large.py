@@ -21,7 +21,7 @@ from fsdp_compat.checkpoint._tools.archive import (
     StoredTensor,
     whole,
 )
-from fsdp_compat.checkpoint._tools.native_writing import write_native
+from fsdp_compat.checkpoint._tools.native import write_native
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from tests.support.sampling import at_most
