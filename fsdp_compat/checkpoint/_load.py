@@ -181,7 +181,7 @@ def _shapes_of(model: nn.Module) -> Shapes:
         found[held.names[0]] = Shape(held.shape, held.dtype), held.names
     for name, value in unmanaged_state(model).items():
         if isinstance(value, torch.Tensor):
-            found[name] = Shape(tuple(value.shape), value.dtype, None), (name,)
+            found[name] = Shape(tuple(value.shape), value.dtype), (name,)
     order = {name: position for position, name in enumerate(names_before(model))}
     names = sorted(found, key=lambda name: order.get(name, len(order)))
     ties = {other: name for name in names for other in found[name][1][1:]}

@@ -437,9 +437,9 @@ def _convert(rename: Any, rename_file: Any, **given: Any) -> None:
     epilog=_epilog("shapes my.module:make_model -o model.json", "shapes train:build"),
 )
 def shapes_command(factory: str, output: Path | None) -> None:
-    """Write the shapes of a model's parameters and buffers as JSON, for --shapes. FUNCTION takes no
+    """Write the shapes of a model's parameters as JSON, for --shapes. FUNCTION takes no
     arguments and returns the model, which is made on the meta device: without memory."""
-    text = json.dumps(shapes_from_callable(factory).as_json(), indent=1) + "\n"
+    text = shapes_from_callable(factory).as_text()
     if output is None:
         sys.stdout.write(text)
         return

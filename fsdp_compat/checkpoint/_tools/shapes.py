@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters and buffers, for checkpoints that do not hold them."""
+"""The shapes of a model's parameters, for checkpoints that do not hold them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,16 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One parameter or buffer."""
+    """One parameter."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    is_buffer: bool | None = False  # None: not known
-    is_saved: bool = True  # False for a buffer that state dicts leave out
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The parameters and buffers of a model, by their names in the unwrapped model."""
+    """The parameters of a model, by their names in the unwrapped model. Buffers may be among
+    them."""
 
     entries: dict[str, Shape]  # in the order of the modules, if is_ordered
     ties: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -43,31 +41,25 @@ class Shapes:
     # The checkpoint that they are those of. It may hold a tied parameter once for each name.
     source: Archive | None = dataclasses.field(default=None, compare=False, repr=False)
 
-    def as_json(self) -> dict[str, Any]:
-        entries: dict[str, dict[str, Any]] = {}
-        for name, shape in self.entries.items():
-            entries[name] = {"shape": list(shape.sizes), "dtype": dtype_name(shape.dtype)}
-            if shape.is_buffer is not False:
-                entries[name]["buffer"] = shape.is_buffer
-            if not shape.is_saved:
-                entries[name]["saved"] = False
-        return {
+    def as_text(self) -> str:
+        """Return the content of a file that ``load`` reads."""
+        described = {
             "format": _FORMAT,
             "version": _VERSION,
             "ordered": self.is_ordered,
-            "entries": entries,
+            "entries": {
+                name: {"shape": list(shape.sizes), "dtype": dtype_name(shape.dtype)}
+                for name, shape in self.entries.items()
+            },
             "ties": self.ties,
         }
-
-    def save(self, path: Path) -> None:
-        """Write the shapes to a file. Raises OSError."""
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        return json.dumps(described, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> Shapes:
-        """Read what ``save`` has written. Raises CheckpointError and OSError."""
+        """Read what ``fsdp-compat shapes`` has written. Raises CheckpointError and OSError."""
         try:
-            return cls.from_json(parse_json(read_text(path)))
+            return cls._from_json(parse_json(read_text(path)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError.of(
                 f"{path.name} does not hold the shapes of a model.",
@@ -78,29 +70,18 @@ class Shapes:
             ) from error
 
     @classmethod
-    def from_json(cls, described: Any) -> Shapes:
-        """Return the shapes that ``as_json`` describes. Raises ValueError, TypeError, KeyError."""
-        if described["format"] != _FORMAT or described["version"] != _VERSION:
-            raise ValueError(f"format {described['format']!r}, version {described['version']!r}")
+    def _from_json(cls, described: Any) -> Shapes:
+        known = described["format"], described["version"], type(described["ordered"])
+        if known != (_FORMAT, _VERSION, bool):
+            raise ValueError(f"the format {known!r:.200}")
         entries = {
-            name: Shape(
-                shape_in(facts["shape"]),
-                dtype_of(facts["dtype"]),
-                _flag(facts.get("buffer", False), can_be_none=True),
-                bool(_flag(facts.get("saved", True))),
-            )
+            name: Shape(shape_in(facts["shape"]), dtype_of(facts["dtype"]))
             for name, facts in described["entries"].items()
+            if facts.get("buffer") is not True  # earlier versions listed buffers as well
         }
         ties = {text_in(name): text_in(first) for name, first in described["ties"].items()}
-        if not set(ties.values()) <= set(entries) or set(ties) & set(entries):
-            raise ValueError("ties to names without shapes")
-        return cls(entries, ties, bool(_flag(described["ordered"])))
-
-
-def _flag(value: Any, can_be_none: bool = False) -> bool | None:
-    if isinstance(value, bool) or (value is None and can_be_none):
-        return value
-    raise TypeError(f"a {type(value).__name__} instead of true or false")
+        ties = {name: first for name, first in ties.items() if first in entries}
+        return cls(entries, ties, described["ordered"])
 
 
 def shapes_of(model: nn.Module) -> Shapes:
@@ -108,23 +89,12 @@ def shapes_of(model: nn.Module) -> Shapes:
     entries: dict[str, Shape] = {}
     ties: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    saved = set(model.state_dict(keep_vars=True))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = [
-            *((name, tensor, False) for name, tensor in module._parameters.items()),
-            *((name, tensor, True) for name, tensor in module._buffers.items()),
-        ]
-        for short, tensor, is_buffer in own:
-            if tensor is None:
-                continue
-            name = f"{prefix}.{short}" if prefix else short
-            first = first_names.setdefault(id(tensor), name)
-            if first != name:
-                ties[name] = first
-            else:
-                entries[name] = Shape(
-                    tuple(tensor.shape), tensor.dtype, is_buffer, not is_buffer or name in saved
-                )
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(param), name)
+        if first != name:
+            ties[name] = first
+        else:
+            entries[name] = Shape(tuple(param.shape), param.dtype)
     return Shapes(entries, ties)
 
 
@@ -137,10 +107,12 @@ def shapes_from_callable(place: str) -> Shapes:
         raise _unusable(place, "no colon between a module and a function")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        make: Any = importlib.import_module(module_name)
+        model: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            make = getattr(make, part)
-        model = _called(make)
+            model = getattr(model, part)
+        if not isinstance(model, nn.Module):
+            with torch.device("meta"):
+                model = model()
     except Exception as error:  # of the user's code
         raise _unusable(place, brief(error)) from error
     finally:
@@ -148,13 +120,6 @@ def shapes_from_callable(place: str) -> Shapes:
     if not isinstance(model, nn.Module):
         raise _unusable(place, f"a {type(model).__name__}")
     return shapes_of(model)
-
-
-def _called(make: Callable[[], Any]) -> Any:
-    if isinstance(make, nn.Module):
-        return make
-    with torch.device("meta"):
-        return make()
 
 
 def _unusable(place: str, got: str) -> UsageError:
@@ -172,8 +137,6 @@ def shapes_of_archive(archive: Archive) -> Shapes:
 
     safetensors sorts the names, so the order of the modules is known only from other formats.
     """
-    entries = {
-        name: Shape(tensor.shape, tensor.dtype, None) for name, tensor in archive.tensors.items()
-    }
+    entries = {name: Shape(tensor.shape, tensor.dtype) for name, tensor in archive.tensors.items()}
     is_sorted = "safetensors" in archive.kind.lower()
     return Shapes(entries, dict(archive.aliases), not is_sorted, archive)

@@ -173,7 +173,7 @@ def test_shapes_that_do_not_add_up_are_listed(
     wrong["blocks.1.first.weight"] = Shape((4, 5), torch.float32)
     with pytest.raises(CheckpointError, match=r"blocks\.1\._flat_param") as caught:
         read_rank_files(paths_of(saved[KEYS[1]], use_orig_params), Shapes(wrong, shapes.ties))
-    assert "blocks.1.first.weight 20" in str(caught.value)
+    assert f"blocks.1.first.weight {15 if use_orig_params else 20}" in str(caught.value)
 
 
 @pytest.mark.parametrize("numel", [14, 16])
@@ -193,9 +193,8 @@ def test_shapes_are_written_and_read_again(tmp_path: Path) -> None:
     with torch.device("meta"):
         shapes = shapes_of(Model())
     assert shapes == shapes_of(make_model())
-    assert shapes.entries["unsaved"] == Shape((2,), torch.float32, True, False)
     assert list(shapes.ties) == ["head.weight"]
-    shapes.save(tmp_path / "model.json")
+    (tmp_path / "model.json").write_text(shapes.as_text())
     assert Shapes.load(tmp_path / "model.json") == shapes
 
 
@@ -205,8 +204,7 @@ def test_other_texts_are_no_shapes(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, place: int
 ) -> None:
     path = tmp_path_factory.mktemp("shapes") / "model.json"
-    shapes_of(Block()).save(path)
-    text = path.read_bytes()
+    text = shapes_of(Block()).as_text().encode()
     place %= len(text)
     path.write_bytes(text[:place] + noise + text[place + len(noise) + 1 :])
     try:
