@@ -25,8 +25,7 @@ from ._front_ends.fully_shard.fully_shard import register_forward_method
 from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_loading, model_state
 from ._state import optim_calls as optim
-from ._state import optim_legacy as legacy
-from ._state.optim_legacy import OptimStateKeyType
+from ._state.optim_calls import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatParameter
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -298,12 +297,12 @@ class FullyShardedDataParallel(ClientAttributes):
     state_dict_type = staticmethod(forms.state_dict_type)
     optim_state_dict = staticmethod(optim.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optim.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(legacy.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(legacy.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(legacy.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(legacy.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(legacy.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(legacy.rekey_optim_state_dict)
+    full_optim_state_dict = staticmethod(optim.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim.rekey_optim_state_dict)
 
     def state_dict(self, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's state under the names before wrapping, in the type set by

@@ -21,25 +21,21 @@ _States = dict[nn.Parameter, Mapping[Any, Any]]
 
 def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     """Return the optimizer's states by parameter. Parameters without state get what the first step
-    would create, on the meta device.
+    would create, tried out once for those that are alike.
 
     Raises StateError if that step fails.
     """
     states: _States = {}
-    tried: dict[object, Mapping[Any, Any]] = {}
+    alike: dict[object, list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if optimizer.state.get(parameter):
                 states[parameter] = optimizer.state[parameter]
             elif parameter.requires_grad:
                 kind = number, tuple(parameter.shape), parameter.dtype, parameter.device
-                if kind not in tried:
-                    found = _tried_alone(ownership, optimizer, parameter)
-                    tried[kind] = {
-                        key: value.to("meta") if type(value) is torch.Tensor else value
-                        for key, value in found.items()
-                    }
-                states[parameter] = tried[kind]
+                alike.setdefault(kind, []).append(parameter)
+    for parameters in alike.values():
+        states.update(dict.fromkeys(parameters, _tried_alone(ownership, optimizer, parameters[0])))
     return states
 
 
@@ -50,15 +46,14 @@ def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     Gradients and weight decay of that step are zero. If it fails, a warning says so, and the answer
     is empty.
     """
-    trainable = [p for p in ownership.parameters if p.requires_grad and not ownership.is_vacant(p)]
+    trainable = [p for p in ownership.numbers if p.requires_grad and not ownership.is_vacant(p)]
     try:
         states = _after_one_step(ownership, optimizer, trainable)
     except Exception as error:  # a step may raise anything: it may need a closure, or a model
         warnings.warn(
-            f"{type(optimizer).__name__} has no state yet, and what its first step would make "
-            "could not be tried out "
+            f"{type(optimizer).__name__} has no state yet, and a first step on copies failed "
             f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}): its state dict has no "
-            "entries that a checkpoint could be read into. Take it after the first step.",
+            "entries to read a checkpoint into. Take it after the first step.",
             stacklevel=4,
         )
         return {}
@@ -82,8 +77,7 @@ def _tried_alone(
             expected="an optimizer whose step() needs nothing but gradients",
             got=f"{type(error).__name__}: {error}",
             where=f"check_optimizer, {ownership.where}",
-            fix="call check_optimizer after the first step: it looks at the states that are "
-            "there then",
+            fix="call check_optimizer after the first step",
         ) from error
 
 

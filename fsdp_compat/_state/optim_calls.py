@@ -1,22 +1,53 @@
-"""Optimizer state dicts, as `FullyShardedDataParallel` exports and loads them."""
+"""The calls for optimizer state that `FullyShardedDataParallel` has. The six older ones, which
+newer releases of torch remove one by one, run the same algorithm."""
 
 from __future__ import annotations
 
+import copy
+import enum
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import require_bools, require_group, require_model_and_optimizer
+from ..api import as_ours
+from ..errors import (
+    AssertedUsageError,
+    CheckpointError,
+    TypeUsageError,
+    UsageError,
+    require_bools,
+    require_group,
+    require_model_and_optimizer,
+    require_module,
+    wrong_type,
+)
 from .dry_run import states_to_be
 from .forms import get_state_dict_type
 from .older_optimizers import convert
-from .optim_contents import classify_all, ownership_of
-from .optim_export import Values, export_optim_state, form_set
+from .optim_contents import (
+    classify_all,
+    numbered_names,
+    ownership_of,
+    require_state_dict,
+    require_units,
+)
+from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
 from .rank_local import rank_local_names
-from .units import require_idle, units_of
+from .units import clean_name, names_before, require_idle, units_of
+
+_Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+class OptimStateKeyType(enum.Enum):
+    """How the state in an optimizer's dict is keyed: by parameter names, or by numbers."""
+
+    PARAM_NAME = enum.auto()
+    PARAM_ID = enum.auto()
 
 
 def optim_state_dict(
@@ -46,18 +77,8 @@ def optim_state_dict(
     where = "optim_state_dict(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
     require_group(group, where)
-    form, groups = form_set(model), optim.param_groups
-    first_step = form.values is not Values.WHOLE
-    return export_optim_state(
-        model,
-        optim,
-        groups,
-        optim_state_dict,
-        form,
-        group=group,
-        where=where,
-        first_step=first_step,
-    )
+    form, given = form_set(model), optim_state_dict
+    return export_optim_state(model, optim, optim.param_groups, given, form, where, group)
 
 
 def optim_state_dict_to_load(
@@ -114,7 +135,209 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     require_model_and_optimizer(model, optim, where)
     require_idle(model, "check_optimizer")
     convert(optim)
-    ownership = ownership_of(
-        optim.param_groups, f"the state of {type(optim).__name__}", units_of(model), model
-    )
+    label, units = f"the state of {type(optim).__name__}", units_of(model)
+    require_units(units, model, label)
+    ownership = ownership_of(optim.param_groups, label, units, model)
     return rank_local_names(ownership, classify_all(states_to_be(ownership, optim)))
+
+
+# -- the older calls
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: _Input = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only``, {}
+    on other ranks.
+
+    Collective: one gather per flat parameter and state, like ``optim_state_dict`` in the full form.
+    """
+    where = _called("full_optim_state_dict", "optim_state_dict", model, optim, group)
+    require_bools(where, rank0_only=rank0_only)
+    groups = _groups_of(optim_input, optim, model, where)
+    form = ExportForm(Values.WHOLE, to_cpu=True, rank0_only=rank0_only)
+    return export_optim_state(model, optim, groups, None, form, where, group)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return the optimizer's state by parameter names, in the sharded form, regardless of the form
+    that is set.
+
+    Collective: one small exchange; tensors are not sent.
+    """
+    where = _called("sharded_optim_state_dict", "optim_state_dict", model, optim, group)
+    form = ExportForm(Values.BOXES, to_cpu=True, first_step=True)
+    return export_optim_state(model, optim, optim.param_groups, None, form, where)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim_input: _Input = None,
+    optim: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return the dict that the optimizer loads on this rank, from a full dict that every rank has.
+    Collective: one small exchange."""
+    where = _called("shard_full_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    return _to_load(full_optim_state_dict, model, optim_input, optim, where)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+) -> dict[str, Any]:
+    """Return the dict that the optimizer loads on this rank, from a sharded dict.
+
+    Collective: one small exchange; values that are sharded differently than the model are gathered.
+    """
+    where = _called("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    require_model_and_optimizer(model, optim, where)
+    return _to_load(sharded_optim_state_dict, model, None, optim, where)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: _Input = None,
+    optim: Optimizer | None = None,
+    group: Any | None = None,
+) -> dict[str, Any]:
+    """Return the dict that the optimizer loads on this rank, from a full dict that only rank 0
+    needs to have.
+
+    Collective: rank 0 sends one state of one unit at a time.
+    """
+    where = _called(
+        "scatter_full_optim_state_dict", "optim_state_dict_to_load", model, optim, group
+    )
+    return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: _Input = None,
+    optim: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return an optimizer's state dict keyed by parameter names, or by numbers, however it was
+    keyed; values are not copied.
+
+    model: wrapped or not. Numbers are those of the unwrapped model's optimizer: the parameters of a
+    FlatParameter are numbered in the model's order. Sends nothing. Raises CheckpointError for keys
+    of both kinds, or for a parameter that the model or the optimizer does not have.
+    ``optim_state_dict_to_load`` accepts both kinds of keys.
+    """
+    where = _called("rekey_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
+    if kind is None:
+        raise wrong_type("optim_state_key_type", "an OptimStateKeyType", kind, where)
+    require_state_dict(optim_state_dict, where, CheckpointError)
+    groups = optim_state_dict.get("param_groups", ())
+    used = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
+    kinds = {type(key) for key in used}
+    if kinds == {str if kind is OptimStateKeyType.PARAM_NAME else int}:
+        return dict(optim_state_dict)
+    names, numbers = _numbering(model, _groups_of(optim_input, optim, model, where), where)
+    keys: dict[Any, Any] = {key: numbers.get(clean_name(str(key))) for key in used}
+    if kind is OptimStateKeyType.PARAM_NAME:
+        keys = {key: names.get(key) for key in used}
+    unknown = [key for key in used if keys[key] is None or len(kinds) > 1]
+    if unknown:
+        raise CheckpointError.of(
+            "The optimizer state dict does not belong to the model and the optimizer.",
+            expected="names, or numbers, of parameters that the optimizer holds and the model has",
+            got=f"the key(s) {', '.join(map(repr, unknown[:3]))}",
+            where=where,
+            fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
+            "unchanged, with its model and optimizer, or the ones that will load it",
+        )
+    result: dict[str, Any] = {
+        "state": {keys[key]: value for key, value in optim_state_dict["state"].items()}
+    }
+    if "param_groups" in optim_state_dict:
+        result["param_groups"] = [
+            {
+                **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+                "params": sorted(keys[key] for key in group["params"]),
+            }
+            for group in groups
+        ]
+    return result
+
+
+def _numbering(
+    model: nn.Module, groups: list[dict[str, Any]], where: str
+) -> tuple[dict[int, str], dict[str, int]]:
+    """Return the names of parameters by their numbers in an optimizer, and the numbers by all
+    names."""
+    ownership = ownership_of(groups, where, units_of(model), model)
+    by_group = numbered_names(ownership, names_before(model))
+    names = dict(enumerate(name for of_group in by_group for name in of_group))
+    numbers = {name: number for number, name in names.items()}
+    for contents in ownership.held.values():
+        for first, *others in contents.all_names.values():
+            if first in numbers:
+                numbers.update(dict.fromkeys(others, numbers[first]))
+    return names, numbers
+
+
+def _groups_of(
+    optim_input: Any, optim: Optimizer | None, model: nn.Module, where: str
+) -> list[dict[str, Any]]:
+    """Return parameter groups in the order in which an optimizer numbers its parameters.
+
+    They are those of ``optim_input``, the argument that an optimizer is created from; without it,
+    those of the optimizer; without either, one group with all the model's parameters.
+    """
+    if optim_input is None:
+        return optim.param_groups if optim is not None else [{"params": list(model.parameters())}]
+    try:
+        given = [dict(each) if isinstance(each, dict) else each for each in optim_input]
+        return Optimizer(given, {}).param_groups
+    except (TypeError, ValueError, KeyError) as error:
+        kinds: dict[type, type[UsageError]] = {ValueError: UsageError, KeyError: AssertedUsageError}
+        raise kinds.get(type(error), TypeUsageError).of(
+            "optim_input is not what an optimizer is created from.",
+            expected="parameters, or dicts with 'params'",
+            got=f"a {type(optim_input).__name__} ({error})",
+            where=f"argument 'optim_input' of {where}",
+            fix="leave it out and pass optim=, the optimizer",
+        ) from error
+
+
+def _to_load(
+    state_dict: Mapping[str, Any] | None,
+    model: nn.Module,
+    optim_input: Any,
+    optim: Optimizer | None,
+    where: str,
+    from_rank0: bool = False,
+) -> dict[str, Any]:
+    groups = _groups_of(optim_input, optim, model, where)
+    label = type(optim).__name__ if optim is not None else "the optimizer"
+    wanted = LoadOptions(from_rank0, as_saved=True)
+    return import_optim_state(model, groups, state_dict, wanted, label, where)
+
+
+def _called(old: str, new: str, model: Any, optim: Any, group: Any = None) -> str:
+    """Warn of a call, check its arguments (``optim`` may be None where the call allows it), and
+    return what errors say of it."""
+    warnings.warn(
+        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} "
+        "instead.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    where = f"{old}(...)"
+    if optim is None and new == "optim_state_dict_to_load":
+        require_module(model, where)
+    else:
+        require_model_and_optimizer(model, optim, where)
+    require_group(group, where)
+    return where

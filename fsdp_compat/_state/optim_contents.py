@@ -7,10 +7,9 @@ import copy
 import dataclasses
 import enum
 import functools
-import math
 import numbers
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +17,26 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch_private
+from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import FsdpCompatError, UsageError
 from .sharded_values import copied
-from .units import NamedUnit, clean_name, names_of
+from .units import NamedUnit, clean_name, names_of, require_idle, units_of
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamContents:
-    """The user's parameters in one parameter of the optimizer, by (index in the store, name)."""
+    """The user's parameters in one parameter of the optimizer."""
 
     group: Group | None  # None: a parameter that no unit manages
-    names: tuple[tuple[int, str], ...]
-    # All names of each of them, beginning with the one in ``names``; tied parameters have several.
-    all_names: tuple[tuple[str, ...], ...]
+    # By index in the store. A tied parameter has several names; dicts have the first.
+    all_names: Mapping[int, tuple[str, ...]]
+
+    @functools.cached_property
+    def names(self) -> list[tuple[int, str]]:
+        """The first name of each, with its index."""
+        return [(index, its[0]) for index, its in self.all_names.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +51,17 @@ class ParamOwnership:
     names: Mapping[nn.Parameter, str]
 
     @functools.cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """The optimizer's parameters, in the order in which its state dict numbers them."""
-        return [parameter for group in self.groups for parameter in group["params"]]
+    def numbers(self) -> dict[nn.Parameter, int]:
+        """The optimizer's parameters, with their numbers in its state dict."""
+        parameters = [parameter for group in self.groups for parameter in group["params"]]
+        return {parameter: number for number, parameter in enumerate(parameters)}
+
+    @functools.cached_property
+    def by_key(self) -> dict[Any, nn.Parameter]:
+        """The optimizer's parameters by their keys in its state dict: numbers, or in a named
+        optimizer the model's current names."""
+        by_name = {self.names[p]: p for p in self.numbers if p in self.names}
+        return {**{number: p for p, number in self.numbers.items()}, **by_name}
 
     @functools.cached_property
     def by_name(self) -> dict[str, tuple[nn.Parameter, int]]:
@@ -61,24 +73,13 @@ class ParamOwnership:
         }
 
     @functools.cached_property
-    def members(self) -> frozenset[nn.Parameter]:
-        """The optimizer's parameters."""
-        return frozenset(self.parameters)
-
-    @functools.cached_property
-    def by_current_name(self) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters by the model's current names, which a named optimizer uses as
-        keys of its state."""
-        return {self.names[p]: p for p in self.parameters if p in self.names}
-
-    @functools.cached_property
     def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
         """The optimizer's parameters that no unit manages, with their names, in the model's
         order."""
         return [
             (p, contents.names[0][1])
             for p, contents in self.held.items()
-            if contents.group is None and p in self.members
+            if contents.group is None and p in self.numbers
         ]
 
     def names_in(self, parameter: nn.Parameter) -> list[str]:
@@ -91,11 +92,10 @@ class ParamOwnership:
 
         False for a DTensor, which has state on every rank.
         """
-        group = self.held[parameter].group
-        if group is None or parameter.numel() or _torch_private.is_dtensor(parameter):
+        contents = self.held[parameter]
+        if contents.group is None or _torch_private.is_dtensor(parameter):
             return False
-        store = store_of(group)
-        return any(math.prod(store.local_shape(index)) for index, _ in self.held[parameter].names)
+        return not store_of(contents.group).has_part([*contents.all_names])
 
     def name_before(self, name: object) -> str:
         """Return the name of a parameter before anything was wrapped, without the ``module.`` that
@@ -104,18 +104,14 @@ class ParamOwnership:
         inner = clean.removeprefix("module.")
         return inner if clean not in self.by_name and inner in self.by_name else clean
 
+    def is_user_key(self, key: object) -> bool:
+        """True for the key of a state that belongs to no parameter."""
+        is_name = key in self.by_key or self.name_before(key) in self.by_name
+        return isinstance(key, str) and not is_name
+
     def in_group(self, group: Group) -> list[nn.Parameter]:
         """Return the sharded parameters of one group, whether the optimizer holds them or not."""
         return [param for param, _ in store_of(group).sharded_params if param in self.held]
-
-    def groups_of(self, sharded_params: Collection[nn.Parameter]) -> list[Group]:
-        """Return the groups that any of these parameters belongs to, in the model's order."""
-        found = {
-            id(contents.group): contents.group
-            for parameter, contents in self.held.items()
-            if parameter in sharded_params and contents.group is not None
-        }
-        return list(found.values())
 
 
 def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> None:
@@ -131,6 +127,22 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
         )
 
 
+def begin(
+    model: nn.Module, call: str, where: str, copies: bool = False
+) -> tuple[list[NamedUnit], list[Group]]:
+    """Return the model's units and their groups. Collective: every rank has made the call.
+
+    copies: whether replicas, too. Raises StateError in the middle of a step, and UsageError for a
+    model without units.
+    """
+    require_idle(model, call)
+    units = units_of(model)
+    require_units(units, model, where)
+    groups = [group for named in units for group in named.unit.groups]
+    rendezvous.require_all_ranks(call, groups, copies=copies)
+    return units, groups
+
+
 def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, ParamContents]:
     """Return the contents of each parameter that an optimizer may hold: first the units' sharded
     parameters, then those that no unit manages."""
@@ -139,26 +151,20 @@ def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Paramet
         for group in named.unit.groups:
             params = store_of(group).orig_params
             for parameter, indices in group.store.sharded_params:
-                all_names = tuple(tuple(names_of(params[i], named.prefix)) for i in indices)
-                names = tuple((i, its[0]) for i, its in zip(indices, all_names, strict=True))
-                held[parameter] = ParamContents(group, names, all_names)
-    others: dict[nn.Parameter, list[str]] = {}
+                all_names = {i: tuple(names_of(params[i], named.prefix)) for i in indices}
+                held[parameter] = ParamContents(group, all_names)
+    others: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in held:
-            others.setdefault(parameter, []).append(clean_name(name))
-    for parameter, of_param in others.items():
-        held[parameter] = ParamContents(None, ((0, of_param[0]),), (tuple(of_param),))
-    return held
+            others[parameter] = (*others.get(parameter, ()), clean_name(name))
+    return {**held, **{p: ParamContents(None, {0: its}) for p, its in others.items()}}
 
 
 def ownership_of(
     groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
 ) -> ParamOwnership:
-    """Return the contents of every parameter in an optimizer's groups.
-
-    Raises UsageError for a parameter that is not the model's, and for a model without units.
-    """
-    require_units(units, model, where)
+    """Return the contents of every parameter in an optimizer's groups. Raises UsageError for a
+    parameter that is not the model's."""
     held = contents_of(units, model)
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
@@ -213,11 +219,8 @@ Kinds = dict[nn.Parameter, dict[Any, StateKind]]  # of the states of some parame
 
 
 def classify(value: object, param: nn.Parameter) -> StateKind:
-    """Return the kind of a value that an optimizer keeps for ``param``.
-
-    A 0-d tensor is a scalar, even if the parameter is 0-d. A tensor subclass that wraps others,
-    such as a quantized one, is rank-local. Whether a scalar is equal on all ranks is not checked.
-    """
+    """Return the kind of a value that an optimizer keeps for ``param``. A 0-d tensor is a scalar,
+    even if the parameter is 0-d; a tensor subclass that wraps others is rank-local."""
     if not isinstance(value, torch.Tensor):
         is_scalar = value is None or isinstance(value, (numbers.Number, str))
         return StateKind.SCALAR if is_scalar else StateKind.RANK_LOCAL
@@ -230,26 +233,19 @@ def classify(value: object, param: nn.Parameter) -> StateKind:
 
 
 def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
-    """Return the kinds of all states of several parameters.
-
-    For a parameter with at most one element, a rank-local state (a scale per block of elements) may
-    have the parameter's shape by chance: a state that is rank-local for other parameters is
-    rank-local for this one too.
-    """
+    """Return the kinds of all states of several parameters. A rank-local state (a scale per block
+    of elements) may have the shape of a parameter of one element by chance: others decide."""
     kinds = {
         param: {key: classify(value, param) for key, value in state.items()}
         for param, state in states.items()
     }
     rank_local = {
-        key
-        for of_param in kinds.values()
-        for key, kind in of_param.items()
-        if kind is StateKind.RANK_LOCAL
+        key for its in kinds.values() for key, kind in its.items() if kind is StateKind.RANK_LOCAL
     }
-    for param, of_param in kinds.items():
-        for key in rank_local & of_param.keys() if param.numel() <= 1 else ():
-            if of_param[key] is StateKind.PER_ELEMENT:
-                of_param[key] = StateKind.RANK_LOCAL
+    for param, its in kinds.items():
+        for key in rank_local & its.keys() if param.numel() <= 1 else ():
+            if its[key] is StateKind.PER_ELEMENT:
+                its[key] = StateKind.RANK_LOCAL
     return kinds
 
 
@@ -266,8 +262,6 @@ def snapshot(value: Any, to_cpu: bool = False) -> Any:
         return copied(value, to_cpu)
     if type(value) is dict:
         return {key: snapshot(item, to_cpu) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(snapshot(item, to_cpu) for item in value)
     try:
         with _DeepCopies(to_cpu):
             return copy.deepcopy(value)
@@ -291,21 +285,38 @@ class _DeepCopies(TorchFunctionMode):
 # -- its state dict
 
 
-def other_form(state_dict: Any) -> tuple[str, object] | None:
-    """Return (expected, got) for an object that is not an optimizer's state dict, and None for an
-    optimizer's state dict.
+def require_state_dict(
+    state_dict: Any,
+    where: str,
+    kind: type[FsdpCompatError],
+    is_user_key: Callable[[Any], bool] = lambda key: isinstance(key, str),
+) -> None:
+    """Raise ``kind`` for an object that is not an optimizer's state dict.
 
     "param_groups" may be missing, and keys that name no parameter may have any value.
     """
-    if not isinstance(state_dict, Mapping):
+    wrong = _wrong_part(state_dict, is_user_key)
+    if wrong is not None:
+        expected, got = wrong
+        raise kind.of(
+            "This is not an optimizer state dict.",
+            expected=expected,
+            got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
+            where=where,
+            fix="pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, on "
+            "every rank; note the order of the arguments",
+        )
+
+
+def _wrong_part(state_dict: Any, is_user_key: Callable[[Any], bool]) -> tuple[str, object] | None:
+    """Return (expected, got) for the first part that an optimizer's state dict cannot have."""
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         return "a dict with 'state' and 'param_groups'", state_dict
-    if "state" not in state_dict:
-        return "a dict with 'state' and 'param_groups'", list(state_dict)
     state, groups = state_dict["state"], state_dict.get("param_groups", ())
     if not isinstance(state, Mapping):
         return "'state': a dict keyed by parameter", state
     for name, entry in state.items():
-        if not isinstance(entry, Mapping) and not isinstance(name, str):
+        if not isinstance(entry, Mapping) and not is_user_key(name):
             return f"'state' of {name!r}: a dict", entry
     if not isinstance(groups, (list, tuple)):
         return "'param_groups': a list of dicts", groups
@@ -313,27 +324,3 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
             return f"'param_groups', group {number}: a dict with 'params', a list", group
     return None
-
-
-def not_a_state_dict(
-    kind: type[FsdpCompatError], expected: str, got: object, where: str
-) -> FsdpCompatError:
-    """Return the error for an object that is not an optimizer's state dict, or not a part of
-    one."""
-    return kind.of(
-        "This is not an optimizer state dict.",
-        expected=expected,
-        got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
-        where=where,
-        fix="pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, on every "
-        "rank; note the order of the arguments",
-    )
-
-
-def is_user_state(ownership: ParamOwnership, key: object) -> bool:
-    """True for the key of a state that belongs to no parameter."""
-    return (
-        isinstance(key, str)
-        and ownership.name_before(key) not in ownership.by_name
-        and key not in ownership.by_current_name
-    )

@@ -6,16 +6,14 @@ Then every rank cuts its part out of its own dict, or out of what rank 0 sends."
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _torch_private
-from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import (
@@ -25,26 +23,24 @@ from ..errors import (
     UsageError,
     ValueCheckpointError,
 )
-from .optim_agreement import describe, held_by_any, require_alike
+from .optim_agreement import describe, require_alike
 from .optim_contents import (
     ParamOwnership,
     StateKind,
+    begin,
     classify,
     is_count,
-    is_user_state,
     is_whole,
-    not_a_state_dict,
     numbered_names,
-    other_form,
     ownership_of,
-    require_units,
+    require_state_dict,
     snapshot,
 )
 from .rank0 import Rank0Broadcast, outline_of
 from .rank_local import RankState, check_layout, restored
-from .reading_values import dtype_of, is_sharded, read_part, shape_of, unfit
+from .reading_values import dtype_of, is_sharded, read_part, unfit
 from .sharded_values import copied, cut_of
-from .units import model_units_in, names_before, require_idle, units_of
+from .units import model_units_in, names_before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +69,13 @@ def import_optim_state(
     names, full or sharded, or keyed by numbers, as the optimizer of an unwrapped model returns it.
 
     Collective: one small exchange, in which ranks agree that each has a dict that fits, and an
-    optimizer of the same parameters. With full values, or boxes of this rank, nothing else is sent;
-    values that are sharded differently are gathered. With ``from_rank0``, if any rank has None or
-    {}, all take rank 0's dict, which sends one (group, state) at a time, in the model's order.
-
-    Raises UsageError if a rank has no dict, or optimizers differ, and CheckpointError for a dict
-    that does not belong to this model's optimizer; on every rank, before anything else is sent.
+    optimizer of the same parameters. After it only values that are sharded differently are sent;
+    with ``from_rank0``, if any rank has None or {}, rank 0's dict, one (group, state) at a time.
+    Raises UsageError or CheckpointError on every rank, before anything else is sent.
     """
     name, label = call.partition("(")[0], f"the state of {label}"
-    require_idle(model, name)
-    units, first = units_of(model), next(iter(model_units_in(model)), None)
-    require_units(units, model, label)
-    assert first is not None
-    all_groups = [group for named in units for group in named.unit.groups]
-    rendezvous.require_all_ranks(name, all_groups, copies=True)
+    units, all_groups = begin(model, name, label, copies=True)
+    first = model_units_in(model)[0]
     rank0 = Rank0Broadcast(first.mesh, first.device)
     shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
     ownership, plan, facts, problem = None, None, None, None
@@ -96,25 +85,26 @@ def import_optim_state(
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
             plan = _read(ownership, state_dict, wanted, names_before(model), call)
             if wanted.from_rank0 and rank0.is_here:
-                _refuse_sharded(plan, call)
+                _refuse_sharded(state_dict["state"], call)
     except Exception as error:  # raised later, after the other ranks have been told
         problem = error
     kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
-    answers = rank0.gather((plan is not None, "" if problem is None else str(problem), kind, facts))
+    answers = rank0.gather((plan is not None, str(problem or ""), kind, facts))
     if problem is not None:
         raise problem
-    _refuse_together([answer[:3] for answer in answers], wanted.from_rank0, state_dict, call)
     assert ownership is not None
-    all_facts = [of_rank for *_, of_rank in answers]
-    sends = not all(answer[0] for answer in answers)
-    require_alike(ownership, shared, all_facts, call, unmanaged=sends)
-    sharded_params = held_by_any(ownership, shared, all_facts) | set(ownership.members)
-    if sends:
-        _refuse_other_ranks(ownership, rank0, call)
-        told = rank0.tell(None if plan is None else plan.outline())
+    have, texts, kinds, all_facts = (list(each) for each in zip(*answers, strict=True))
+    _refuse_together(texts, kinds, call)
+    if not all(have):
+        _refuse_missing(have, wanted.from_rank0, call)
+        _refuse_other_ranks(all_groups, rank0, call)
+    require_alike(ownership, shared, all_facts, call, unmanaged=not all(have))
+    sender = None if all(have) else rank0
+    if sender is not None:
+        told = sender.send_object(plan and plan.outline(), "the optimizer state dict")
         plan = plan if rank0.is_here else told
     assert plan is not None
-    return _Loading(ownership, plan, rank0 if sends else None, sharded_params, wanted).result()
+    return _Loading(ownership, plan, sender, wanted).result(all_groups)
 
 
 def _num_ranks(group: Group) -> int:
@@ -122,49 +112,45 @@ def _num_ranks(group: Group) -> int:
 
 
 def _refuse_together(
-    answers: Sequence[tuple[bool, str, type[FsdpCompatError]]],
-    from_rank0: bool,
-    given: object,
-    call: str,
+    texts: Sequence[str], kinds: Sequence[type[FsdpCompatError]], call: str
 ) -> None:
-    """Raise on every rank if any rank has no dict or a wrong one. answers: (has a dict, error text,
-    error type), by rank."""
-    for rank, (_, text, kind) in enumerate(answers):
+    """Raise on every rank if any rank refuses its dict. texts, kinds: of its error, by rank."""
+    for rank, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
         if text:
             raise kind.of(
                 "Another rank refused the optimizer state dict.",
                 expected="a dict that fits on every rank",
-                got=f"on rank {rank} of {len(answers)}: {text}",
+                got=f"on rank {rank} of {len(texts)}: {text}",
                 where=call,
                 fix="see the error on that rank",
             )
-    missing = [rank for rank, (has, *_) in enumerate(answers) if not has]
-    if missing and (not from_rank0 or 0 in missing):
+
+
+def _refuse_missing(have: Sequence[bool], from_rank0: bool, call: str) -> None:
+    """Raise unless the ranks that have a dict are enough. have: by rank."""
+    missing = [rank for rank, has in enumerate(have) if not has]
+    if not from_rank0 or 0 in missing:
         raise UsageError.of(
             "The optimizer state dict is missing.",
-            expected="a dict with 'state' and 'param_groups' on "
-            + ("the first rank" if from_rank0 else "every rank"),
-            got=f"nothing on rank(s) {textwrap.shorten(str(missing), 100)} of {len(answers)}, "
-            f"here a {type(given).__name__}",
+            expected=f"a dict on {'the first' if from_rank0 else 'every'} rank",
+            got=f"None or {{}} on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}",
             where=call,
-            fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
-            "order of the arguments. To load a dict that only rank 0 has, set "
+            fix="pass what optim_state_dict(model, optim) returned; note the order of the "
+            "arguments. To load a dict that only rank 0 has, set "
             "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
 
 
-def _refuse_other_ranks(ownership: ParamOwnership, rank0: Rank0Broadcast, call: str) -> None:
+def _refuse_other_ranks(groups: Iterable[Group], rank0: Rank0Broadcast, call: str) -> None:
     """Raise if a unit is sharded over only some of the ranks, because others then hold different
     parameters under the same names."""
-    for held in ownership.held.values():
-        if held.group is not None and _num_ranks(held.group) != rank0.num_ranks:
+    for group in groups:
+        if _num_ranks(group) != rank0.num_ranks:
             raise UsageError.of(
                 "Units that are sharded over different ranks cannot be loaded from one rank.",
-                expected=f"all units sharded over the same {rank0.num_ranks} ranks, or a dict on "
-                "every rank",
-                got=f"a unit sharded over {_num_ranks(held.group)} ranks, with "
-                f"{held.names[0][1]!r}",
-                where=call,
+                expected=f"all units sharded over the same {rank0.num_ranks} ranks",
+                got=f"{_num_ranks(group)} ranks",
+                where=f"{call}, {group.name}",
                 fix="load the optimizer state dict on every rank, without rank0_only=True",
             )
 
@@ -172,47 +158,23 @@ def _refuse_other_ranks(ownership: ParamOwnership, rank0: Rank0Broadcast, call: 
 # -- reading what was given
 
 
-class _Later:
-    """Stands for a value that rank 0 sends later, with its parameter."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Given:
     """A state dict that was checked and fits, keyed by the names before wrapping."""
 
-    entries: Mapping[str, Mapping[Any, Any]]
-    rank_states: Mapping[str, Sequence[RankState]]  # the rank-local ones among the states
-    # (name, state) of what has one element per element of a parameter, and so is cut like it
-    cut: frozenset[tuple[str, Any]]
+    cut: Mapping[str, Mapping[Any, Any]]  # the states that have one element per element
+    uncut: Mapping[str, Mapping[Any, Any]]  # the others
+    rank_states: Mapping[str, Sequence[RankState]]  # the rank-local ones
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
     def outline(self) -> _Given:
-        """Return a copy without large values."""
-        entries = {
-            name: {
-                key: outline_of(value) if (name, key) in self.cut else _without_large(value)
-                for key, value in entry.items()
-            }
-            for name, entry in self.entries.items()
+        """Return a copy without the values that are sent one group at a time."""
+        cut = {
+            name: {key: outline_of(value) for key, value in entry.items()}
+            for name, entry in self.cut.items()
         }
-        groups = self.groups and [
-            {key: copied(value, to_cpu=True) for key, value in group.items()}
-            for group in self.groups
-        ]
-        user_states = {key: _without_large(value) for key, value in self.user_states.items()}
-        return _Given(entries, dict.fromkeys(self.rank_states, ()), self.cut, groups, user_states)
-
-
-def _without_large(value: Any) -> Any:
-    if value is None or isinstance(value, (numbers.Number, str)):
-        return value
-    is_small = isinstance(value, torch.Tensor) and value.dim() == 0
-    return copied(value, to_cpu=True) if is_small else _Later()
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(_without_large(value), _Later)
+        return dataclasses.replace(self, cut=cut, rank_states=dict.fromkeys(self.rank_states, ()))
 
 
 def _read(
@@ -223,38 +185,42 @@ def _read(
     Raises UsageError for an object that is not an optimizer's state dict, CheckpointError for a
     state dict that does not fit.
     """
-    if (found := other_form(state_dict)) is not None:
-        is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
-        raise not_a_state_dict(CheckpointError if is_damaged else UsageError, *found, call)
+    is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
+    kind = CheckpointError if is_damaged else UsageError
+    require_state_dict(state_dict, call, kind, ownership.is_user_key)
     groups = state_dict.get("param_groups")
     listed = (key for group in groups or () for key in group["params"])
     if any(isinstance(key, int) for key in (*state_dict["state"], *listed)):
         state_dict = _by_name(state_dict, ownership, order)
-    named, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
+    entries, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
     for name, entry in state_dict["state"].items():
-        if is_user_state(ownership, name) and (
-            wanted.named is not None or not isinstance(entry, Mapping)
-        ):
+        is_users = wanted.named is not None or not isinstance(entry, Mapping)
+        if is_users and ownership.is_user_key(name):
             user_states[name] = entry
-        elif isinstance(entry, Mapping):
-            named[ownership.name_before(name)] = entry
         else:
-            raise not_a_state_dict(CheckpointError, f"'state' of {name!r}: a dict", entry, call)
-    _refuse_unknown(ownership, named)
+            entries[ownership.name_before(name)] = entry
+    _refuse_unknown(ownership, entries)
     if groups is not None:
         groups = [
             {**g, "params": [ownership.name_before(name) for name in g["params"]]}
             for g in state_dict["param_groups"]
         ]
-    entries, rank_states = dict[str, dict[Any, Any]](), dict[str, list[RankState]]()
-    for name, entry in named.items():
-        entries[name] = {k: v for k, v in entry.items() if not isinstance(v, RankState)}
+    rank_states, cut, uncut = (dict[str, Any]() for _ in range(3))
+    for name, entry in entries.items():
         if its := [value for value in entry.values() if isinstance(value, RankState)]:
             rank_states[name] = its
     check_layout(ownership, rank_states)
     if wanted.as_saved:
-        _refuse_missing(ownership, entries, call)
-    return _Given(entries, rank_states, _cut_states(entries, ownership), groups, user_states)
+        _refuse_uncounted(ownership, entries, call)
+    which = _cut_states(entries, ownership)
+    for name, entry in entries.items():
+        cut[name] = {key: value for key, value in entry.items() if (name, key) in which}
+        uncut[name] = {
+            key: value
+            for key, value in entry.items()
+            if key not in cut[name] and not isinstance(value, RankState)
+        }
+    return _Given(cut, uncut, rank_states, groups, user_states)
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
@@ -273,27 +239,23 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
         )
 
 
-def _refuse_missing(
+def _refuse_uncounted(
     ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
 ) -> None:
     """Raise CheckpointError for a parameter without state in a FlatParameter whose other parameters
-    have counts.
-
-    Missing tensors could be zeros, but one count would be wrong for some of the parameters.
-    """
-    for param in ownership.parameters:
+    have counts: one count would be wrong for some of them."""
+    for param in ownership.numbers:
         names = ownership.names_in(param)
         missing = [name for name in names if name not in entries]
-        values = [v for name in names for v in entries.get(name, {}).values() if v is not None]
-        if missing and not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
+        values = [value for name in names for value in entries.get(name, {}).values()]
+        others = [v for v in values if v is not None and not isinstance(v, RankState)]
+        if missing and not all(isinstance(v, torch.Tensor) and v.dim() for v in others):
             raise ValueCheckpointError.of(
                 "A parameter of a FlatParameter has no optimizer state.",
-                expected=f"state of all {len(names)} parameters of the FlatParameter, or of "
-                "none of them",
+                expected=f"state of all {len(names)} parameters in it, or of none of them",
                 got=f"none of {len(missing)}, such as {missing[0]!r}",
                 where=call,
-                fix="load the state of this model, or use optim_state_dict_to_load, which "
-                "counts all of them alike",
+                fix="use optim_state_dict_to_load, which counts all of them alike",
             )
 
 
@@ -303,25 +265,24 @@ def _by_name(
     """Return the dict with names as keys, in the order of ``numbered_names``."""
     wanted, result = numbered_names(ownership, order), dict[str, Any]()
     saved: Any = state_dict.get("param_groups")
-    numbered = list[int]()
-    for number, expected in enumerate(wanted if saved is not None else ()):
-        given = list(saved[number]["params"]) if number < len(saved) else []
-        if len(given) != len(expected) or len(saved) != len(wanted):
+    all_names = [name for of_group in wanted for name in of_group]
+    names = dict(enumerate(all_names))
+    if saved is not None:
+        found, expected = (
+            [len(each) for each in its] for its in ([g["params"] for g in saved], wanted)
+        )
+        if found != expected:
             raise CheckpointError.of(
                 "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                expected=f"{len(wanted)} parameter group(s), number {number} of "
-                f"{len(expected)} parameters",
-                got=f"{len(saved)} parameter group(s), number {number} of {len(given)} parameters",
-                where=f"optim_state_dict_to_load, parameter group {number}, {ownership.where}",
+                expected=f"{len(expected)} parameter group(s), of {expected} parameters",
+                got=f"{len(found)}, of {found} parameters",
+                where=f"optim_state_dict_to_load, {ownership.where}",
                 fix="create the optimizer with the same parameter groups as the saved one, or "
                 "load state that is keyed by names",
             )
-        numbered += given
-    all_names = [name for of_group in wanted for name in of_group]
-    names = dict(zip(numbered or range(len(all_names)), all_names, strict=True))
-    if saved is not None:
+        names = dict(zip((n for group in saved for n in group["params"]), all_names, strict=True))
         result["param_groups"] = [
-            {**group, "params": expected} for group, expected in zip(saved, wanted, strict=True)
+            {**group, "params": its} for group, its in zip(saved, wanted, strict=True)
         ]
     # Numbers of no parameter stay, and are refused later like unknown names.
     state = {names.get(number, number): value for number, value in state_dict["state"].items()}
@@ -330,64 +291,64 @@ def _by_name(
 
 def _cut_states(
     entries: Mapping[str, Mapping[Any, Any]], ownership: ParamOwnership
-) -> frozenset[tuple[str, Any]]:
+) -> set[tuple[str, Any]]:
     """Return (name, state) of the values that have one element per element of a parameter which a
-    unit manages.
-
-    For a 0-d parameter such a state looks like a count; then other parameters decide, or the name
-    of the state. Raises CheckpointError if such a state does not have the shape of its parameter
-    everywhere, because a FlatParameter needs one kind of state for all its parameters; and for a
-    state of any other shape, or one that is not a tensor, unless the optimizer holds the parameter
-    as a whole.
-    """
+    unit manages."""
     by_key: dict[Any, dict[str, Any]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    whole: set[str] = set()
     for name, entry in entries.items():
+        if ownership.held[ownership.by_name[name][0]].group is not None:
+            for key, value in entry.items():
+                if value is not None and not isinstance(value, RankState):
+                    by_key.setdefault(key, {})[name] = value
+    return {(name, key) for key in by_key for name in _cut_names(ownership, key, by_key[key])}
+
+
+def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
+    """Return the parameters whose state ``key`` has one element per element. values: of all managed
+    parameters, by name.
+
+    For a 0-d parameter such a state looks like a count: other parameters decide, or the name of the
+    state. Raises CheckpointError unless the state is of one kind everywhere, and fits; parameters
+    that the optimizer holds as a whole may have any.
+    """
+    shapes, whole = dict[str, tuple[int, ...]](), set[str]()
+    for name in values:
         param, index = ownership.by_name[name]
-        if (group := ownership.held[param].group) is None:
-            continue
+        group = ownership.held[param].group
+        assert group is not None
         shapes[name] = store_of(group).shape(index)
         whole |= {name} if is_whole(group) else set()
-        for key, value in entry.items():
-            if value is not None:
-                by_key.setdefault(key, {})[name] = value
-    cut = set[tuple[str, Any]]()
-    for key, values in by_key.items():
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        all_0d = len(tensors) == len(values) and all(shapes[name] == () for name in values)
-        fitting = [
-            is_sharded(t) or (t.dim() > 0 and t.numel() > 1 and t.shape == shapes[name])
-            for name, t in tensors.items()
-        ]
-        # A few values of a factored state may have the right shape by chance.
-        unchanged = whole if 2 * sum(fitting) <= len(fitting) else set()
-        shaped = any(is_sharded(t) or t.dim() > 0 for t in tensors.values())
-        is_cut = (shaped and not unchanged.issuperset(values)) or (all_0d and not is_count(key, ()))
-        for name, value in values.items():
-            wrong, is_tensor = None, isinstance(value, torch.Tensor)
-            if is_cut and name not in unchanged:
-                wrong = unfit(value, shapes[name], None) if is_tensor else type(value).__name__
-            elif not is_cut and name not in whole and not is_tensor:
-                is_local = classify(value, ownership.by_name[name][0]) is StateKind.RANK_LOCAL
-                wrong = type(value).__name__ if is_local else None
-            if wrong is not None:
-                raise CheckpointError.of(
-                    "An optimizer state does not fit its parameter, and cannot be cut like it.",
-                    expected=f"a tensor of shape {shapes[name]}, or a number",
-                    got=wrong,
-                    where=f"state {key!r} of {name!r}",
-                    fix="load the optimizer state that was saved with this model, in the layout "
-                    "that it was saved with, or remove such states from the dict",
-                )
-            if is_cut and is_tensor and shape_of(value) == shapes[name]:
-                cut.add((name, key))
-    return frozenset(cut)
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    fitting = [
+        is_sharded(t) or (t.dim() > 0 and t.numel() > 1 and t.shape == shapes[name])
+        for name, t in tensors.items()
+    ]
+    # A few values of a factored state may have the right shape by chance.
+    unchanged = whole if 2 * sum(fitting) <= len(fitting) else set()
+    is_per_element = any(is_sharded(t) or t.dim() > 0 for t in tensors.values()) or (
+        len(tensors) == len(values) and not any(shapes.values()) and not is_count(key, ())
+    )
+    cut = {name for name in values if is_per_element and name not in unchanged}
+    for name, value in values.items():
+        got = unfit(value, shapes[name], None) if name in cut else None
+        if name not in cut and name not in whole:
+            is_local = classify(value, ownership.by_name[name][0]) is StateKind.RANK_LOCAL
+            got = f"a {type(value).__name__}" if is_local else None
+        if got is not None:
+            raise CheckpointError.of(
+                "An optimizer state does not fit its parameter, and cannot be cut like it.",
+                expected=f"a tensor of shape {shapes[name]}, or a number",
+                got=got,
+                where=f"state {key!r} of {name!r}",
+                fix="load the optimizer state that was saved with this model, in the layout that "
+                "it was saved with, or remove such states from the dict",
+            )
+    return cut
 
 
-def _refuse_sharded(plan: _Given, call: str) -> None:
-    for name, entry in plan.entries.items():
-        for key, value in entry.items():
+def _refuse_sharded(state: Mapping[Any, Any], call: str) -> None:
+    for name, entry in state.items():
+        for key, value in entry.items() if isinstance(entry, Mapping) else ():
             if is_sharded(value):
                 raise CheckpointError.of(
                     "Rank 0 cannot send a sharded optimizer state dict.",
@@ -409,29 +370,28 @@ class _Loading:
     ownership: ParamOwnership
     plan: _Given
     sender: Rank0Broadcast | None  # None if every rank has the values itself
-    # The managed parameters that any rank's optimizer holds. A rank whose optimizer lacks one has
-    # no part of it.
-    sharded_params: Collection[nn.Parameter]
     wanted: LoadOptions
 
-    def result(self) -> dict[str, Any]:
+    def result(self, groups: Iterable[Group]) -> dict[str, Any]:
+        """groups: of the model. Return what ``optimizer.load_state_dict`` takes."""
         ownership, plan, named = self.ownership, self.plan, self.wanted.named
         state: dict[nn.Parameter, dict[Any, Any]] = {}
-        for group in ownership.groups_of(self.sharded_params):
-            state.update(self._of_group(group))
+        for group in groups:
+            state.update(
+                (p, entry) for p, entry in self._of_group(group).items() if p in ownership.numbers
+            )
         for parameter, name in ownership.unmanaged:
-            if name in plan.entries:
-                state[parameter] = self._uncut(plan.entries[name], name)
-        vacant = [p for p in ownership.parameters if ownership.is_vacant(p)]
+            if name in plan.uncut:
+                state[parameter] = snapshot(dict(plan.uncut[name]))
+        vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
+        keys: Mapping[nn.Parameter, Any] = ownership.numbers
         if named is None:
-            keys: dict[nn.Parameter, Any] = {p: n for n, p in enumerate(ownership.parameters)}
-            state = {p: entry for p, entry in state.items() if not ownership.is_vacant(p)}
+            state = {p: entry for p, entry in state.items() if p not in vacant}
         else:  # it expects state of all its parameters
-            keys = {parameter: name for name, parameter in ownership.by_current_name.items()}
+            keys = ownership.names
             state.update({p: snapshot(dict(named.state[p])) for p in vacant if named.state.get(p)})
-        result: dict[str, Any] = {"state": {key: state[p] for p, key in keys.items() if p in state}}
-        if plan.user_states:
-            result["state"].update(self._uncut(plan.user_states, "the optimizer itself"))
+        by_key = {keys[p]: state[p] for p in ownership.numbers if p in state}
+        result: dict[str, Any] = {"state": by_key | snapshot(dict(plan.user_states))}
         if plan.groups is not None:
             result["param_groups"] = self._groups(plan.groups, keys)
         return result
@@ -439,64 +399,49 @@ class _Loading:
     def _of_group(self, group: Group) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the states of a group's sharded parameters, cut to their shapes."""
         plan, states = self.plan, dict[nn.Parameter, dict[Any, Any]]()
-        cut_keys: dict[Any, None] = {}
+        cut: dict[Any, list[tuple[nn.Parameter, int, Any]]] = {}  # (parameter, index, value)
         for param in self.ownership.in_group(group):
-            names = [name for name in self.ownership.names_in(param) if name in plan.entries]
-            if param not in self.sharded_params or not names:
-                continue
-            found = [
-                (name, key, value) for name in names for key, value in plan.entries[name].items()
-            ]
-            states[param] = {key: None for _, key, _ in found}
-            uncut: dict[Any, Any] = {}
-            for name, key, value in found:
-                if (name, key) in plan.cut:
-                    cut_keys[key] = None
-                elif value is not None:
-                    uncut.setdefault(key, value)
-            states[param].update(self._uncut(uncut, names[0]))
-        for key in cut_keys:
-            self._add_cut(states, group, key)
-        for param in states:
-            self._add_restored(states[param], group, self.ownership.names_in(param))
+            for index, name in self.ownership.held[param].names:
+                if name not in plan.cut:
+                    continue
+                entry = states.setdefault(param, {})
+                for key, value in plan.uncut[name].items():
+                    entry[key] = snapshot(value) if entry.get(key) is None else entry[key]
+                for key, value in plan.cut[name].items():
+                    cut.setdefault(key, []).append((param, index, value))
+        for key, found in cut.items():
+            self._add_cut(states, group, key, found)
+        for param, entry in states.items():
+            names = [name for name in self.ownership.names_in(param) if name in plan.rank_states]
+            of_all_ranks = [each for name in names for each in plan.rank_states[name]]
+            if names and self.sender is not None:
+                of_all_ranks = self.sender.send_object(of_all_ranks, f"the state of {names[0]}")
+            entry.update(restored(group, of_all_ranks))
         return states
 
-    def _uncut(self, values: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-        """Return copies of values that are not cut."""
-        later = {key: value for key, value in values.items() if _is_large(value)}
-        if later and self.sender is not None:
-            values = {**values, **self.sender.send_object(later, f"the state of {name}")}
-        return snapshot(dict(values))
-
-    def _add_cut(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, key: Any) -> None:
+    def _add_cut(
+        self,
+        states: dict[nn.Parameter, dict[Any, Any]],
+        group: Group,
+        key: Any,
+        found: Sequence[tuple[nn.Parameter, int, Any]],
+    ) -> None:
         """Add one per-element state. Parameters that the dict has no such state for get
         zeros."""
         store = store_of(group)
-        found = [
-            (param, index, self.plan.entries[name][key])
-            for param in states
-            for index, name in self.ownership.held[param].names
-            if (name, key) in self.plan.cut
-        ]
         values = [value for _, _, value in found]
         if self.sender is not None:
             values = self.sender.send(values, f"the state {key!r} of {group.name}")
         for (param, index, _), value in zip(found, values, strict=True):
-            if states[param][key] is None:
-                states[param][key] = torch.zeros_like(param.detach(), dtype=dtype_of(value))
-            own = states[param][key]
+            entry = states[param]
+            if entry.get(key) is None:
+                entry[key] = torch.zeros_like(param.detach(), dtype=dtype_of(value))
+            own, run = entry[key], _own_elements(value, entry[key], group, index)
             if _torch_private.is_dtensor(own):
-                _take_rows(own, value, group, index)
-                continue
-            run = read_part(value, cut_of(group, index))
-            own.view(-1)[store.part_in_sharded_param(index).slice].copy_(run)
-
-    def _add_restored(self, state: dict[Any, Any], group: Group, names: Sequence[str]) -> None:
-        """Add the rank-local states of this rank."""
-        found = [each for name in names for each in self.plan.rank_states.get(name, ())]
-        if self.sender is not None and not self.plan.rank_states.keys().isdisjoint(names):
-            found = self.sender.send_object(found, f"the state of {names[0]}")
-        state.update(restored(group, found))
+                own = _torch_private.local_part(own)
+            else:
+                own = own.view(-1)[store.part_in_sharded_param(index).slice]
+            own.copy_(run.reshape(own.shape))
 
     def _groups(
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
@@ -519,18 +464,13 @@ class _Loading:
         return groups
 
 
-def _take_rows(own: Any, value: Any, group: Group, index: int) -> None:
-    """Copy this rank's rows of a state of parameter ``index`` into the DTensor ``own``. Collective
-    if the value is sharded in another way."""
-    store, local = store_of(group), _torch_private.local_part(own)
-    parallel = store.parallel[index]
-    if _torch_private.is_dtensor(value) and (
-        (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
-    ):
-        local.copy_(_torch_private.local_part(value))
-    elif type(value) is torch.Tensor and tuple(value.shape) == store.shape(index):
-        whole = value if parallel is None else parallel.part(value)
-        local.copy_(store.rows_of_whole(index, whole).view(local.shape))
-    else:
-        run = read_part(value, cut_of(group, index))
-        local.copy_(run.view(local.shape))
+def _own_elements(value: Any, own: Any, group: Group, index: int) -> torch.Tensor:
+    """Return this rank's elements of a state of parameter ``index``, which is loaded into ``own``.
+    Collective if the value is sharded in another way."""
+    store, are_dtensors = store_of(group), all(map(_torch_private.is_dtensor, (value, own)))
+    if are_dtensors and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
+        return _torch_private.local_part(value)
+    if type(value) is torch.Tensor and tuple(value.shape) == store.shape(index):
+        parallel = store.parallel[index]
+        return store.rows_of_whole(index, value if parallel is None else parallel.part(value))
+    return read_part(value, cut_of(group, index))

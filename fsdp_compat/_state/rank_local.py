@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError
-from .optim_contents import Kinds, ParamOwnership, StateKind, snapshot
+from .optim_contents import Kinds, ParamContents, ParamOwnership, StateKind, snapshot
 from .rank0 import packed_bytes, unpacked
 
 
@@ -61,13 +60,15 @@ class RankState:
 torch.serialization.add_safe_globals([Part, RankState])
 
 
-def part_of(group: Group, param: nn.Parameter, names: Iterable[tuple[int, str]], rank: int) -> Part:
-    """Return the part that ``rank`` of the group's shard axis has of ``param``. names: (index,
-    name) of the parameters in ``param``."""
-    store, names = store_of(group), list(names)
-    parts = [(name, store.part(index, rank)) for index, name in names]
+def part_of(contents: ParamContents, rank: int) -> Part | None:
+    """Return the part that ``rank`` of the shard axis has of a parameter; None if there is no such
+    rank, or no unit manages the parameter."""
+    if contents.group is None or rank >= store_of(contents.group).ranks:
+        return None
+    store = store_of(contents.group)
+    parts = [(name, store.part(index, rank)) for index, name in contents.names]
     runs = tuple((name, part.start, part.stop) for name, part in parts if part)
-    return Part(rank, store.ranks, store.sharded_shape(names[0][0], rank), runs)
+    return Part(rank, store.ranks, store.sharded_shape(contents.names[0][0], rank), runs)
 
 
 # Optimizers whose rank-local states this process has warned of.
@@ -100,26 +101,16 @@ def rank_local_names(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
     ]
 
 
-def rank_local_states(
-    group: Group,
-    ownership: ParamOwnership,
-    states: Mapping[nn.Parameter, Mapping[Any, Any]],
-    keys: Mapping[nn.Parameter, Iterable[Any]],
-    to_cpu: bool,
-) -> list[tuple[str, RankState]]:
-    """Return (name, copy of this rank's state) for the given keys of a group's sharded
-    parameters."""
-    rank, holder = group.shard.rank, group.shard.members[group.shard.rank]
-    found = []
-    for param, param_keys in keys.items():
-        names, held = ownership.held[param].names, states[param]
-        if present := [key for key in param_keys if key in held]:
-            part = part_of(group, param, names, rank)
-            found += [
-                (names[0][1], RankState(key, snapshot(held[key], to_cpu), part, holder))
-                for key in present
-            ]
-    return found
+def rank_state(
+    contents: ParamContents, key: Any, value: Any, to_cpu: bool
+) -> tuple[str, RankState]:
+    """Return the name of a parameter and a copy of one of this rank's states of it."""
+    assert contents.group is not None
+    shard = contents.group.shard
+    part = part_of(contents, shard.rank)
+    assert part is not None
+    state = RankState(key, snapshot(value, to_cpu), part, shard.members[shard.rank])
+    return contents.names[0][1], state
 
 
 def gather_states(
@@ -131,26 +122,8 @@ def gather_states(
     Collective: all ranks of the axis, each with its own states. Ranks with ``keep=False`` get none.
     An object that cannot be pickled is returned on its own rank only, with a warning.
     """
-    device = torch.device("cpu") if to_cpu else store_of(group).shard.device
     if group.shard.ranks == 1:
         return list(own) if keep else []
-    sent, kept = _split_picklable(own)
-    packed = packed_bytes(sent)
-    sizes = group.shard.gather_objects(packed.numel())
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: packed.numel()] = packed
-    gathered = group.gather_full(padded.to(group.device)).cpu()
-    found = []
-    for rank, size in enumerate(sizes if keep else ()):
-        found += unpacked(gathered[rank * padded.numel() :][:size], device)
-        found += kept if rank == group.shard.rank else []
-    return found
-
-
-def _split_picklable(
-    own: Sequence[tuple[str, RankState]],
-) -> tuple[list[tuple[str, RankState]], list[tuple[str, RankState]]]:
-    """Return the states that can be pickled, and those that cannot."""
     sent, kept = [], []
     for name, state in own:
         try:
@@ -163,36 +136,32 @@ def _split_picklable(
                 "full state dict contains this rank's state on this rank only.",
                 stacklevel=2,
             )
-    return sent, kept
+    device = torch.device("cpu") if to_cpu else store_of(group).shard.device
+    gathered, found = group.shard.gather_objects(packed_bytes(sent)), list[tuple[str, RankState]]()
+    for rank, packed in enumerate(gathered if keep else ()):
+        found += unpacked(packed, device)
+        found += kept if rank == group.shard.rank else []
+    return found
 
 
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
     """Raise CheckpointError unless every rank that ``states`` (by name) come from has the same part
     now as when they were saved."""
     for name, state in ((name, state) for name, its in states.items() for state in its):
+        contents = ownership.held[ownership.by_name[name][0]]
         runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
         saved = dataclasses.replace(state.part, runs=tuple(runs))
-        if (now := _part_now(ownership, name, saved.rank)) != saved:
+        if (now := part_of(contents, saved.rank)) != saved:
             raise CheckpointError.of(
                 f"The state {state.key!r} of {name!r} belongs to one rank's part and cannot be "
                 "resharded.",
                 expected=f"the layout that it was saved with: {saved}",
-                got=str(now or _part_now(ownership, name, 0) or "a parameter that no unit manages"),
+                got=str(now or part_of(contents, 0) or "a parameter that no unit manages"),
                 where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
                 fix="load with the number of ranks, strategy, wrapping and use_orig_params that "
                 "it was saved with, or remove such states from the dict if the optimizer can do "
                 "without them",
             )
-
-
-def _part_now(ownership: ParamOwnership, name: str, rank: int) -> Part | None:
-    """Return the part that ``rank`` has of the optimizer's parameter that contains ``name``; None
-    if there is no such rank."""
-    param = ownership.by_name[name][0]
-    held = ownership.held[param]
-    if held.group is None or rank >= store_of(held.group).ranks:
-        return None
-    return part_of(held.group, param, held.names, rank)
 
 
 def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:

@@ -63,7 +63,7 @@ def names_in(
 ) -> tuple[tuple[str, ...], ...]:
     """Return all names of each parameter that one of the optimizer's contains; none for one that is
     not the model's."""
-    return held[parameter].all_names if parameter in held else ()
+    return tuple(held[parameter].all_names.values()) if parameter in held else ()
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import typing
 import warnings
@@ -205,7 +206,7 @@ def _frozen(model: nn.Module, names: Names) -> set[str]:
         names.public(name)
         for parameter, contents in contents_of(units_of(model), model).items()
         if not parameter.requires_grad
-        for its in contents.all_names
+        for its in contents.all_names.values()
         for name in its
     }
 
@@ -220,10 +221,9 @@ def _get_optimizers(
         with _form(model, options, model_on_rank0=options.on_rank0):
             get = _torch_private.unpatched(optimizer, "state_dict")
             where = "get_optimizer_state_dict(model, optimizers)"
-            form, groups = form_set(model), optimizer.param_groups
-            found = export_optim_state(
-                model, optimizer, groups, get(), form, where=where, first_step=True
-            )
+            form = dataclasses.replace(form_set(model), first_step=True)
+            groups = optimizer.param_groups
+            found = export_optim_state(model, optimizer, groups, get(), form, where)
         result["state"].update(
             (names.public(name), {key: _finished(value, options) for key, value in entry.items()})
             for name, entry in found.get("state", {}).items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,15 +311,16 @@ def test_rank0_only_returns_the_state_on_rank_0() -> None:
 
 
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of every message that the first rank sends to all, noted as it happens."""
+    """Return the sizes of all messages with states, noted as the first rank sends them."""
     sizes: list[int] = []
-    broadcast = Rank0Broadcast._broadcast
+    send = Rank0Broadcast.send
 
-    def noted(self: Rank0Broadcast, tensors: list[Tensor], what: str) -> None:
-        sizes.append(sum(tensor.nbytes for tensor in tensors))
-        broadcast(self, tensors, what)
+    def noted(self: Rank0Broadcast, values: Sequence[Any], what: str) -> list[Tensor]:
+        found = send(self, values, what)
+        sizes.append(sum(tensor.nbytes for tensor in found))
+        return found
 
-    monkeypatch.setattr(Rank0Broadcast, "_broadcast", noted)
+    monkeypatch.setattr(Rank0Broadcast, "send", noted)
     return sizes
 
 
