@@ -188,38 +188,34 @@ def _read(
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
     kind = CheckpointError if is_damaged else UsageError
     require_state_dict(state_dict, call, kind, ownership.is_user_key)
-    groups = state_dict.get("param_groups")
-    listed = (key for group in groups or () for key in group["params"])
-    if any(isinstance(key, int) for key in (*state_dict["state"], *listed)):
-        state_dict = _by_name(state_dict, ownership, order)
-    entries, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
-    for name, entry in state_dict["state"].items():
-        is_users = wanted.named is not None or not isinstance(entry, Mapping)
-        if is_users and ownership.is_user_key(name):
-            user_states[name] = entry
-        else:
-            entries[ownership.name_before(name)] = entry
-    _refuse_unknown(ownership, entries)
+    state, groups = state_dict["state"], state_dict.get("param_groups")
+    keys = (*state, *(key for group in groups or () for key in group["params"]))
+    names = {key: ownership.name_before(key) for key in keys}
+    if any(isinstance(key, int) for key in keys):
+        names |= _names_of_numbers(groups, ownership, order)
     if groups is not None:
-        groups = [
-            {**g, "params": [ownership.name_before(name) for name in g["params"]]}
-            for g in state_dict["param_groups"]
-        ]
-    rank_states, cut, uncut = (dict[str, Any]() for _ in range(3))
-    for name, entry in entries.items():
-        if its := [value for value in entry.values() if isinstance(value, RankState)]:
-            rank_states[name] = its
+        groups = [{**group, "params": [names[key] for key in group["params"]]} for group in groups]
+    user_states = {
+        key: entry
+        for key, entry in state.items()
+        if (wanted.named is not None or not isinstance(entry, Mapping))
+        and ownership.is_user_key(key)
+    }
+    entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
+    _refuse_unknown(ownership, entries)
+    rank_states = {
+        name: its
+        for name, entry in entries.items()
+        if (its := [value for value in entry.values() if isinstance(value, RankState)])
+    }
     check_layout(ownership, rank_states)
     if wanted.as_saved:
         _refuse_uncounted(ownership, entries, call)
-    which = _cut_states(entries, ownership)
+    which, cut, uncut = _cut_states(entries, ownership), dict[str, Any](), dict[str, Any]()
     for name, entry in entries.items():
-        cut[name] = {key: value for key, value in entry.items() if (name, key) in which}
-        uncut[name] = {
-            key: value
-            for key, value in entry.items()
-            if key not in cut[name] and not isinstance(value, RankState)
-        }
+        kept = {key: value for key, value in entry.items() if not isinstance(value, RankState)}
+        cut[name] = {key: value for key, value in kept.items() if (name, key) in which}
+        uncut[name] = {key: value for key, value in kept.items() if (name, key) not in which}
     return _Given(cut, uncut, rank_states, groups, user_states)
 
 
@@ -259,34 +255,27 @@ def _refuse_uncounted(
             )
 
 
-def _by_name(
-    state_dict: Mapping[str, Any], ownership: ParamOwnership, order: Sequence[str]
-) -> dict[str, Any]:
-    """Return the dict with names as keys, in the order of ``numbered_names``."""
-    wanted, result = numbered_names(ownership, order), dict[str, Any]()
-    saved: Any = state_dict.get("param_groups")
-    all_names = [name for of_group in wanted for name in of_group]
-    names = dict(enumerate(all_names))
-    if saved is not None:
-        found, expected = (
-            [len(each) for each in its] for its in ([g["params"] for g in saved], wanted)
+def _names_of_numbers(
+    saved: Sequence[Mapping[str, Any]] | None, ownership: ParamOwnership, order: Sequence[str]
+) -> dict[int, str]:
+    """Return the names of the parameters that the saved groups have by number, or without groups
+    those of the optimizer, in the order of ``numbered_names``."""
+    by_group = numbered_names(ownership, order)
+    names = [name for of_group in by_group for name in of_group]
+    if saved is None:
+        return dict(enumerate(names))
+    expected, found = [len(its) for its in by_group], [len(group["params"]) for group in saved]
+    if found != expected:
+        raise CheckpointError.of(
+            "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
+            expected=f"{len(expected)} parameter group(s), of {expected} parameters",
+            got=f"{len(found)}, of {found} parameters",
+            where=f"optim_state_dict_to_load, {ownership.where}",
+            fix="create the optimizer with the same parameter groups as the saved one, or load "
+            "state that is keyed by names",
         )
-        if found != expected:
-            raise CheckpointError.of(
-                "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                expected=f"{len(expected)} parameter group(s), of {expected} parameters",
-                got=f"{len(found)}, of {found} parameters",
-                where=f"optim_state_dict_to_load, {ownership.where}",
-                fix="create the optimizer with the same parameter groups as the saved one, or "
-                "load state that is keyed by names",
-            )
-        names = dict(zip((n for group in saved for n in group["params"]), all_names, strict=True))
-        result["param_groups"] = [
-            {**group, "params": its} for group, its in zip(saved, wanted, strict=True)
-        ]
-    # Numbers of no parameter stay, and are refused later like unknown names.
-    state = {names.get(number, number): value for number, value in state_dict["state"].items()}
-    return {"state": state, **result}
+    numbers = (number for group in saved for number in group["params"])
+    return dict(zip(numbers, names, strict=True))
 
 
 def _cut_states(
