@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -139,23 +139,20 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step while the optimizer's parameters are unsharded: it would miss gradients, and
+    its writes could be lost or corrupt backward."""
     if optimizer not in _checked:
         convert(optimizer)
-    if shown_stores():
-        _refuse(optimizer, shown_stores(), "inside summon_full_params")
-    for runtime in live_runtimes():
-        if runtime.runs and not runtime.backward.steps:
-            _refuse(
-                optimizer, {group.store for group in runtime.groups}, "inside forward or backward"
-            )
-
-
-def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: str) -> None:
-    """Raise StateError if the optimizer holds parameters of ``stores``. While parameters are
-    unsharded, a step would miss gradients, and its writes could be lost or corrupt backward."""
-    for number, group in enumerate(optimizer.param_groups):
+    unsharded: dict[object, str] = {
+        group.store: "inside forward or backward"
+        for runtime in live_runtimes()
+        if runtime.runs and not runtime.backward.steps
+        for group in runtime.groups
+    }
+    unsharded.update(dict.fromkeys(shown_stores(), "inside summon_full_params"))
+    for number, group in enumerate(optimizer.param_groups if unsharded else ()):
         for parameter in group["params"]:
-            if store_of_param(parameter) in stores:
+            if when := unsharded.get(store_of_param(parameter)):
                 raise StateError.of(
                     f"optimizer.step() was called {when}.",
                     expected="a step between backward and the next forward",

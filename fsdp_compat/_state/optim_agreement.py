@@ -68,18 +68,7 @@ def require_alike(
 
     unmanaged: whether to compare parameters that no unit manages, too.
     """
-    for number, group in enumerate(groups):
-        sizes = {each.rank: (*each.sizes, *[0] * len(groups))[number] for each in by_rank}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{size} elements on rank {rank}" for rank, size in sizes.items())
-            raise RuntimeUsageError.of(
-                "A unit does not have the same size on all ranks.",
-                expected="the same model, with parameters of the same shapes, on every rank",
-                got=f"{group.name}: shards of {listed}",
-                where=call,
-                fix="build and wrap the model in the same way on every rank",
-            )
-    different = _missing(ownership, groups, by_rank)
+    different = _other_size(groups, by_rank) or _missing(ownership, groups, by_rank)
     if unmanaged and not different and len({facts.unmanaged for facts in by_rank}) > 1:
         own = next((facts.unmanaged for facts in by_rank if facts.rank == global_rank()), "")
         others = [facts.rank for facts in by_rank if facts.unmanaged != own]
@@ -89,12 +78,23 @@ def require_alike(
     if different:
         raise RuntimeUsageError.of(
             "The optimizers of the ranks hold different parameters.",
-            expected="the same parameters in the optimizer of every rank, in any order",
+            expected="the same model on every rank, and the same parameters in its optimizer, in "
+            "any order",
             got=different,
             where=call,
             fix="make the optimizer from the same parameters on every rank; a rank may only leave "
             "out parameters that it has no part of",
         )
+
+
+def _other_size(groups: Sequence[Group], by_rank: Sequence[OptimizerFacts]) -> str:
+    """Describe the first group that has another size on some ranks; "" if there is none."""
+    for number, group in enumerate(groups):
+        sizes = {each.rank: (*each.sizes, *[0] * len(groups))[number] for each in by_rank}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{size} elements on rank {rank}" for rank, size in sizes.items())
+            return f"{group.name}: shards of {listed}"
+    return ""
 
 
 def _missing(

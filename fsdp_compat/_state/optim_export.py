@@ -170,7 +170,7 @@ class _Source:
             }
             for param in self.ownership.in_group(group)
         ]
-        return _Facts(self.is_dry_run, bool(self.states) and not self.is_dry_run, described)
+        return _Facts(not self.is_dry_run if self.states else None, described)
 
 
 def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Source:
@@ -219,12 +219,11 @@ class _StateFacts(typing.NamedTuple):
         return self.kind is StateKind.PER_ELEMENT
 
 
-@dataclasses.dataclass(frozen=True)
-class _Facts:
+class _Facts(typing.NamedTuple):
     """A rank's states of one group."""
 
-    is_dry_run: bool
-    has_states: bool  # the optimizer has states, of any group, from steps that it made
+    # Of states of any group: True if steps made them, False if a dry run did, None without any.
+    is_stepped: bool | None
     states: Sequence[Mapping[Any, _StateFacts]]  # one per sharded parameter
 
 
@@ -323,13 +322,13 @@ class _GroupStates:
         self.group, self.ownership, self.form = group, source.ownership, form
         self.store, params = store_of(group), source.ownership.in_group(group)
         # States of a dry run count only if no rank has made a step.
-        is_stepped = any(facts.has_states for facts in all_facts)
+        is_stepped = any(facts.is_stepped for facts in all_facts)
         own = {} if is_stepped and source.is_dry_run else source.states
         self.states = {param: own.get(param, {}) for param in params}
         self.known: dict[nn.Parameter, dict[Any, _StateFacts]] = {}
         for number, param in enumerate(params):
             by_rank = [
-                {} if is_stepped and facts.is_dry_run else facts.states[number]
+                facts.states[number] if facts.is_stepped or not is_stepped else {}
                 for facts in all_facts
             ]
             self.known[param] = _agreed(by_rank)
