@@ -13,7 +13,7 @@ import math
 import textwrap
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -304,9 +304,6 @@ def _communicators(groups: Sequence[Group]) -> list[tuple[Transport, list[Group]
 
 # -- the result
 
-_Params = Sequence[nn.Parameter]
-_Named = Iterator[tuple[str, torch.Tensor]]
-
 
 class _GroupStates:
     """The optimizer states of one group, with the description that the ranks agree on."""
@@ -371,14 +368,15 @@ class _GroupStates:
             for name in self.ownership.names_in(param) if known else ():
                 state[name] = snapshot(as_they_are, form.to_cpu)
         for (key, dtype), holders in per_element.items():
-            if form.values is not Values.WHOLE and _torch_private.is_dtensor(holders[0]):
-                values = self._dtensors(key, dtype, holders)
-            elif form.values is Values.BOXES:
-                values = self._boxes(key, dtype, holders)
-            else:
-                values = self._wholes(key, dtype, holders)
-            for name, value in values:
-                state[name][key] = value
+            is_sent = form.values is Values.DTENSORS and not _torch_private.is_dtensor(holders[0])
+            is_sent = is_sent or form.values is Values.WHOLE
+            gathered = self._gathered(key, dtype, {*holders}) if is_sent else None
+            for param in holders:
+                for index, name in self.ownership.held[param].names:
+                    if gathered is None:
+                        state[name][key] = self._own(param, index, key, dtype)
+                    else:
+                        state[name][key] = self._whole(index, gathered)
         found = [
             rank_state(self.ownership.held[param], key, self.states[param][key], form.to_cpu)
             for param, key in rank_local
@@ -389,42 +387,35 @@ class _GroupStates:
         for name, its in found:
             state[name][its.own_key] = its
 
-    def _wholes(self, key: Any, dtype: torch.dtype | None, holders: _Params) -> _Named:
-        """Gathered: copies that keep no other memory alive, or DTensors over the model's mesh."""
-        store, form, held = self.store, self.form, {*holders}
+    def _gathered(
+        self, key: Any, dtype: torch.dtype | None, holders: Collection[nn.Parameter]
+    ) -> Sequence[torch.Tensor]:
+        """Return a state of all parameters of the group, in their local shapes. Collective."""
+        store = self.store
         buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
         for (param, _), place in zip(store.sharded_params, store.grads(buffer), strict=True):
-            if param in held and key in self.states[param]:
+            if param in holders and key in self.states[param]:
                 place.copy_(_torch_private.local_part(self.states[param][key]))
-        gathered = store.whole(self.group.gather_full(buffer))
-        for param in holders:
-            for index, name in self.ownership.held[param].names:
-                parallel, value = store.parallel[index], gathered[index]
-                value = value if parallel is None else parallel.whole(value)
-                if not form.keep:
-                    continue
-                if form.values is Values.WHOLE or form.mesh is None:
-                    yield name, copied(value, form.to_cpu)
-                else:
-                    value = mesh_sharded_value(value, form.mesh)
-                    yield name, value.cpu() if form.to_cpu else value
+        return store.whole(self.group.gather_full(buffer))
 
-    def _dtensors(self, key: Any, dtype: torch.dtype | None, holders: _Params) -> _Named:
-        """The states of DTensors are DTensors, on every rank."""
-        for param in holders:
-            value = self.states[param].get(key)
-            if value is None:
-                value = torch.zeros_like(param.detach(), dtype=dtype)
-            value = copied(value, to_cpu=True) if self.form.to_cpu else value.detach()
-            for name in self.ownership.names_in(param):
-                yield name, value
+    def _whole(self, index: int, gathered: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return a gathered state: a copy that keeps no other memory alive, or a DTensor over the
+        model's mesh. Collective for tensor-parallel parameters."""
+        form, value, parallel = self.form, gathered[index], self.store.parallel[index]
+        value = value if parallel is None else parallel.whole(value)
+        if form.values is Values.WHOLE or form.mesh is None:
+            return copied(value, form.to_cpu) if form.keep else None
+        value = mesh_sharded_value(value, form.mesh)
+        return value.cpu() if form.to_cpu else value
 
-    def _boxes(self, key: Any, dtype: torch.dtype | None, holders: _Params) -> _Named:
-        """A rank without a part of a parameter has boxes without elements, as in torch."""
-        store = self.store
-        for param in holders:
-            value = self.states[param].get(key, store.shard.new_empty(0, dtype=dtype))
-            for index, name in self.ownership.held[param].names:
-                part = store.part_in_sharded_param(index)
-                run = copied(value.detach().reshape(-1)[part.slice], self.form.to_cpu)
-                yield name, sharded_value(cut_of(self.group, index, self.form.group), run)
+    def _own(self, param: nn.Parameter, index: int, key: Any, dtype: Any) -> torch.Tensor:
+        """Return the boxes of a state, or the state of a DTensor. A rank without a part of a
+        parameter has boxes without elements, as in torch."""
+        store, form, value = self.store, self.form, self.states[param].get(key)
+        if _torch_private.is_dtensor(param):
+            value = torch.zeros_like(param.detach(), dtype=dtype) if value is None else value
+            return copied(value, to_cpu=True) if form.to_cpu else value.detach()
+        value = store.shard.new_empty(0, dtype=dtype) if value is None else value
+        part = store.part_in_sharded_param(index)
+        run = copied(value.detach().reshape(-1)[part.slice], form.to_cpu)
+        return sharded_value(cut_of(self.group, index, form.group), run)
