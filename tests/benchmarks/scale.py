@@ -4,6 +4,7 @@ ranks, one rank at a time.
     python tests/benchmarks/scale.py                    (fsdp_compat installed, or PYTHONPATH=.)
     python tests/benchmarks/scale.py --profile 16384    where the time of construction goes,
                                                         function by function
+    python tests/benchmarks/scale.py --calls            what calls of all ranks ask of the store
 
 The process group is torch's fake one: it has any number of ranks, accepts every collective and
 moves nothing. Every case has a process of its own. In the cases "meta", model and compute device
@@ -40,7 +41,16 @@ do not vary:
     operators    that reach torch's dispatcher, with those of the model
     host ms      of the step, per unit: a time, for orientation
 
-None of these may grow with the world size: "grows" compares with the same place in the smallest
+Calls, of ours, with --calls: simulated ranks around the code that talks to the store
+(tests/support/many_ranks.py), all ranks together but for the last two:
+
+    requests     to the store; "law" divides them by W log W, relative to the row before: at most 1
+                 where they grow no faster
+    MB           in and out of the store
+    CPU s        of the rank that works the longest
+    error        characters of the longest message
+
+None of the counts of steps may grow with the world size: "grows" compares with the same place in the smallest
 one. One call more is no growth: where the ranks do not divide a unit, its padding is zeroed."""
 
 from __future__ import annotations
@@ -51,6 +61,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import pstats
 import subprocess
 import sys
@@ -82,6 +93,7 @@ from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, FileFacts
 from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions
 from fsdp_compat.checkpoint._named_groups import named_groups
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support import many_ranks
 
 LIMIT_S, LIMIT_BYTES = 60.0, 2e9
 WORLD_SIZES = (64, 1024, 16384)
@@ -367,12 +379,39 @@ def main() -> int:
     if arguments.case is not None:
         print(json.dumps(run_case(Case(**json.loads(arguments.case)))))
         return 0
+    if arguments.calls:
+        missed = count_calls(arguments.world_sizes or [8, 64, 256, 1024, 4096, 16384])
+        return 1 if missed and arguments.check else 0
     if arguments.profile:
         in_child(Case(OURS, arguments.profile, 0, False, False, arguments.layers, profile=True))
         return 0
-    constructed, stepped = cases(arguments.world_sizes, arguments.layers)
+    sizes = arguments.world_sizes or list(WORLD_SIZES)
+    constructed, stepped = cases(sizes, arguments.layers)
     missed = construct(constructed) + count_steps(stepped)
     return 1 if missed and arguments.check else 0
+
+
+def count_calls(world_sizes: list[int]) -> int:
+    """Print the table of calls; return how many grow faster than W log W."""
+    missed = 0
+    print(
+        f"{'calls':12} {'ranks':>6} {'requests':>10} {'law':>6} {'MB':>9} {'CPU s':>7} {'error':>6}"
+    )
+    for call in many_ranks.CALLS:
+        before = math.inf
+        for ranks in world_sizes:
+            with many_ranks.simulated() as clock:
+                cost = call(ranks, clock)
+            per_law = cost.requests / (ranks * math.log(ranks))
+            law = "" if before == math.inf else f"{per_law / before:.2f}"
+            missed += per_law > before
+            before = per_law
+            print(
+                f"{call.__name__:12} {ranks:6} {cost.requests:10} {law:>6} {cost.nbytes / 1e6:9.3f} "
+                f"{cost.cpu_s:7.3f} {max(map(len, cost.messages), default=0):6}",
+                flush=True,
+            )
+    return missed
 
 
 def construct(cases: list[Case]) -> int:
@@ -481,7 +520,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES))
+    parser.add_argument("--world-sizes", type=int, nargs="+")
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument(
         "--profile",
@@ -489,6 +528,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="RANKS",
         help="profile construction at one world size instead",
     )
+    parser.add_argument("--calls", action="store_true", help="count requests to the store instead")
     parser.add_argument(
         "--check",
         action="store_true",

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import heapq
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -101,8 +102,8 @@ class Cost:
     ranks: int
     requests: int  # of all ranks together
     nbytes: int  # in and out of the store
-    cpu_s: float = 0.0  # of the rank that works the longest, where it is measured
-    messages: tuple[str, ...] = ()  # of errors, each once
+    cpu_s: float  # of the rank that works the longest
+    messages: tuple[str, ...]  # of errors, each once
 
 
 def _rendezvous(store: Any, ranks: int) -> list[StoreRendezvous]:
@@ -114,20 +115,22 @@ def _rendezvous(store: Any, ranks: int) -> list[StoreRendezvous]:
 
 def _run(
     clock: Clock, turns: list[Turn], arrivals: list[float], every: Callable[[int], None] | None
-) -> list[str]:
+) -> tuple[list[str], float]:
     """Let ranks arrive, and poll until the rendezvous ends for them. every: what the thread of a
-    rank does each second. Return the errors."""
-    start, errors = clock.now, []
+    rank does each second. Return the errors, and the processor time of the rank that works the
+    longest."""
+    start, errors, cpu_s = clock.now, [], [0.0] * len(turns)
     events = [(start + at, rank, "arrive") for rank, at in enumerate(arrivals)]
     heapq.heapify(events)
     waiting = set(range(len(turns)))
     while waiting:
         clock.now, rank, kind = heapq.heappop(events)
-        turn = turns[rank]
+        turn, began = turns[rank], time.process_time()
         if kind == "look" and every is not None:
             if rank in waiting:
                 every(rank)
                 heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
+            cpu_s[rank] += time.process_time() - began
             continue
         if kind == "arrive":
             turn.arrive()
@@ -140,14 +143,15 @@ def _run(
         except StateError as error:
             errors.append(str(error))
             is_over = True
+        cpu_s[rank] += time.process_time() - began
         if is_over:
             waiting.discard(rank)
         else:
             heapq.heappush(events, (clock.now + turn.pause_s, rank, "poll"))
-    return errors
+    return errors, max(cpu_s)
 
 
-def _cost(store: CountingStore, ranks: int, errors: list[str], cpu_s: float = 0.0) -> Cost:
+def _cost(store: CountingStore, ranks: int, errors: list[str], cpu_s: float) -> Cost:
     return Cost(ranks, store.requests.total(), store.nbytes, cpu_s, tuple(dict.fromkeys(errors)))
 
 
@@ -155,8 +159,8 @@ def meet(ranks: int, clock: Clock) -> Cost:
     """A rendezvous to which all ranks come."""
     store = CountingStore()
     turns = [Turn(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)]
-    errors = _run(clock, turns, [SKEW_S * rank / ranks for rank in range(ranks)], None)
-    return _cost(store, ranks, errors)
+    arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
+    return _cost(store, ranks, *_run(clock, turns, arrivals, None))
 
 
 def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
@@ -172,7 +176,7 @@ def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
         searches[rank].look([rendezvous[rank]], status)
 
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks - 1)] + [late_s]
-    return _cost(store, ranks, _run(clock, turns, arrivals, look))
+    return _cost(store, ranks, *_run(clock, turns, arrivals, look))
 
 
 def refused(ranks: int, clock: Clock) -> Cost:
@@ -183,11 +187,14 @@ def refused(ranks: int, clock: Clock) -> Cost:
         for rank, each in enumerate(_rendezvous(store, ranks))
     ]
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
-    return _cost(store, ranks, _run(clock, turns, arrivals, None))
+    return _cost(store, ranks, *_run(clock, turns, arrivals, None))
 
 
 def timed_out(ranks: int, clock: Clock) -> Cost:
     """A rendezvous that every second rank does not come to, up to the time limit."""
     store = CountingStore()
     turns = [Turn(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)][::2]
-    return _cost(store, ranks, _run(clock, turns, [0.0] * len(turns), None))
+    return _cost(store, ranks, *_run(clock, turns, [0.0] * len(turns), None))
+
+
+CALLS = meet, late, refused
