@@ -24,6 +24,7 @@ from ._processes import Inquiry, Members
 from ._texts import joined
 
 PAUSE_S = 0.2  # longest interval between two polls; longer with more than 1,000 ranks
+CHUNK = 512  # keys in a request, for which torch needs time by the square of their number
 EXIT_S = 10.0  # how long a process whose program has failed waits for the others before it ends
 
 
@@ -146,32 +147,29 @@ class StoreMailbox:
         keys = list(owed)
         try:
             self._wait(keys, owed, turn)
-            return [text.decode() for text in self._store.multi_get(keys)]
+            return [text.decode() for some in _chunks(keys) for text in self._store.multi_get(some)]
         except RuntimeError as error:
             raise RankLost(self._unreachable(error)) from error
 
     def _wait(self, keys: Sequence[str], owed: dict[str, int], turn: int) -> None:
-        """Poll until all keys exist. A blocking request would need one message, but blocks
-        interrupts, and torch warns when it times out."""
-        started, looked_at, inquiry = (
-            time.monotonic(),
-            0.0,
-            Inquiry(self._members, self._default_store),
-        )
+        """Poll until all keys exist, one chunk after the other. A blocking request would need one
+        message, but blocks interrupts, and torch warns when it times out."""
+        started = looked_at = time.monotonic()
+        inquiry, left = Inquiry(self._members, self._default_store), _chunks(keys)
         exit_at: float | None = None
         longest_pause_s = min(max(PAUSE_S, self._members.count / 5000), 2.0)
-        while not self._store.check(list(keys)):
+        while left:
+            if self._store.check(left[-1]):
+                left.pop()
+                continue
             now = time.monotonic()
-            if now - max(looked_at, started) >= 1.0:
+            if now - looked_at >= 1.0:
                 looked_at = now
-                keys = self._absent(keys)
-                if not keys:
-                    return
-                self._require_living_ranks(turn, [owed[key] for key in keys], inquiry)
-                if now - started > self._timeout_s:
+                missing = [owed[key] for key in self._absent(left[-1])]
+                self._require_living_ranks(turn, missing, inquiry)
+                if missing and now - started > self._timeout_s:
                     raise RankLost(
-                        f"{self._names(owed[key] for key in keys)} posted nothing within "
-                        f"{self._timeout_s:g} s"
+                        f"{self._names(missing)} posted nothing within {self._timeout_s:g} s"
                     )
                 if _program_has_failed():
                     exit_at = now + EXIT_S if exit_at is None else exit_at
@@ -179,7 +177,7 @@ class StoreMailbox:
                         own = self._members.describe(self._members.number)
                         raise RankLost(
                             f"{own} ends because its program has failed, while waiting for "
-                            f"{self._names(owed[key] for key in keys)}"
+                            f"{self._names(missing)}"
                         )
             time.sleep(min(longest_pause_s, max(1e-4, (now - started) / 10)))
 
@@ -217,6 +215,10 @@ class StoreMailbox:
             "the store of the process group cannot be reached: the process that serves it may have "
             f"ended ({error})"
         )
+
+
+def _chunks(keys: Sequence[str]) -> list[list[str]]:
+    return [list(keys[start : start + CHUNK]) for start in range(0, len(keys), CHUNK)]
 
 
 def _program_has_failed() -> bool:

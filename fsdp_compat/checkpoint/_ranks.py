@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -60,12 +61,13 @@ class Ranks:
             if self.number:
                 return None
             texts = self.mailbox.read(range(self.count))
-            # Usually all are equal: send each text once.
+            # Usually most are equal: send each text once, and which ranks have it as runs.
             different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-            return list(different), [different[text] for text in texts]
+            runs = itertools.groupby(different[text] for text in texts)
+            return list(different), [(index, len(list(same))) for index, same in runs]
 
         try:
-            texts, indices = self.mailbox.conclude(work)
+            texts, runs = self.mailbox.conclude(work)
         except RankLost as lost:
             raise StateError.of(
                 f"A rank did not finish {self.call}.",
@@ -75,7 +77,7 @@ class Ranks:
                 fix="look for that rank's error; earlier checkpoints are unchanged",
             ) from lost
         values = [json.loads(text) for text in texts]
-        return [values[index] for index in indices]
+        return [values[index] for index, length in runs for _ in range(length)]
 
     def agree(self, problem: BaseException | None, value: object) -> list[Any]:
         """Return every rank's ``value`` (JSON), by number. If any rank has a problem, raise on all

@@ -50,8 +50,9 @@ Calls, of ours, with --calls: simulated ranks around the code that talks to the 
     CPU s        of the rank that works the longest
     error        characters of the longest message
 
-None of the counts of steps may grow with the world size: "grows" compares with the same place in the smallest
-one. One call more is no growth: where the ranks do not divide a unit, its padding is zeroed."""
+None of the counts of steps may grow with the world size: "grows" compares with the same place in
+the smallest one. One call more is no growth: where the ranks do not divide a unit, its padding is
+zeroed."""
 
 from __future__ import annotations
 
@@ -406,9 +407,10 @@ def count_calls(world_sizes: list[int]) -> int:
             law = "" if before == math.inf else f"{per_law / before:.2f}"
             missed += per_law > before
             before = per_law
+            longest = max(map(len, cost.messages), default=0)
             print(
-                f"{call.__name__:12} {ranks:6} {cost.requests:10} {law:>6} {cost.nbytes / 1e6:9.3f} "
-                f"{cost.cpu_s:7.3f} {max(map(len, cost.messages), default=0):6}",
+                f"{call.__name__:12} {ranks:6} {cost.requests:10} {law:>6} "
+                f"{cost.nbytes / 1e6:9.3f} {cost.cpu_s:7.3f} {longest:6}",
                 flush=True,
             )
     return missed
