@@ -21,7 +21,7 @@ from .._engine.state_store import store_of
 from .._layout.spec import Interval, Section
 from ..api import StateDictSettings, StateDictType
 from ..errors import CheckpointError, FsdpCompatError, TypeUsageError, UsageError, require_bools
-from .model_state import inner_prefix, sharded_names
+from .model_state import sharded_keys
 from .rank0 import Outline, Rank0Broadcast, Rank0Value, outline_of, received
 from .reading_values import (
     dtype_of,
@@ -40,7 +40,10 @@ from .units import (
     FSDP_WRAPPED_MODULE,
     ModelUnit,
     clean_name,
+    default_form,
+    in_form,
     is_flat_name,
+    loads_in_own_way,
     managed_names,
     model_unit_of,
     model_units_in,
@@ -49,8 +52,8 @@ from .units import (
     names_of,
     registered_unit,
     units_of,
+    unmanaged_in,
 )
-from .unmanaged import loads_in_own_way, others_in
 
 
 def load_state_dict(
@@ -125,7 +128,6 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
     """Load this unit's parameters out of ``state_dict``, and rename the rest for the wrapped
     module."""
     own = registered_unit(wrapper)
-    inner = inner_prefix(wrapper, own, prefix)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         clean = prefix + clean_name(key[len(prefix) :])
         if clean != key:
@@ -133,13 +135,14 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
     if not own.unit.summoned:
         _metadata, _strict, missing, _unexpected, errors = rest
         _load_unit(own, state_dict, prefix, missing, errors)
+    inner = prefix if own.unit.module is wrapper else f"{prefix}{FSDP_WRAPPED_MODULE}."
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
     own.unit.view.in_state_dict = True  # until _after_load
     if own.unit.buffers is not None:
         own.unit.buffers.follow(ComputeDtype.EVAL)
-    own.loading = prefix, {inner + name for name in sharded_names(wrapper, own.unit)}
+    own.loading = prefix, {prefix + key for key in sharded_keys(wrapper, own.unit)}
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
@@ -163,6 +166,12 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
     own.loading = "", set()
 
 
+def load_unmanaged(model: nn.Module, entries: Mapping[str, Any]) -> None:
+    """Load what ``unmanaged_state`` returned, or a part of it. Nothing is sent."""
+    with in_form(model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)):
+        model.load_state_dict(entries, strict=False)
+
+
 # -- what does not fit
 
 
@@ -180,7 +189,7 @@ def _refuse_values(
     missing: list[str] = []
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
-    others, order = others_in(model), names_in_order(model, "")
+    others, order = _others_in(model), names_in_order(model, "")
     named_parameters = model.named_parameters(remove_duplicate=False)
     known = {*order, *(clean_name(name) for name, _ in named_parameters)}
     if not errors:
@@ -215,6 +224,17 @@ def _refuse_values(
         inner = type(model if registered is None else registered.unit.module).__name__
         lines = "\n\t".join([f"Error(s) in loading state_dict for {inner}:", *errors])
         raise not_loaded(lines, label, state_dict)
+
+
+def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return what a module's state dict holds beside the units' parameters, by clean name.
+
+    None for extra state, and for an entry of a module whose class loads in its own way.
+    """
+    return {
+        slot.name: None if loads_in_own_way(slot.holder) else slot.value
+        for slot in unmanaged_in(model)
+    }
 
 
 def _loads_plainly(model: nn.Module) -> bool:
@@ -503,7 +523,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     if text:
         raise error or CheckpointError(text)
     outlines, metadata = rank0.send_object(told, "what the state dict holds")
-    others = {} if assign or rank0.is_here else others_in(model)
+    others = {} if assign or rank0.is_here else _others_in(model)
     filled = collections.OrderedDict[str, Any]()
     for key, outline in outlines.items():
         value = given[key] if rank0.is_here else outline

@@ -7,9 +7,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from .._engine import rendezvous
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
-from .._layout.spec import Interval
 from ..api import StateDictType
 from ..errors import UsageError, wrong_type
 from .sharded_values import (
@@ -33,32 +32,40 @@ from .sharded_values import (
     sharded_value,
 )
 from .units import (
-    FSDP_WRAPPED_MODULE,
     ModelUnit,
     Wanted,
     clean_name,
+    default_form,
     everything,
     in_form,
+    managed_names,
     model_units_in,
     named_sections,
     names_in_order,
     names_of,
+    owners_in,
     registered_unit,
     shows_originals,
+    slots_in,
     wanted_by,
     without_checkpoint_wrapper,
 )
-from .unmanaged import owners_in
 
 
 def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:
     """Return the state dict of a wrapper, see ``FullyShardedDataParallel.state_dict``."""
     try:
-        inspect.signature(_arguments).bind(*args, **kwargs)
+        destination, prefix, keep_vars = _arguments(*args, **kwargs)
     except TypeError as error:
         expected = "destination=, prefix= and keep_vars=, each once"
         raise wrong_type("arguments", expected, (args, kwargs), "state_dict") from error
-    destination, prefix, keep_vars = _arguments(*args, **kwargs)
+    if not isinstance(prefix or "", str):
+        raise wrong_type("prefix", "a string", prefix, "state_dict")
+    if destination is not None and not isinstance(destination, MutableMapping):
+        raise wrong_type("destination", "a dict, or None", destination, "state_dict")
+    if destination is None:
+        destination = collections.OrderedDict()
+        setattr(destination, "_metadata", collections.OrderedDict())  # as torch has it
     own = registered_unit(wrapper)
     with contextlib.ExitStack() as stack:
         if filter is not None:
@@ -66,7 +73,12 @@ def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any
             stack.enter_context(in_form(model_units_in(wrapper), wanted=wanted))
         if not own.unit.summoned:
             stack.enter_context(own.runtime.rested("state_dict"))
-        return _taken(wrapper, own, destination, prefix, keep_vars)
+        return _taken(wrapper, own, destination, prefix or "", bool(keep_vars))
+
+
+def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False) -> Any:
+    """The arguments of nn.Module.state_dict, which may be positional in its older form."""
+    return destination, prefix, keep_vars
 
 
 def _taken(
@@ -78,34 +90,19 @@ def _taken(
     first, first_described = len(destination), len(described)
     own.unit.view.in_state_dict = True
     try:
-        with rendezvous.nested("state_dict", _groups_of_state_dict(wrapper)):
+        with rendezvous.nested("state_dict", _gathered_groups(wrapper)):
             options: Any = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
             nn.Module.state_dict(wrapper, **options)
     finally:
         own.unit.view.in_state_dict = False
-    config: Any = own.form.state_dict_config
-    keep = not getattr(config, "rank0_only", False) or own.mesh.is_first
-    keys = list(itertools.islice(destination, first, None))
-    base = clean_name(prefix)
-    # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
-    # the inner wrapper has cleaned their names.
-    parts = {base + clean_name(name) for name in sharded_names(wrapper, own.unit)}
-    values = {name: destination[key] for key in keys if (name := clean_name(key)) not in parts}
-    for key in keys:
+    collected = dict(itertools.islice(destination.items(), first, None))
+    for key in collected:
         del destination[key]
-    for name, exact in own.exact_buffers():
-        if base + name in values:
-            values[base + name] = exact
-    met = _own_names(wrapper, own, keys, prefix)
-    values = _only_wanted(wrapper, own.wanted, values, met, base)
-    if not keep:
-        values = {}
-    elif getattr(config, "offload_to_cpu", False):
-        values = {key: _on_cpu(value, as_copy=key in met) for key, value in values.items()}
-    elif not own.unit.summoned and not keep_vars:
-        values = {key: _compact(value) if key in met else value for key, value in values.items()}
+    base, values = clean_name(prefix), dict[str, Any]()
+    if own.is_kept_here:
+        values = _values_beside(wrapper, own, collected, base, keep_vars)
     if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
-        values.update(_entries(own, base, keep))
+        values.update(_ENTRIES[own.form.state_dict_type](own, base))
     order = {key: position for position, key in enumerate(names_in_order(wrapper, base))}
     destination.update(sorted(values.items(), key=lambda entry: order.get(entry[0], len(order))))
     for key in list(itertools.islice(described, first_described, None)):
@@ -114,68 +111,72 @@ def _taken(
     return destination
 
 
-def _own_names(wrapper: nn.Module, own: ModelUnit, keys: Sequence[str], prefix: str) -> set[str]:
-    """Return the clean names of the entries that come from this unit's modules, and not from those
-    of an inner unit."""
-    if own.unit.module is not wrapper:  # inner wrappers have cleaned the names of theirs
-        inner = inner_prefix(wrapper, own, prefix)
-        return {clean_name(key) for key in keys if key.startswith(inner)}
-    owners = owners_in(wrapper)
-    holders = {key: key[len(prefix) :].rpartition(".")[0] for key in keys}
-    return {clean_name(key) for key in keys if owners.get(holders[key], wrapper) is wrapper}
-
-
-def inner_prefix(wrapper: nn.Module, own: ModelUnit, prefix: str) -> str:
-    """Return the prefix of the names in the unit's module; of a unit that is registered on its
-    module itself it is the same."""
-    return prefix if own.unit.module is wrapper else f"{prefix}{FSDP_WRAPPED_MODULE}."
-
-
-def _entries(own: ModelUnit, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the entries of the unit's own parameters, in the form that is set."""
-    if own.form.state_dict_type is StateDictType.FULL_STATE_DICT:
-        to_cpu = own.form.state_dict_config.offload_to_cpu
-        return full_entries(own.unit, base, own.wanted, to_cpu, keep)
-    if own.form.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        return _local_entries(own, base)
-    return _sharded_entries(own, base)
-
-
-def _only_wanted(
-    wrapper: nn.Module, wanted: Wanted, values: dict[str, Any], met: set[str], base: str
+def _values_beside(
+    wrapper: nn.Module, own: ModelUnit, collected: dict[str, Any], base: str, keep_vars: bool
 ) -> dict[str, Any]:
-    """Drop what a filter leaves out of ``met``, the unmanaged entries of this unit's modules."""
-    if wanted is everything:
-        return values
-    named = wrapper.named_parameters(remove_duplicate=False)
-    trainable = {base + clean_name(name) for name, parameter in named if parameter.requires_grad}
-    return {k: v for k, v in values.items() if k not in met or wanted(k, k in trainable)}
+    """Return the entries beside the unit's own parameters by clean name, finished: those of inner
+    units, and the unmanaged ones of this unit's modules, of which the filter chooses."""
+    # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
+    # the inner wrapper has cleaned their names.
+    parts = {base + clean_name(key) for key in sharded_keys(wrapper, own.unit)}
+    values = {
+        name: value for key, value in collected.items() if (name := clean_name(key)) not in parts
+    }
+    for name, exact in own.exact_buffers():
+        if base + name in values:
+            values[base + name] = exact
+    owners = {base + clean_name(path): owner for path, owner in owners_in(wrapper).items()}
+    trainable = {
+        base + slot.name
+        for slot in slots_in(wrapper)
+        if slot.value is not None and slot.value.requires_grad
+    }
+    to_cpu = getattr(own.form.state_dict_config, "offload_to_cpu", False)
+    for name, value in list(values.items()):
+        is_own = owners.get(name.rpartition(".")[0], wrapper) is wrapper
+        if is_own and not own.wanted(name, name in trainable):
+            del values[name]
+        elif to_cpu:
+            values[name] = _on_cpu(value, as_copy=is_own)
+        elif is_own and not own.unit.summoned and not keep_vars:
+            values[name] = _compact(value)
+    return values
 
 
-def sharded_names(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The names under which the wrapped module's state dict holds, or misses, managed parameters
-    in their sharded form: none while the unit is summoned.
+def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
+    """The keys under which the modules hold, or miss, the unit's parameters in their sharded form:
+    none while the unit is summoned.
 
     Activation checkpointing's wrapper takes itself out of the names at one time and not at
     another: both are here. It may have come between the wrapper and the unit's module.
     """
     if unit.summoned:
         return set()
-    held = unit.module if unit.module is wrapper else wrapper.get_submodule(FSDP_WRAPPED_MODULE)
-    managed = {id(param) for group in unit.groups for param, _ in group.store.sharded_params}
-    raw = {
-        f"{path}.{attribute}".lstrip(".")
-        for path, child in held.named_modules(remove_duplicate=False)
-        for attribute, parameter in child._parameters.items()
-        if id(parameter) in managed
+    keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}
+    return keys | {without_checkpoint_wrapper(key) for key in keys}
+
+
+def unmanaged_state(model: nn.Module) -> dict[str, Any]:
+    """Return what a state dict of the model holds beside the parameters of units, by clean name.
+    Nothing is sent.
+
+    The modules' own methods and hooks make the entries, so that a class which saves something in
+    its own way is heard.
+    """
+    managed = managed_names(model)
+    form = default_form(StateDictType.LOCAL_STATE_DICT)
+    # Not every parameter of a unit has a local form.
+    with in_form(model_units_in(model), form, lambda name, trainable: name not in managed):
+        state = model.state_dict()
+    return {
+        clean: value for name, value in state.items() if (clean := clean_name(name)) not in managed
     }
-    return raw | {without_checkpoint_wrapper(name) for name in raw}
 
 
 # -- what is sent
 
 
-def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
+def _gathered_groups(module: nn.Module) -> Iterator[Group]:
     """Yield the groups that are gathered for a state dict in the form that is set."""
     for each in model_units_in(module):
         kind = each.form.state_dict_type
@@ -187,11 +188,9 @@ def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
 def _on_cpu(value: Any, as_copy: bool) -> Any:
     """Return a tensor on the CPU. as_copy: a copy also where it is there already, which training
     does not change."""
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        return value
-    if value.device.type == "cpu" and not as_copy:
-        return value
-    return copied(value, to_cpu=True)
+    is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
+    is_there = not is_tensor or (value.device.type == "cpu" and not as_copy)
+    return value if is_there else copied(value, to_cpu=True)
 
 
 def _compact(value: Any) -> Any:
@@ -204,20 +203,6 @@ def _compact(value: Any) -> Any:
     ):
         return value
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
-
-
-def _arguments(
-    destination: Any = None, prefix: str | None = "", keep_vars: bool = False
-) -> tuple[Any, str, bool]:
-    """Return the arguments of nn.Module.state_dict, which may be positional in its older form."""
-    if not isinstance(prefix or "", str):
-        raise wrong_type("prefix", "a string", prefix, "state_dict")
-    if destination is not None and not isinstance(destination, MutableMapping):
-        raise wrong_type("destination", "a dict, or None", destination, "state_dict")
-    if destination is None:
-        destination = collections.OrderedDict()
-        setattr(destination, "_metadata", collections.OrderedDict())  # as torch has it
-    return destination, prefix or "", bool(keep_vars)
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
@@ -246,31 +231,25 @@ class _Gathered:
         DTensors."""
         self._store = store = store_of(group)
         self._wholes: Sequence[torch.Tensor] = []
-        # Where only some travel: by index, the part of every rank and its elements.
-        self._runs: dict[int, list[tuple[Interval, torch.Tensor]]] = {}
+        self._runs: dict[int, tuple[torch.Tensor, ...]] = {}  # by index, where only some travel
         if len(indices) == len(store.orig_params) or group.shard.ranks == 1:
             self._buffer = group.gather_full()
             self._wholes = store.whole(self._buffer)
             return
-        by_rank = [[store.part(index, rank) for index in indices] for rank in range(store.ranks)]
-        longest = max(1, *(sum(part.numel for part in parts) for parts in by_rank))
-        own = torch.zeros(longest, dtype=store.dtype, device=store.shard.device)
-        numel = sum(part.numel for part in by_rank[store.rank])
-        torch.cat([store.local_part(index) for index in indices], out=own[:numel])
+        by_rank = [[store.part(i, rank).numel for i in indices] for rank in range(store.ranks)]
+        longest = max(1, *map(sum, by_rank))
+        padding = store.shard.new_zeros(longest - sum(by_rank[store.rank]))
+        own = torch.cat((*map(store.local_part, indices), padding))
         self._buffer = group.gather_full(own)
-        for parts, piece in zip(by_rank, self._buffer.chunk(store.ranks), strict=True):
-            numels = [part.numel for part in parts]
-            runs_of_rank = piece[: sum(numels)].split(numels)
-            for index, part, run in zip(indices, parts, runs_of_rank, strict=True):
-                self._runs.setdefault(index, []).append((part, run))
+        pieces = zip(self._buffer.chunk(store.ranks), by_rank, strict=True)
+        runs = [piece[: sum(numels)].split(numels) for piece, numels in pieces]
+        self._runs = dict(zip(indices, zip(*runs, strict=True), strict=True))
 
     def whole(self, index: int) -> torch.Tensor:
         """Return a parameter, a view of what was gathered where it can be."""
-        parallel = self._store.parallel[index]
-        if self._runs:
-            value = self._buffer.new_empty(self._store.local_shape(index))
-            for part, run in self._runs[index]:
-                value.view(-1)[part.slice] = run
+        parallel, shape = self._store.parallel[index], self._store.local_shape(index)
+        if self._runs:  # of what every rank holds, the first rank's
+            value = torch.cat(self._runs[index])[: math.prod(shape)].view(shape)
         else:
             value = self._wholes[index]
         return (value if parallel is None else parallel.whole(value)).detach()
@@ -282,27 +261,34 @@ class _Gathered:
         return value.to(device or value.device, copy=is_view)
 
 
-def full_entries(
-    unit: Unit, prefix: str, wanted: Wanted, to_cpu: bool, keep: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(
+    groups: Iterable[Group], prefixes: Sequence[str], wanted: Wanted
+) -> Iterator[tuple[list[str], _Gathered, int]]:
+    """Yield (names, gathered parameters, the index of one of them) for all that is wanted. Whoever
+    drops what was gathered holds one group at a time. Collective: all ranks, to the end."""
+    for group in groups:
+        if names := _chosen(store_of(group), prefixes, wanted):
+            gathered = _Gathered(group, list(names))
+            for index, its_names in names.items():
+                yield its_names, gathered, index
+            del gathered  # or the next group is gathered beside this one
+
+
+def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of a unit's parameters, one group gathered at a time; nothing
-    where ``keep`` is False.
+    on ranks that are to have none.
 
     A tied parameter comes under all its names, with one tensor, which is a copy. Collective: all
     ranks, to the end.
     """
-    for group in unit.groups:
-        if names := _chosen(store_of(group), [prefix], wanted):
-            gathered = _Gathered(group, list(names))
-            for index, its_names in names.items():
-                if keep:
-                    own = gathered.copy(index, torch.device("cpu") if to_cpu else None)
-                    for name in its_names:
-                        yield name, own
-                    del own
-                elif store_of(group).parallel[index] is not None:
-                    gathered.whole(index)  # other ranks of the parameter's own mesh may keep it
-            del gathered  # or the next group is gathered beside this one
+    device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
+    for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
+        # Other ranks of the parameter's own mesh may keep what this one does not.
+        value = gathered.copy(index, device) if own.is_kept_here else gathered.whole(index)
+        del gathered
+        for name in names if own.is_kept_here else ():
+            yield name, value
+        del value
 
 
 def gathered_unit(
@@ -314,15 +300,10 @@ def gathered_unit(
     What is gathered is held by what is returned. Collective, also what gives the parameters, where
     they are DTensors.
     """
-    found: list[tuple[list[str], Callable[[], torch.Tensor]]] = []
-    for group in unit.groups:
-        if names := _chosen(store_of(group), prefixes, wanted):
-            gathered = _Gathered(group, list(names))
-            found += [
-                (its_names, functools.partial(gathered.copy, i, torch.device("cpu")))
-                for i, its_names in names.items()
-            ]
-    return found
+    return [
+        (names, functools.partial(gathered.copy, index, torch.device("cpu")))
+        for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
+    ]
 
 
 def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -338,14 +319,12 @@ def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.T
         if own.device_mesh is None or group.shard.ranks == 1:
             yield from _shard_entries(own, group, prefix, config.as_views)
             continue
-        if names := _chosen(store_of(group), [prefix], own.wanted):
-            gathered = _Gathered(group, list(names))
-            for index, its_names in names.items():
-                value: torch.Tensor = mesh_sharded_value(gathered.whole(index), own.device_mesh)
-                value = value.cpu() if config.offload_to_cpu else value
-                for name in its_names:
-                    yield name, value
-            del gathered  # or the next group is gathered beside this one
+        for names, gathered, index in _gathered([group], [prefix], own.wanted):
+            value: torch.Tensor = mesh_sharded_value(gathered.whole(index), own.device_mesh)
+            value = value.cpu() if config.offload_to_cpu else value
+            del gathered
+            for name in names:
+                yield name, value
 
 
 def _shard_entries(
@@ -403,3 +382,11 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
                 yield name, shard[part.slice].as_subclass(LocalPart)
         cut = flat_cut(group, section, own.group)
         yield prefix + flat_name, sharded_value(cut, shard[: cut.part.numel])
+
+
+# What gives the entries of a unit's own parameters, given the prefix of their names.
+_ENTRIES: dict[StateDictType, Callable[[ModelUnit, str], Iterator[tuple[str, torch.Tensor]]]] = {
+    StateDictType.FULL_STATE_DICT: full_entries,
+    StateDictType.SHARDED_STATE_DICT: _sharded_entries,
+    StateDictType.LOCAL_STATE_DICT: _local_entries,
+}

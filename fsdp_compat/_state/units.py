@@ -40,26 +40,20 @@ from ..api import (
 )
 from ..errors import UsageError, takes, wrong_type
 
-Wanted = Callable[
-    [str, bool], bool
-]  # (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it
+# (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it
+Wanted = Callable[[str, bool], bool]
 
-
-FSDP_WRAPPED_MODULE = (
-    "_fsdp_wrapped_module"  # the child that holds the wrapped module, named as in torch
-)
-
-_CHECKPOINT_WRAPPED_MODULE = (
-    "_checkpoint_wrapped_module"  # torch's wrapper of activation checkpointing has its module there
-)
-
-_WRAPPERS = frozenset({FSDP_WRAPPED_MODULE, _CHECKPOINT_WRAPPED_MODULE})
+# The child that holds the wrapped module, named as in torch; and that of torch's wrapper of
+# activation checkpointing.
+FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
+_CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
 
 
 def clean_name(name: str) -> str:
     """Return a parameter's, buffer's or module's name as it was before FSDP and activation
     checkpointing wrapped anything."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    wrappers = (FSDP_WRAPPED_MODULE, _CHECKPOINT_WRAPPED_MODULE)
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def without_checkpoint_wrapper(name: str) -> str:
@@ -92,15 +86,9 @@ def wanted_by(given: Any, where: str) -> Wanted:
     return lambda name, trainable: bool(given(name))
 
 
-def flat_names(unit: Unit) -> list[str]:
-    """Return the names of a unit's flat parameters in local state dicts: one per section of the
-    shards of its groups."""
-    return [name for name, _, _ in named_sections(unit)]
-
-
 def named_sections(unit: Unit) -> list[tuple[str, Group, Section]]:
-    """Return the sections of the shards of a unit's groups, with their names in local state
-    dicts."""
+    """Return the sections of the shards of a unit's groups, with the names of their flat parameters
+    in local state dicts."""
     sections = [(group, section) for group in unit.groups for section in store_of(group).sections]
     return [(flat_param_name(number), *found) for number, found in enumerate(sections)]
 
@@ -125,13 +113,6 @@ def names_of(param: ParamSlots, prefix: str) -> list[str]:
     """Return the names in a model of a parameter of the unit with this prefix; a tied one has
     several."""
     return list(dict.fromkeys(prefix + clean_name(name) for name in param.names))
-
-
-def param_names(unit: Unit) -> Iterator[str]:
-    """Yield all names of all parameters of a unit, without the unit's prefix."""
-    for group in unit.groups:
-        for param in store_of(group).orig_params:
-            yield from map(clean_name, param.names)
 
 
 # The module attribute that holds a registered ModelUnit, or the function that returns it.
@@ -172,6 +153,11 @@ class ModelUnit:
         """True if a parameter's value in a state dict may be this rank's part of it."""
         return self.form.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
+    @property
+    def is_kept_here(self) -> bool:
+        """False if only the first rank is to have the state dict, and this is another one."""
+        return self.mesh.is_first or not getattr(self.form.state_dict_config, "rank0_only", False)
+
     def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, value) of the buffers that are cast for computing, with the values in their
         original dtype."""
@@ -182,13 +168,16 @@ class ModelUnit:
                     yield clean_name(f"{path}.{name}".lstrip(".")), exact[id(child), name]
 
 
+_CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
 def default_form(kind: StateDictType) -> StateDictSettings:
     """Return the settings of a state dict type with default configurations."""
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        return StateDictSettings(kind, LocalStateDictConfig(), LocalOptimStateDictConfig())
-    if kind is StateDictType.FULL_STATE_DICT:
-        return StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
-    return StateDictSettings(kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    return StateDictSettings(kind, *(config() for config in _CONFIGS[kind]))
 
 
 def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
@@ -267,29 +256,73 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
             if registered.rename is not None:
                 registered.rename(model)
                 prefix = ""
-            found.append(NamedUnit(registered.unit, f"{prefix}." if prefix else ""))
+            found.append(NamedUnit(registered.unit, _below("", prefix)))
     return found
 
 
 def managed_names(model: nn.Module) -> set[str]:
     """Return the clean names of all parameters of units, and of flat parameters; without units that
     show whole parameters now."""
-    return {
-        named.prefix + name
-        for named in units_of(model, once=False)
-        if not named.unit.summoned
-        for name in (*flat_names(named.unit), *param_names(named.unit))
-    }
+    found: set[str] = set()
+    for named in units_of(model, once=False):
+        for flat_name, group, _ in named_sections(named.unit) if not named.unit.summoned else ():
+            found.add(named.prefix + flat_name)
+            for param in store_of(group).orig_params:
+                found.update(names_of(param, named.prefix))
+    return found
 
 
-def managed_in(model: nn.Module) -> set[int]:
-    """Return the ids of all sharded parameters in a model."""
-    return {
-        id(param)
-        for registered in model_units_in(model)
-        for group in registered.unit.groups
+def owners_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by the path of each module in ``model``, the innermost module around it, itself
+    included, that a unit is registered on; the model where there is none."""
+    found: dict[str, nn.Module] = {}
+    for path, child in model.named_modules(remove_duplicate=False):
+        is_owner = not path or model_unit_of(child) is not None
+        found[path] = child if is_owner else found[path.rpartition(".")[0]]
+    return found
+
+
+class Slot(typing.NamedTuple):
+    """A parameter, a buffer or the extra state of a module, which state dicts have an entry for."""
+
+    key: str  # as modules are named now
+    holder: nn.Module  # the module that it belongs to
+    owner: nn.Module  # see ``owners_in``
+    value: torch.Tensor | None  # None: extra state
+    unit: Unit | None  # that holds the value in its sharded form
+
+    @property
+    def name(self) -> str:
+        return clean_name(self.key)
+
+
+def slots_in(model: nn.Module) -> Iterator[Slot]:
+    """Yield the slots in the order of the modules; one with several names under each of them."""
+    units = {
+        id(param): each.unit
+        for each in model_units_in(model)
+        for group in each.unit.groups
         for param, _ in group.store.sharded_params
     }
+    owners = owners_in(model)
+    for path, child in model.named_modules(remove_duplicate=False):
+        tensors: dict[str, Any] = {**child._parameters, **child._buffers}
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            tensors["_extra_state"] = None
+        for name, value in tensors.items():
+            is_kept = name == "_extra_state" or value is not None
+            if is_kept and name not in child._non_persistent_buffers_set:
+                unit = units.get(id(value))
+                yield Slot(f"{path}.{name}".lstrip("."), child, owners[path], value, unit)
+
+
+def unmanaged_in(model: nn.Module) -> Iterator[Slot]:
+    """Yield the slots of what no unit shards: buffers, other parameters, and extra state."""
+    return (slot for slot in slots_in(model) if slot.unit is None)
+
+
+def loads_in_own_way(module: nn.Module) -> bool:
+    return not type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 def names_in_order(model: nn.Module, base: str) -> list[str]:
@@ -299,35 +332,30 @@ def names_in_order(model: nn.Module, base: str) -> list[str]:
 
     base: the prefix of the keys.
     """
-    modules = [
-        (clean_name(path), child) for path, child in model.named_modules(remove_duplicate=False)
-    ]
-    order: dict[str, Sequence[str]] = {}
-    for path, child in modules:
-        if (registered := model_unit_of(child)) is not None:
-            order.update(
-                (".".join(filter(None, (path, inner))), names)
-                for inner, names in registered.attribute_order.items()
-            )
-    names = []
-    last: list[tuple[str, list[str]]] = []  # (prefix, names) that come after what is below it
-    for path, child in modules:
-        start = f"{base}{path}." if path else base
-        while last and not start.startswith(last[-1][0]):
-            names += last.pop()[1]
-        registered = model_unit_of(child)
-        if registered is not None and not is_lazy(child):
-            flat = [start + name for name in flat_names(registered.unit)]
-            if shows_originals(registered.unit):
-                last.append((start, flat))
-            else:
-                names += flat
-        if registered is None or registered.unit.module is child:
-            attributes = dict.fromkeys(
-                (*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state")
-            )
-            names += [start + attribute for attribute in attributes]
-    return names + [name for _, flat in reversed(last) for name in flat]
+    return [*_names_below(model, base, {})]
+
+
+def _names_below(module: nn.Module, start: str, order: dict[str, Sequence[str]]) -> Iterator[str]:
+    """order: {the prefix of a module: the names of its parameters before sharding}."""
+    registered, flat = model_unit_of(module), list[str]()
+    if registered is not None:
+        inner = registered.attribute_order.items()
+        order = {**order, **{_below(start, path): names for path, names in inner}}
+        if not is_lazy(module):
+            flat = [start + name for name, _, _ in named_sections(registered.unit)]
+    is_last = registered is not None and shows_originals(registered.unit)
+    yield from flat if not is_last else ()
+    if registered is None or registered.unit.module is module:
+        own = (*order.get(start, ()), *module._parameters, *module._buffers, "_extra_state")
+        yield from (start + name for name in dict.fromkeys(own))
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _names_below(child, _below(start, clean_name(name)), order)
+    yield from flat if is_last else ()
+
+
+def _below(prefix: str, name: str) -> str:
+    return f"{prefix}{name}." if name else prefix
 
 
 def names_before(model: nn.Module) -> list[str]:

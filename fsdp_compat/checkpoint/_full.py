@@ -20,9 +20,9 @@ from .._state.units import (
     model_units_in,
     names_in_order,
     runtimes_of,
+    unmanaged_in,
     wanted_by,
 )
-from .._state.unmanaged import owners_in, unmanaged_in
 from ..errors import require_module
 
 
@@ -102,10 +102,9 @@ class _Owned:
 def _by_owner(model: nn.Module) -> list[_Owned]:
     """Assign the modules of ``model`` to the units that they belong to, outer units first."""
     found: dict[nn.Module, _Owned] = {}
-    for path, owner in owners_in(model).items():
-        owned = found.setdefault(owner, _Owned(owner, [], {}))
-        if owner is model.get_submodule(path):
-            owned.paths.append(clean_name(path))
+    for path, child in model.named_modules(remove_duplicate=False):
+        if not path or model_unit_of(child) is not None:
+            found.setdefault(child, _Owned(child, [], {})).paths.append(clean_name(path))
     for entry in unmanaged_in(model):
         if entry.value is not None:
             found[entry.owner].others[entry.name] = entry.value

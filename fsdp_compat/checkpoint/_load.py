@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._state.model_state import unmanaged_state
 from .._state.older_optimizers import convert
 from .._state.units import names_before, units_of
-from .._state.unmanaged import unmanaged_state
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._arguments import Rename, require_arguments
 from ._load_plan import LoadPlan

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._state.model_loading import load_unmanaged
+from .._state.model_state import unmanaged_state
 from .._state.units import units_of
-from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError
 from ._load_optimizer import OptimizerLoadPlan
 from ._named_groups import HeldPart, managed_parts, named_groups, of_whole, unmanaged_tensors

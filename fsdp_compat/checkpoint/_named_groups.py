@@ -19,10 +19,10 @@ from .._engine.unit import Unit
 from .._layout.box import Box, cut_into_boxes
 from .._layout.pieces import Piece
 from .._layout.spec import Interval, Section
+from .._state.model_state import unmanaged_state
 from .._state.optim_contents import ownership_of
 from .._state.sharded_values import place_of
 from .._state.units import NamedUnit, clean_name, named_sections, units_of
-from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
 from ._manifest import Cut, FlatGroup
 from ._tools.archive import moved

@@ -17,7 +17,7 @@ from ..._state.model_loading import not_loaded
 from ..._state.model_state import full_entries
 from ..._state.reading_values import misfit
 from ..._state.sharded_values import copied
-from ..._state.units import ModelUnit, clean_name, everything, refuse_extensions
+from ..._state.units import ModelUnit, clean_name, refuse_extensions
 from ..._stores.row_store import RowStore
 from ..._torch_private import dtensor as torch_dtensor
 from ...api import StateDictType
@@ -57,11 +57,10 @@ def taken(
     finally:
         for each, _ in named:
             each.unit.view.in_state_dict = False
-    config: Any = own.form.state_dict_config
     for clean, key in keys.items():
-        if getattr(config, "rank0_only", False) and not own.mesh.is_first:
+        if not own.is_kept_here:
             del result[key]
-        elif config.offload_to_cpu and clean not in wholes:
+        elif own.form.state_dict_config.offload_to_cpu and clean not in wholes:
             result[key] = copied(result[key], to_cpu=True)
     return result
 
@@ -82,11 +81,8 @@ def _put_wholes_in(
         if each.rename is not None:
             each.rename(module)
             name = ""
-        config: Any = each.form.state_dict_config
-        keep = not config.rank0_only or each.mesh.is_first
         base = clean_name(prefix + (f"{name}." if name else ""))
-        entries = full_entries(each.unit, base, everything, config.offload_to_cpu, keep)
-        for clean, value in entries:
+        for clean, value in full_entries(each, base):
             if clean in keys:
                 result[keys[clean]] = value
                 found.add(clean)
