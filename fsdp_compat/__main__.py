@@ -11,6 +11,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from typing import NoReturn
 
 from ._install import install
 from ._install.migrate import command
@@ -32,7 +33,7 @@ _NEEDED = ("click", "rich")  # by the tools
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _TOOLS:
-        sys.exit(_use_tool(arguments))
+        _use_tool(arguments)
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.command == "migrate":
@@ -53,21 +54,20 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
-def _use_tool(arguments: list[str]) -> int:
-    """Run a command of checkpoints; return the exit status."""
+def _use_tool(arguments: list[str]) -> NoReturn:
+    """Run a command of checkpoints, and exit with its status."""
     if not all(map(_is_installed, _NEEDED)):
         print(
             f"{_program()} {arguments[0]} needs {' and '.join(_NEEDED)}: "
             "pip install 'fsdp_compat[cli]'",
             file=sys.stderr,
         )
-        return 2
+        sys.exit(2)
     try:
-        from .checkpoint._tools.commands import run
-
-        return run(arguments, _program())
+        from .checkpoint._tools.commands import commands
     except KeyboardInterrupt:  # while modules are imported, which takes seconds
-        return 130
+        sys.exit(130)
+    commands.main(arguments, prog_name=_program())
 
 
 def _is_installed(package: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...errors import UsageError, unusable, wrong_type
+from ...errors import unusable
 from .._progress import require_bar
 
 MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
@@ -17,6 +18,13 @@ def require_count(name: str, value: Any, least: int, unit: str, call: str) -> No
     """Raise UsageError unless ``value`` is a whole number of at least ``least``."""
     if type(value) is not int or value < least:
         raise unusable(name, f"at least {least} {unit}", value, f"argument {name!r} of {call}")
+
+
+def require_tolerance(name: str, value: Any, call: str) -> None:
+    """Raise UsageError unless ``value`` is a finite number of at least 0."""
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        expected = "a finite number of at least 0"
+        raise unusable(name, expected, value, f"argument {name!r} of {call}")
 
 
 def require_limits(memory: int, workers: int, progress: bool, call: str) -> None:
@@ -32,15 +40,11 @@ def compiled(argument: str, patterns: str | Iterable[str], call: str) -> list[re
         return [
             re.compile(each) for each in ([patterns] if isinstance(patterns, str) else patterns)
         ]
-    except TypeError as error:
-        raise wrong_type(argument, "regular expressions", patterns, call) from error
-    except re.error as error:
-        raise UsageError.of(
-            f"{argument} has an invalid pattern.",
-            expected="regular expressions, as Python's re has them",
-            got=f"{error.pattern!r}: {error}",
-            where=call,
-            fix="correct the pattern; a dot that is meant as one is written \\.",
+    except (TypeError, re.error) as error:
+        expected = "regular expressions, as Python's re has them"
+        fix = f"correct the pattern: {error}"
+        raise unusable(
+            argument, expected, patterns, f"argument {argument!r} of {call}", fix
         ) from error
 
 

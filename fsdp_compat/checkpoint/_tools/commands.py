@@ -43,7 +43,6 @@ Exit status:
   141  the output was closed early, as by head"""
 
 _SUFFIXES = [suffix for each in FORMATS.values() for suffix in each.suffixes]
-_EXAMPLE = '{"old name": "new name"}'
 _PREFIXES = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -90,14 +89,6 @@ def _say(message: str) -> None:
         click.echo(shown(line), err=True)
 
 
-def run(arguments: list[str], program: str) -> int:
-    """Run a command and return its exit status. program: how the user called it."""
-    try:
-        commands.main(arguments, prog_name=program)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-
-
 @click.group(cls=_Commands, epilog=STATUS, context_settings={"max_content_width": 100})
 def commands() -> None:
     """Look into, check, compare and convert checkpoints, in one process without a GPU."""
@@ -109,6 +100,11 @@ def _epilog(*examples: str) -> str:
 
 
 # -- types of arguments; their names stand in --help
+
+
+def regex(value: str) -> str:
+    """A pattern. The call checks it."""
+    return value
 
 
 def size(value: str | int) -> int:
@@ -131,36 +127,18 @@ def dtype(value: str) -> torch.dtype:
         ) from error
 
 
-def regex(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise click.BadParameter(f"{value!r} is not a regular expression: {error}") from error
-    return value
-
-
 def _replacement(value: str) -> tuple[str, str]:
     pattern, arrow, text = value.partition("=>")
     if not arrow or not pattern:
         raise click.BadParameter(f"{value!r} is not of the form 'PATTERN=>REPLACEMENT'")
-    return regex(pattern), text
+    return pattern, text
 
 
-def _json(kind: type, what: str) -> Callable[[str], Any]:
-    """Return a function that reads a JSON file with a list, or an object, of texts."""
-
-    def content_of(path: str) -> Any:
-        try:
-            content = parse_json(read_text(Path(path)))
-        except (ValueError, RecursionError, OSError, FsdpCompatError) as error:
-            raise click.BadParameter(f"{path} cannot be read as JSON: {error}") from error
-        items = content.values() if isinstance(content, dict) else content
-        if not isinstance(content, kind) or not all(isinstance(item, str) for item in items):
-            raise click.BadParameter(f"{path} has to hold {what}")
-        return content
-
-    content_of.__name__ = "json"  # in --help
-    return content_of
+def json_file(path: str) -> Any:
+    try:
+        return parse_json(read_text(Path(path)))
+    except (ValueError, RecursionError, OSError, FsdpCompatError) as error:
+        raise click.BadParameter(f"{path} cannot be read as JSON: {error}") from error
 
 
 def _free(value: str) -> Path:
@@ -215,10 +193,7 @@ _OPENING = [
 _READING = [
     *_OPENING,
     _option(
-        "--memory",
-        "Values in memory at a time, such as 256MiB (the default) or 2GB.",
-        size,
-        default="256MiB",
+        "--memory", "Values in memory at a time: 256MiB (default), 2GB.", size, default="256MiB"
     ),
     _option("--workers", "Number of threads.", _COUNT, default=1, metavar="N"),
 ]
@@ -226,7 +201,9 @@ _SELECTION = [
     _option("--include", "Only names in which this is found.", regex, is_repeatable=True),
     _option("--exclude", "Leave out tensors whose names match.", regex, is_repeatable=True),
 ]
-_WRITING = [
+_CONVERTING = [
+    _SOURCE,
+    _TARGET,
     _option("--dtype", "Convert floating-point weights: bfloat16.", dtype),
     _option(
         "--rename",
@@ -235,11 +212,7 @@ _WRITING = [
         is_repeatable=True,
         metavar="'REGEX=>TEXT'",
     ),
-    _option(
-        "--rename-file",
-        f"New names by old ones: {_EXAMPLE}.",
-        _json(dict, f"an object of names: {_EXAMPLE}"),
-    ),
+    _option("--rename-file", 'New names by old ones: {"old name": "new name"}.', json_file),
     *_SELECTION,
     _option(
         "--optimizer/--no-optimizer",
@@ -251,8 +224,9 @@ _WRITING = [
         "--optimizer-names",
         "Names for numbered parameters of the optimizer, as a list in the order of the numbers. A "
         "native target needs names.",
-        _json(list, 'a list of names: ["first", "second"]'),
+        json_file,
     ),
+    *_READING,
 ]
 _CUTTING = [
     _option(
@@ -341,15 +315,13 @@ def diff_command(any_dtype: bool, shows_all: bool, as_json: bool, **given: Any) 
 @commands.command(
     "convert",
     params=[
-        _SOURCE,
-        _TARGET,
         _option(
             "--to",
             "Format of the target. Default: by its suffix (.safetensors, .pt, .pth, .bin), or else "
             "a directory of safetensors files with an index, as Hugging Face has it.",
             click.Choice(tuple(FORMATS)),
         ),
-        _option("--world-size", "Number of ranks to split the files for.", _COUNT, metavar="N"),
+        _option("--world-size", "Ranks to split the files for.", _COUNT, metavar="N"),
         *_CUTTING,
         _option(
             "--max-file-size max_file_nbytes",
@@ -357,8 +329,7 @@ def diff_command(any_dtype: bool, shows_all: bool, as_json: bool, **given: Any) 
             size,
             default="5GB",
         ),
-        *_WRITING,
-        *_READING,
+        *_CONVERTING,
     ],
     epilog=_epilog(
         "convert runs/7/step-00001200 exported",
@@ -374,7 +345,7 @@ def convert_command(**given: Any) -> None:
 
 @commands.command(
     "merge",
-    params=[_SOURCE, _TARGET, *_WRITING, *_READING],
+    params=_CONVERTING,
     epilog=_epilog("merge fsdp_checkpoint model.safetensors", "merge dcp model.pt"),
 )
 def merge_command(target: Path, **given: Any) -> None:
@@ -390,14 +361,8 @@ def merge_command(target: Path, **given: Any) -> None:
 @commands.command(
     "reshard",
     params=[
-        _SOURCE,
-        _TARGET,
         _option(
-            "--world-size",
-            "Number of ranks that the target is cut for.",
-            _COUNT,
-            metavar="N",
-            required=True,
+            "--world-size", "Ranks to split the files for.", _COUNT, metavar="N", required=True
         ),
         _option(
             "--to",
@@ -406,8 +371,7 @@ def merge_command(target: Path, **given: Any) -> None:
             click.Choice(("native", "dcp")),
         ),
         *_CUTTING,
-        *_WRITING,
-        *_READING,
+        *_CONVERTING,
     ],
     epilog=_epilog("reshard runs/7/step-00001200 two-ranks --world-size 2 --unit 'layers\\.\\d+'"),
 )

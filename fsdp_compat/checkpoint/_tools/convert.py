@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, UsageError, wrong_type
+from ...errors import CheckpointError, UsageError, unusable, wrong_type
 from .._progress import progress_bar, require_bar
 from .._publishing import published, require_free
 from .._texts import joined
@@ -85,46 +85,32 @@ def convert(
         convert("checkpoints/rank_files", "model", to="safetensors")
         convert("runs/7/step-00001200", "weights.pt", optimizer=False, dtype=torch.bfloat16)
 
-    Args:
-        source: a checkpoint; its kind is recognised.
-        target: does not exist yet.
-        to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch"
-            (a torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
-            ``checkpoint.load``). Default: by the suffix of ``target``; safetensors without one.
-        world_size: ranks to cut the shards of "dcp" and "native" for; default 1. They load on any
-            other number too.
-        unit: for "native": a regular expression; parameters whose names begin with the same match
-            share a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
-        dtype: of the model's floating-point tensors in the target; default: their own.
-        rename: names in the target: a mapping from old names (to None: leave out), pairs of regular
-            expression and replacement, applied in order, or a function. Applies to the optimizer
-            as well.
-        include, exclude: regular expressions that are searched for in the original names: take the
-            parameters that match any of ``include``, and none of ``exclude``.
-        optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
-        optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
-            order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
-            ``model.parameters()``. A "native" target needs names. State whose groups have
-            ``param_names`` has them already.
-        shapes: of the model, for LOCAL state dicts of FSDP1, see ``fsdp-compat shapes``.
-        ignored: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
-            torch.save files are left out. Any other class is refused.
-        keep_module: keep a "module." that all names begin with. Without it, it counts as the
-            prefix that DistributedDataParallel adds, and is removed; native checkpoints keep it in
-            any case.
-        max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
-        memory: bytes of values in memory at a time, at least 16 MiB, in all workers together. A
-            tensor whose elements lie scattered over a file may need as much as its own size.
-        workers: threads.
-        step: of the target, for "native"; default: the source's, or 0.
-        progress: show bytes and rate; requires tqdm.
+    source: a checkpoint; its kind is recognised. target: does not exist yet.
+    to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
+    torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
+    ``checkpoint.load``). Default: by the suffix of ``target``; safetensors without one.
+    world_size: ranks to cut the shards of "dcp" and "native" for, by default 1; any can load it.
+    unit: for "native": a regular expression; parameters whose names begin with the same match share
+    a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
+    dtype: of the model's floating-point tensors in the target; default: their own.
+    rename: names in the target: a mapping from old names (to None: leave out), pairs of regular
+    expression and replacement, applied in order, or a function. Also for the optimizer.
+    include, exclude: regular expressions that are searched for in the original names: take the
+    parameters that match any of ``include``, and none of ``exclude``.
+    optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
+    optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
+    order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
+    ``model.parameters()``. A "native" target needs names; state with ``param_names`` has them.
+    shapes, ignored, keep_module: as for ``inspect``.
+    max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
+    memory: bytes of values in memory at a time, at least 16 MiB, in all workers together. A tensor
+    whose elements lie scattered over a file may need as much as its own size.
+    workers: threads. progress: draw a bar, with tqdm.
+    step: of the target, for "native"; default: the source's, or 0.
 
-    Raises:
-        UsageError: an argument is invalid, the target exists, or it cannot hold a value.
-        CheckpointError: the source is damaged, incomplete or refused.
-        OSError: the target cannot be written.
-
-    Warns (UserWarning) of values of the source that the target does not hold.
+    Raises UsageError if an argument is invalid, the target exists, or it cannot hold a value;
+    CheckpointError if the source is damaged, incomplete or refused; OSError if the target cannot be
+    written. Warns (UserWarning) of values of the source that the target does not hold.
     """
     path = Path(target)
     to = _format_of(path, to)
@@ -133,13 +119,7 @@ def convert(
     new_name = _naming(include, exclude, rename)
     require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
-        raise UsageError.of(
-            "The target lies in the source.",
-            expected="a target outside of the checkpoint that is read",
-            got=str(target),
-            where=_CALL,
-            fix="pass another target",
-        )
+        raise unusable("target", "a path outside of the source", str(path), _CALL)
     archive = open_archive(source, shapes, ignored, keep_module)
     if optimizer_names is not None:
         _name_optimizer(archive, optimizer_names)
@@ -352,13 +332,8 @@ def _format_of(target: Path, to: str | None) -> str:
     if to not in FORMATS:
         raise wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, _CALL)
     if by_suffix not in (None, to):
-        raise UsageError.of(
-            "The target's name does not fit its format.",
-            expected=f"a name for {to}",
-            got=f"{target.name!r}, as a {by_suffix} target is called",
-            where=_CALL,
-            fix="change the name, or leave `to` out",
-        )
+        fix = "change the name, or leave `to` out"
+        raise unusable("target", f"a name for {to}, not for {by_suffix}", target.name, _CALL, fix)
     return to
 
 

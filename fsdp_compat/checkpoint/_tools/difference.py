@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError
 from .archive import Archive, StoredTensor
-from .arguments import MEMORY, require_limits, selection
+from .arguments import MEMORY, require_limits, require_tolerance, selection
 from .inspection import Facts, plain_values
 from .numbers import Distance, comparable, distance
 from .opening import open_archive
@@ -133,8 +132,8 @@ def diff(
     Raises CheckpointError if one of them is not a checkpoint, or is damaged, incomplete or refused;
     UsageError for wrong arguments; OSError.
     """
-    _require_tolerance("rtol", rtol)
-    _require_tolerance("atol", atol)
+    require_tolerance("rtol", rtol, _CALL)
+    require_tolerance("atol", atol, _CALL)
     require_limits(memory, workers, progress, _CALL)
     is_wanted = _selection(include, exclude, optimizer)
     archives = [open_archive(Path(path), shapes, ignored, keep_module) for path in (one, other)]
@@ -164,17 +163,6 @@ def diff(
         values=tuple(_different_values((rtol, atol), *sides)),
         compares_dtypes=dtypes,
     )
-
-
-def _require_tolerance(name: str, value: Any) -> None:
-    if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
-        raise UsageError.of(
-            f"{name} is out of range.",
-            expected="a finite number of at least 0",
-            got=repr(value),
-            where=f"argument {name!r} of {_CALL}",
-            fix="pass such a number",
-        )
 
 
 def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:

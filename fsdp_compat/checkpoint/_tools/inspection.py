@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -106,28 +106,28 @@ class Inspection(Facts):
     def nbytes_by_section(self) -> dict[str, int]:
         """Return the bytes of "model", "optimizer" and "extra"; sections without tensors have no
         entry."""
-        return self._totals(lambda tensor: [(tensor.section, tensor.nbytes)])
+        return _totals((tensor.section, tensor.nbytes) for tensor in self.tensors)
 
     def nbytes_by_dtype(self) -> dict[torch.dtype, int]:
         """Return the bytes of the tensors of each dtype."""
-        return self._totals(lambda tensor: [(tensor.dtype, tensor.nbytes)])
+        return _totals((tensor.dtype, tensor.nbytes) for tensor in self.tensors)
 
     def nbytes_by_rank(self) -> dict[int | None, int]:
         """Return the bytes that each rank wrote, copies included; None: the files do not say
         who."""
-        found = self._totals(lambda tensor: [(part.rank, part.nbytes) for part in tensor.parts])
+        found = _totals((part.rank, part.nbytes) for each in self.tensors for part in each.parts)
         return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0])))
 
     def nbytes_by_file(self) -> dict[str | None, int]:
         """Return the bytes of tensors in each file, copies included; None: in metadata."""
-        return self._totals(lambda tensor: [(part.file, part.nbytes) for part in tensor.parts])
+        return _totals((part.file, part.nbytes) for each in self.tensors for part in each.parts)
 
-    def _totals(self, items: Callable[[TensorFacts], list[tuple[Any, int]]]) -> dict[Any, int]:
-        found: collections.Counter[Any] = collections.Counter()
-        for tensor in self.tensors:
-            for key, nbytes in items(tensor):
-                found[key] += nbytes
-        return dict(found)
+
+def _totals(items: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    found: collections.Counter[Any] = collections.Counter()
+    for key, nbytes in items:
+        found[key] += nbytes
+    return dict(found)
 
 
 def inspect(
@@ -139,15 +139,14 @@ def inspect(
 ) -> Inspection:
     """Return what a checkpoint of any format holds. Only headers and metadata are read.
 
-        found = inspect("runs/7/step-00001200")
-        for tensor in found.tensors:
+        for tensor in inspect("runs/7/step-00001200").tensors:
             print(tensor.path, tensor.dtype, tensor.shape, tensor.ranks)
 
     path: a file or a directory; its format is recognised.
     shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file or folder of whole
     tensors, or the JSON file that ``fsdp-compat shapes`` writes.
-
-    ignored: full names of classes whose objects in torch.save files are left out, not refused.
+    ignored: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
+    torch.save files are left out, not refused.
     keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
     that DistributedDataParallel adds, and is removed; native checkpoints keep it in any case.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, unusable
 from .._blocks import FileFacts
 from .._manifest import MANIFEST
 from .._texts import brief, joined
@@ -32,13 +32,12 @@ _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 
 @dataclasses.dataclass(frozen=True)
 class Problem(Facts):
-    """One defect of a checkpoint."""
+    """One defect of a checkpoint. Its kind is ``"coverage"`` (elements that are missing, or that
+    two parts hold), ``"checksum"``, ``"file"`` (missing, too short, unreadable), ``"link"`` (out of
+    the directory), ``"copies"`` (replicas that differ), ``"alias"`` (of a tensor that is not there)
+    or ``"not finite"`` (only on demand)."""
 
     kind: str
-    """``"coverage"`` (elements that are missing, or that two parts hold), ``"checksum"``,
-    ``"file"`` (missing, too short, unreadable), ``"link"`` (out of the directory), ``"copies"``
-    (replicas that differ), ``"alias"`` (of a tensor that the checkpoint does not have) or
-    ``"not finite"`` (only on demand)."""
     where: str  # the path of the tensor, or the name of the file
     what: str  # one line
 
@@ -111,10 +110,10 @@ def verify(
 
     Every element of every tensor has to be in the files exactly once, every file as long as the
     checkpoint says and inside its directory. The values are read: checksums are compared, copies by
-    replicas have to be equal, and NaN and infinite values are counted for each tensor. Native
-    checkpoints have checksums, and so do files of torch.save and torch.distributed.checkpoint
-    (unless they were turned off). safetensors files and those of torch before 1.6 have none:
-    ``num_without_checksum`` counts the tensors whose values could have changed unnoticed.
+    replicas have to be equal, and NaN and infinite values are counted for each tensor. Files of
+    native checkpoints, torch.save and torch.distributed.checkpoint have checksums; those of
+    safetensors and of torch before 1.6 do not: ``num_without_checksum`` counts the tensors whose
+    values could have changed unnoticed.
 
     path: a file or a directory; its format is recognised.
     values: False: read no values and compare no checksums, which takes seconds.
@@ -129,27 +128,19 @@ def verify(
     """
     require_limits(memory, workers, progress, _CALL)
     if finite and not values:
-        raise UsageError.of(
-            "Nothing can be said about values that are not read.",
-            expected="values=True with finite=True",
-            got="values=False",
-            where=_CALL,
-            fix="leave one of them out",
-        )
-    problem: Problem | None = None
+        raise unusable("finite", "values=True with it: values are not read", finite, _CALL)
+    problems: tuple[Problem, ...] = ()
     try:
         archive = open_archive(Path(path), shapes, ignored, keep_module)
     except NotRead:
         raise
     except CheckpointError as error:
         title = str(error).partition("\n")[0].rstrip(".")
-        problem = Problem("file", Path(path).name, f"{title}: {_line(error)}")
+        problems = (Problem("file", Path(path).name, f"{title}: {_line(error)}"),)
         archive = _unopened(Path(path))
     verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
     found = verifier.run(workers, progress)
-    if problem is None or found.problems:
-        return found
-    return dataclasses.replace(found, problems=(problem,))
+    return dataclasses.replace(found, problems=found.problems or problems)
 
 
 def _unopened(path: Path) -> Archive:
@@ -168,18 +159,24 @@ class _Verifier:
         self._nbytes = nbytes
         # Each block and record is compared once, apart from the tensors that lie in it.
         self._blocks, self._files = Files(archive.checksums), Files(compares_records=False)
-        self._records: dict[Any, dict[str, None]] = {}  # with a checksum: the tensors in each
+        self._tensors = list(archive.all_tensors())
+        self._spans = [
+            (path, span) for path, tensor in self._tensors for span, _ in spans_of(tensor)
+        ]
+        self._records: dict[Any, list[str]] = {}  # with a checksum: the tensors in each
+        for path, span in self._spans:
+            if span.checksum is not None:
+                self._records.setdefault((span.path, span.checksum), []).append(path)
 
     def run(self, workers: int, progress: bool) -> Verification:
-        archive = self._archive
-        tensors = list(archive.all_tensors())
-        spans = [(path, span) for path, tensor in tensors for span, _ in spans_of(tensor)]
-        for path, span in spans:
-            if span.checksum is not None:
-                self._records.setdefault((span.path, span.checksum), {})[path] = None
+        archive, checksums = self._archive, self._archive.checksums
         problems = [*self._of_names(), *self._of_files()]
-        compared = self._compared({problem.where for problem in problems})
-        items = [*compared, *tensors]
+        unusable = {problem.where for problem in problems}
+        compared: list[tuple[Path, Any]] = [*checksums.items(), *self._records]
+        compared = [
+            item for item in compared if self._values and self._name(item[0]) not in unusable
+        ]
+        items = [*compared, *self._tensors]
         with self._files:
             results = for_each(
                 items,
@@ -189,34 +186,20 @@ class _Verifier:
                 total_nbytes=sum(what.nbytes for _, what in items),
                 progress=progress and self._values,
             )
-        for _, found in results:
-            problems += found
+        bare = {path for path, span in self._spans if not (span.checksum or span.path in checksums)}
         return Verification(
             path=archive.path,
             kind=archive.kind,
             tensors=tuple(result for result, _ in results if result is not None),
-            problems=tuple(problems),
-            num_files=len({span.path for _, span in spans} | archive.checksums.keys()),
+            problems=(*problems, *(each for _, found in results for each in found)),
+            num_files=len({span.path for _, span in self._spans} | checksums.keys()),
             num_checksums=sum(
                 len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in compared
             ),
-            num_without_checksum=len(
-                {
-                    path
-                    for path, span in spans
-                    if span.checksum is None and span.path not in archive.checksums
-                }
-            ),
+            num_without_checksum=len(bare),
             nbytes=archive.nbytes,
             left_out=tuple(archive.left_out),
         )
-
-    def _compared(self, unusable: set[str]) -> list[tuple[Path, Any]]:
-        """Return what has checksums: files with their facts, and records. unusable: files."""
-        if not self._values:
-            return []
-        items = [*self._archive.checksums.items(), *self._records]
-        return [item for item in items if self._name(item[0]) not in unusable]
 
     def _name(self, file: Path) -> str:
         return file_name(file, self._archive.path)
@@ -224,27 +207,26 @@ class _Verifier:
     # -- names and files
 
     def _of_names(self) -> Iterator[Problem]:
-        archive = self._archive
-        for name, target in archive.aliases.items():
-            if target not in archive.tensors:
+        for name, target in self._archive.aliases.items():
+            if target not in self._archive.tensors:
                 yield Problem("alias", f"model/{name}", f"the checkpoint has no {target!r}")
 
     def _of_files(self) -> Iterator[Problem]:
         """Yield what is wrong with the files whose lengths are known, without reading them. An
         archive that was opened has no such problem."""
         for file, facts in sorted(self._archive.checksums.items(), key=lambda item: item[0]):
-            kind = "link"
+            kind, what = "link", None
             try:
                 require_inside(self._archive.path, file)
                 kind = "file"
                 with self._files.descriptor(file) as descriptor:
                     nbytes = os.fstat(descriptor).st_size
                 if nbytes != facts.nbytes:
-                    yield Problem(
-                        kind, self._name(file), f"{nbytes} bytes instead of {facts.nbytes}"
-                    )
+                    what = f"{nbytes} bytes instead of {facts.nbytes}"
             except (OSError, CheckpointError) as error:
-                yield Problem(kind, self._name(file), _line(error))
+                what = _line(error)
+            if what is not None:
+                yield Problem(kind, self._name(file), what)
 
     # -- values
 
@@ -258,7 +240,7 @@ class _Verifier:
             else:
                 self._files.compare(where, what, tick)
         except (CheckpointError, OSError) as error:
-            names = [*self._records.get(item, ())]
+            names = list(dict.fromkeys(self._records.get(item, ())))
             of = f", of {joined(names, 3, ', ')}" if names else ""
             return None, [Problem("checksum", self._name(where), _line(error) + of)]
         return None, []

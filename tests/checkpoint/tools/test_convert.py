@@ -318,9 +318,9 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
     exists.write_bytes(b"mine")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"to": "zip"}, "to"),
-        ({"to": "torch", "target": tmp_path / "a.safetensors"}, "does not fit"),
+        ({"to": "torch", "target": tmp_path / "a.safetensors"}, "a name for torch"),
         ({"target": exists}, "exists"),
-        ({"target": source / "inside.pt"}, "lies in the source"),
+        ({"target": source / "inside.pt"}, "outside of the source"),
         ({"world_size": 0}, "world_size"),
         ({"memory": 1000}, "memory"),
         ({"workers": True}, "workers"),
