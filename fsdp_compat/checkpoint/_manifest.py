@@ -79,18 +79,11 @@ class FlatGroup:
     axis: int  # index in Manifest.axes: the files
     layout: FlatLayout  # parameters under the first of their names
     names: tuple[tuple[str, ...], ...]  # by parameter: all its names in the model, before wrapping
-    # By parameter: the part that the layout holds, as box of the whole; None: all of it. Empty: all
-    # of every parameter.
-    parts: tuple[Piece | None, ...] = ()
-
-    def piece(self, index: int) -> Piece:
-        """Return what the group holds of a parameter."""
-        part = self.parts[index] if self.parts else None
-        return part or Piece.of_whole(self.layout.params[index].shape)
+    pieces: tuple[Piece, ...]  # by parameter: what the layout holds, as a box of the whole
 
     def is_cut_as(self, index: int, cut: Cut) -> bool:
         """Return whether every rank has the part of a parameter that ``cut`` gives it."""
-        if self.piece(index) != cut.piece:
+        if self.pieces[index] != cut.piece:
             return False
         # The rank-local state of a flat parameter is stored under the first parameter in it, and
         # fits only where all of them have their old offsets.
@@ -99,17 +92,19 @@ class FlatGroup:
         return is_same and (not cut.is_flattened or starts[0] == starts[1])
 
     def as_json(self) -> dict[str, Any]:
-        parts = self.parts or (None,) * len(self.names)
+        params = [
+            {"names": list(names), "shape": list(spec.shape), "start": spec.start}
+            for names, spec in zip(self.names, self.layout.params, strict=True)
+        ]
+        for param, piece in zip(params, self.pieces, strict=True):
+            if not piece.is_whole:
+                param |= {"whole": list(piece.whole_shape), "offsets": list(piece.offsets)}
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
             "axis": self.axis,
             "shard_numel": self.layout.shard_numel,
-            "parameters": [
-                {"names": list(names), "shape": list(spec.shape), "start": spec.start}
-                | ({"whole": list(part.whole_shape), "offsets": list(part.offsets)} if part else {})
-                for names, spec, part in zip(self.names, self.layout.params, parts, strict=True)
-            ],
+            "parameters": params,
         }
 
     @staticmethod
@@ -117,20 +112,15 @@ class FlatGroup:
         """Raises KeyError, TypeError, ValueError or IndexError for content that ``as_json`` cannot
         return."""
         found = parsed(content, _GROUP)
-        params = found["parameters"]
-        if not all(param["names"] for param in params):
-            raise ValueError(f"a parameter of {found['name']!r} has no name")
-        specs = (ParamSpec(each["names"][0], each["shape"], each["start"]) for each in params)
+        specs, pieces = [], []
+        for param in found["parameters"]:
+            names, shape = param["names"], param["shape"]
+            offsets = param.get("offsets", [0] * len(shape))
+            specs.append(ParamSpec(names[0], shape, param["start"]))
+            pieces.append(Piece(param.get("whole", shape), tuple(offsets), shape))
         layout = FlatLayout(tuple(specs), len(axes[found["axis"]]), found["shard_numel"])
-        parts = tuple(
-            Piece(param["whole"], tuple(param["offsets"]), param["shape"])
-            if "whole" in param
-            else None
-            for param in params
-        )
-        names = tuple(tuple(param["names"]) for param in params)
-        parts = parts if any(parts) else ()
-        return FlatGroup(found["name"], found["dtype"], found["axis"], layout, names, parts)
+        names = tuple(tuple(param["names"]) for param in found["parameters"])
+        return FlatGroup(found["name"], found["dtype"], found["axis"], layout, names, tuple(pieces))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +163,9 @@ class Manifest:
             dtypes = {group.dtype for group, _ in of_param}
             if len(dtypes) > 1:
                 raise ValueError(f"parts of {names[0]!r} of the dtypes {sorted(map(str, dtypes))}")
-            if more or not group.piece(index).is_whole:
-                require_grid([group.piece(index) for group, index in of_param])
-            shape = group.piece(index).whole_shape
+            if more or not group.pieces[index].is_whole:
+                require_grid([group.pieces[index] for group, index in of_param])
+            shape = group.pieces[index].whole_shape
             parameter = SavedParameter(names, shape, group.dtype, tuple(of_param))
             for name in names:
                 if name in found:
@@ -187,7 +177,9 @@ class Manifest:
         """Return the content of the file. Raises UsageError if it is too large to be read again."""
         content = {
             "format": FORMAT,
-            "version": VERSIONS[any(part for group in self.groups for part in group.parts)],
+            "version": VERSIONS[
+                any(not each.is_whole for group in self.groups for each in group.pieces)
+            ],
             **vars(self),
             "groups": [group.as_json() for group in self.groups],
             "files": [
@@ -269,20 +261,10 @@ def read_manifest(path: Path) -> Manifest:
             file, "text with its checksum at the end", f"{len(text)} bytes without a valid one"
         )
     try:
-        content = parse_json(content_text)
-        if not isinstance(content, dict):
-            raise TypeError(f"a {type(content).__name__} instead of an object")
+        content = _object(parse_json(content_text))
         if content.get("format") == FORMAT and content.get("version") in VERSIONS:
             return _of_json(content)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise damaged(file, "a layout with one place for every element", brief(error)) from error
     raise CheckpointError.of(
         "This checkpoint has another format.",

@@ -75,12 +75,9 @@ class NamedGroup:
         return Piece(place.whole_shape, place.origin, store.local_shape(index))
 
     def described(self, axis: int) -> FlatGroup:
-        names = tuple(self.names(index) for index in self.params)
-        parts: tuple[Piece | None, ...] = ()
-        if self.num_parts > 1:
-            pieces = map(self.piece, self.params)
-            parts = tuple(None if piece.is_whole else piece for piece in pieces)
-        return FlatGroup(self.name, self.group.store.dtype, axis, self.section.layout, names, parts)
+        names, pieces = tuple(map(self.names, self.params)), tuple(map(self.piece, self.params))
+        dtype, layout = self.group.store.dtype, self.section.layout
+        return FlatGroup(self.name, dtype, axis, layout, names, pieces)
 
 
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:

@@ -22,6 +22,7 @@ import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
+from ..._layout.pieces import Piece as Part
 from ..._layout.spec import Interval, flat_layout, row_major_strides
 from ..._layout.transfer import runs_of_part
 from ...errors import CheckpointError, UsageError
@@ -129,7 +130,7 @@ class NativeCheckpoint:
             try:
                 self._infos[number], metadata = parse_header(first[8:stop], nbytes, path)
                 head = Head.of_metadata(metadata)
-            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise damaged(path, "the head that a rank writes", brief(error)) from error
             if (head.identity, head.number) != (self.manifest.identity, number):
                 got = f"file {head.number} of save {head.identity[:40]}"
@@ -306,7 +307,7 @@ class NativeCheckpoint:
         self, saved: SavedParameter, dtype: torch.dtype, entry_of: _EntryOf, box: Box | None
     ) -> Iterator[Piece]:
         for group, index in saved.places:
-            part, numel = group.piece(index), group.layout.shard_numel
+            part, numel = group.pieces[index], group.layout.shard_numel
             for number, run, first in self._runs(group, index, box or whole(saved.shape)):
                 entry, start = entry_of(group, index, number), first * dtype.itemsize
                 if entry is not None:
@@ -321,7 +322,7 @@ class NativeCheckpoint:
     def _runs(self, group: FlatGroup, index: int, box: Box) -> Iterator[tuple[int, Interval, int]]:
         """Yield where a group has the elements of a box of a parameter, with those between them in
         its own order: (file, elements of the group's part, the first of them in the shard)."""
-        part = group.piece(index)
+        part = group.pieces[index]
         common = intersection(Box(part.offsets, part.shape), box)
         if common is None:
             return
@@ -590,18 +591,18 @@ def _groups(archive: Archive, options: WriteOptions) -> tuple[FlatGroup, ...]:
         names[name].append(alias)
     found: dict[str, FlatGroup] = {}
     for (prefix, dtype), params in units.items():
-        layout = flat_layout(
-            params,
-            [archive.tensors[name].shape for name in params],
-            ranks=options.world_size,
-            align=max(_ALIGN_NBYTES // dtype.itemsize, 1),
-        )
+        shapes = [archive.tensors[name].shape for name in params]
+        align = max(_ALIGN_NBYTES // dtype.itemsize, 1)
+        layout = flat_layout(params, shapes, ranks=options.world_size, align=align)
         group = f"{prefix}{'.' if prefix and not prefix.endswith('.') else ''}flat_"
         group += dtype_name(dtype)
         while group in found:  # units "a" and "a."
             group += "_"
-        all_names = tuple(tuple(names[name]) for name in params)
-        found[group] = FlatGroup(group, dtype, 0, layout, all_names)
+        all_names, pieces = (
+            tuple(tuple(names[n]) for n in params),
+            tuple(map(Part.of_whole, shapes)),
+        )
+        found[group] = FlatGroup(group, dtype, 0, layout, all_names, pieces)
     return tuple(found.values())
 
 
