@@ -4,9 +4,7 @@ is taken for one."""
 from __future__ import annotations
 
 import copy
-import functools
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -155,9 +153,14 @@ def file_of(described: Any, nbytes: int = 8, length: int | None = None) -> bytes
 
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+EMPTY = {**GOOD, "shape": [0]}
+WRONG: dict[str, list[Any]] = {
+    "dtype": ["F31", "", None, 3, {}, "float32"],
+    "shape": [[3], [2, 0], [-1, -2], ["2"], [2.7], [[2]], None, {"2": 1}, [10**30], [True, 2]],
+    "data_offsets": [[0, 4], [8, 0], [-8, 0], [96, 104], [0], [0, 4, 8], ["0", "8"], None, "08"],
+}
 DAMAGED: dict[str, bytes] = {
     "empty": b"",
-    "7 bytes": bytes(7),
     "no text": bytes(8),
     "text longer than the file": file_of({"a": GOOD}, length=1000),
     "an enormous length": struct.pack("<Q", 2**64 - 1) + b"{}",
@@ -165,9 +168,9 @@ DAMAGED: dict[str, bytes] = {
     "no json": file_of(b"{]"),
     "no text encoding": file_of(b'{"\xff\xfe": 1}'),
     "a list": file_of([]),
-    "a number": file_of(3),
     "null": file_of(None),
-    "deep": file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "deep": file_of(b'{"a":' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}"),
+    "wide": file_of(b'{"a":[' + b"{}," * 3_000_000 + b"[]]}"),
     "truncated": file_of({"a": GOOD}, 7),
     "texts are a list": file_of({"__metadata__": [], "a": GOOD}),
     "texts are numbers": file_of({"__metadata__": {"a": 1}, "a": GOOD}),
@@ -175,122 +178,41 @@ DAMAGED: dict[str, bytes] = {
     "the same place": file_of({"a": GOOD, "b": GOOD}),
     **{
         f"{key} {value}": file_of({"a": {**GOOD, key: value}}, 100)
-        for key, values in {
-            "dtype": ["F31", "", None, 3, [], {}, "float32"],
-            "shape": [
-                [3],
-                [2, 0],
-                [-2],
-                [-1, -2],
-                ["2"],
-                [2.0],
-                [2.7],
-                [None],
-                [[2]],
-                None,
-                2,
-                "2",
-                {"2": 1},
-                [10**30],
-                [True, 2],
-            ],
-            "data_offsets": [
-                [0, 4],
-                [8, 0],
-                [-8, 0],
-                [96, 104],
-                [0],
-                [0, 4, 8],
-                [0.0, 8.0],
-                ["0", "8"],
-                [None, 8],
-                None,
-                8,
-                "08",
-                {},
-            ],
-        }.items()
+        for key, values in WRONG.items()
         for value in values
     },
-    "infinite": file_of(b'{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}'),
     "not a number": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [NaN, NaN]}}'),
     **{
         f"without {key}": file_of({"a": {k: v for k, v in GOOD.items() if k != key}})
         for key in GOOD
     },
-    "facts are a list": file_of({"a": [1]}),
     "facts are a text": file_of({"a": "dtype"}),
-    # what the library refuses, and a reader that is content with JSON takes
-    "a byte inserted before the first tensor": file_of({"a": {**GOOD, "data_offsets": [1, 9]}}, 9),
-    "a byte inserted behind the header": file_of({"a": GOOD}, 9),
+    "a byte before the first tensor": file_of({"a": {**GOOD, "data_offsets": [1, 9]}}, 9),
+    "a byte behind the tensors": file_of({"a": GOOD}, 9),
     "a hole": file_of({"a": GOOD, "b": {**GOOD, "data_offsets": [12, 20]}}, 20),
-    "a hole at the end": file_of(
-        {"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [12, 12]}}, 12
-    ),
-    "an empty tensor inside another": file_of(
-        {"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [4, 4]}}
-    ),
+    "a hole at the end": file_of({"a": GOOD, "b": {**EMPTY, "data_offsets": [12, 12]}}, 12),
+    "an empty tensor in another": file_of({"a": GOOD, "b": {**EMPTY, "data_offsets": [4, 4]}}),
     "bytes and no tensors": file_of({}),
-    "UTF-16": file_of(json.dumps({"a": GOOD}).encode("utf-16")),
-    "UTF-16 without a mark": file_of(json.dumps({"a": GOOD}).encode("utf-16-le")),
-    "UTF-32": file_of(json.dumps({"a": GOOD}).encode("utf-32")),
-    "a byte order mark": file_of(b"\xef\xbb\xbf" + json.dumps({"a": GOOD}).encode()),
-    "zeros behind the text": file_of(json.dumps({"a": GOOD}).encode() + bytes(3)),
     "a second text": file_of(json.dumps({"a": GOOD}).encode() + b"{}"),
     "a field twice": file_of(
         b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
     ),
-    "the texts twice": file_of(b'{"__metadata__": {}, "__metadata__": {"b": "c"}}', 0),
-    "a name in surrogates": file_of(
-        b'{"a\xed\xa0\x80": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
-    ),
-    "a control character": file_of(
-        b'{"a\n": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
-    ),
-    "2e0": file_of(b'{"a": {"dtype": "F32", "shape": [2e0], "data_offsets": [0, 8]}}'),
-    "02": file_of(b'{"a": {"dtype": "F32", "shape": [02], "data_offsets": [0, 8]}}'),
     "2**64 elements": file_of(
         {"a": {**GOOD, "shape": [2**32, 2**32, 0], "data_offsets": [0, 0]}}, 0
     ),
-    **{
-        f"beside the facts: {odd[:10]!r}": file_of(
-            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "x": %b}}' % odd
-        )
-        for odd in (
-            b"NaN",
-            b"-Infinity",
-            b"[1,]",
-            b"nul",
-        )
-    },
 }
 
 # Read by both alike.
 READ: dict[str, bytes] = {
     "nothing": file_of({}, 0),
-    "a tensor": file_of({"a": GOOD}),
     "spaces around": file_of(b" \t\r\n" + json.dumps({"a": GOOD}).encode() + b" \n "),
     "texts that are null": file_of({"__metadata__": None, "a": GOOD}),
     "in another order": file_of({"b": {**GOOD, "data_offsets": [8, 16]}, "a": GOOD}, 16),
-    "an empty tensor before it": file_of(
-        {"a": GOOD, "b": {**GOOD, "shape": [2, 0], "data_offsets": [0, 0]}}
-    ),
     "an empty tensor after it": file_of(
         {"a": GOOD, "b": {**GOOD, "shape": [0, 2**40], "data_offsets": [8, 8]}}
     ),
     "a scalar without a name": file_of({"": {**GOOD, "shape": [], "data_offsets": [0, 4]}}, 4),
-    "an escaped pair": file_of(
-        b'{"\\ud83d\\ude00\\\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
-    ),
-    "more than the facts": file_of(
-        {"a": {**GOOD, "x": [1.5, None, {"y": -3, "z": 10**300}], "\u00e9": {}}}
-    ),
-    "125 nested lists": file_of(
-        {"a": {**GOOD, "x": functools.reduce(lambda inner, _: [inner], range(124), [])}}
-    ),
-    "brackets and quotes in texts": file_of(
-        {"__metadata__": {"b": '[{"' * 500 + "\\"}, "[[{": GOOD}
-    ),
+    "more than the facts": file_of({"a": {**GOOD, "x": [1.5, None, {"y": -3}], "\u00e9": {}}}),
     "f8_e8m0": file_of({"a": {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}}),
 }
 
@@ -300,10 +222,6 @@ AMBIGUOUS: dict[str, bytes] = {
         json.dumps({"a": GOOD}).encode()[:-1] + b',"a":' + json.dumps(GOOD).encode() + b"}"
     ),
     "a text twice": file_of(b'{"__metadata__": {"b": "c", "b": "d"}}', 0),
-    "facts without their names": file_of(b'{"a": ["F32", [2], [0, 8]]}'),
-    "strides that do not fit 64 bits": file_of(
-        {"a": {**GOOD, "shape": [0, 2**32, 2**32], "data_offsets": [0, 0]}}, 0
-    ),
 }
 
 
@@ -311,17 +229,10 @@ AMBIGUOUS: dict[str, bytes] = {
 def test_an_invalid_safetensors_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(DAMAGED[name])
-    with pytest.raises(
-        CheckpointError, match=r"odd.safetensors is not a safetensors file"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"odd.safetensors is not a safetensors") as caught:
         read_header(path)
-    lines = str(caught.value).splitlines()
-    assert [line.strip().partition(":")[0] for line in lines[1:]] == [
-        "expected",
-        "got",
-        "where",
-        "to do",
-    ]
+    lines = [line.strip().partition(":")[0] for line in str(caught.value).splitlines()]
+    assert lines[1:] == ["expected", "got", "where", "to do"]
     assert len(str(caught.value)) < 2000
 
 
@@ -367,67 +278,21 @@ def test_the_library_reads_and_refuses_the_same_files(tmp_path: Path, name: str)
     assert_read_alike(path)
 
 
-def test_the_abuse_files_that_the_library_has_published_are_refused(tmp_path: Path) -> None:
-    """A length that reaches beyond the file; very many tensors that share their bytes, in a header
-    below and above the limit."""
-    path = tmp_path / "abuse.safetensors"
-    safetensors.torch.save_file({"weight": torch.zeros(2, 2)}, path)
-    with open(path, "r+b") as file:
-        file.write((1000).to_bytes(8, "little"))
-    assert read_here(path) is read_by_the_library(path) is None
-
-    facts = json.dumps({"dtype": "F32", "shape": [200, 200], "data_offsets": [0, 160_000]})
-    text = (
-        f"{{{', '.join(f'{chr(34)}weight_{i}{chr(34)}: {facts}' for i in range(30_000))}}}".encode()
-    )
-    for length, got in (
-        (len(text), "after byte 160000"),
-        (1_000_000_000, "a header of 1000000000 bytes"),
-    ):
+def test_very_many_tensors_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    """As in a file that the library has published; in a header below and above the limit."""
+    facts = {"dtype": "F32", "shape": [200, 200], "data_offsets": [0, 160_000]}
+    text, path = json.dumps({f"weight_{i}": facts for i in range(30_000)}).encode(), tmp_path / "a"
+    lengths = {len(text): "after byte 160000", 10**9: "a header of 1000000000 bytes"}
+    for length, got in lengths.items():
         with open(path, "wb") as file:
-            file.write(struct.pack("<Q", length) + text + b" " * 16)
+            file.write(struct.pack("<Q", length) + text)
             file.truncate(2 * length)
         with pytest.raises(CheckpointError, match=got):
             read_header(path)
-        assert read_by_the_library(path) is None
 
 
-ODD_NUMBERS: list[Any] = [
-    0,
-    1,
-    2,
-    3,
-    8,
-    -1,
-    2**31,
-    2**32,
-    2**63 - 1,
-    2**63,
-    2**64,
-    10**30,
-    2.0,
-    -0.0,
-    True,
-    None,
-    "2",
-    [2],
-]
-ODD_VALUES: list[Any] = [
-    {},
-    [],
-    [0, 8],
-    [8, 0],
-    [0],
-    [0, 4, 8],
-    "F32",
-    "F64",
-    "f32",
-    "",
-    "F31",
-    "C64",
-    "F4",
-    "BOOL",
-]
+ODD_NUMBERS = [0, 1, 2, 3, 8, -1, 2**31, 2**32, 2**63, 2**64, 2.0, -0.0, True, None, "2", [2]]
+ODD_VALUES = [{}, [], [0, 8], [8, 0], [0], [0, 4, 8], "F32", "F64", "f32", "", "C64", "F4", "BOOL"]
 
 
 @st.composite
@@ -437,13 +302,9 @@ def near_files(draw: st.DrawFn) -> bytes:
     described: dict[str, Any] = {}
     nbytes = 0
     for name, (dtype, shape) in draw(tensors).items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        described[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [nbytes, nbytes + size],
-        }
-        nbytes += size
+        start, nbytes = nbytes, nbytes + torch.Size(shape).numel() * dtype.itemsize
+        facts = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [start, nbytes]}
+        described[name] = facts
     if draw(st.booleans()):
         described["__metadata__"] = draw(texts)
     for _ in range(draw(st.integers(0, 2))):
@@ -466,11 +327,8 @@ def near_files(draw: st.DrawFn) -> bytes:
     if draw(st.integers(0, 3)) == 0:
         changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
     data = bytes(max(nbytes + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 8])), 0))
-    return (
-        struct.pack("<Q", max(0, len(changed) + draw(st.sampled_from([0, 0, 0, 0, 1, -1]))))
-        + bytes(changed)
-        + data
-    )
+    length = max(0, len(changed) + draw(st.sampled_from([0, 0, 0, 0, 1, -1])))
+    return struct.pack("<Q", length) + bytes(changed) + data
 
 
 @settings(same_path, max_examples=200)
@@ -483,29 +341,9 @@ def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(
     assert_read_alike(path)
 
 
-BOMBS: dict[str, bytes] = {
-    "nested brackets": b'{"a":' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}",
-    "brackets side by side": b'{"a":[' + b"[]," * 3_000_000 + b"[]]}",
-    "objects side by side": b'{"a":[' + b"{}," * 3_000_000 + b"{}]}",
-    "quotes before them": b'{"\\"":"\\\\","a":[' + b"[]," * 3_000_000 + b"[]]}",
-}
-
-
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_header_of_brackets_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(file_of(BOMBS[name], 0))
-    with pytest.raises(CheckpointError, match=r"odd.safetensors is not a safetensors file"):
-        read_header(path)
-
-
-def test_a_shape_of_very_many_large_sizes_is_refused_without_multiplying_them(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(
-        file_of({"a": {**GOOD, "shape": [10**18] * 100_000 + [0], "data_offsets": [0, 0]}}, 0)
-    )
+def test_very_many_large_sizes_are_refused_without_multiplying_them(tmp_path: Path) -> None:
+    path, shape = tmp_path / "odd.safetensors", [10**18] * 100_000 + [0]
+    path.write_bytes(file_of({"a": {**GOOD, "shape": shape, "data_offsets": [0, 0]}}, 0))
     with pytest.raises(CheckpointError, match="a shape that is too large"):
         read_header(path)
 
@@ -513,38 +351,6 @@ def test_a_shape_of_very_many_large_sizes_is_refused_without_multiplying_them(
 def test_a_header_that_could_not_be_read_again_is_not_written() -> None:
     with pytest.raises(UsageError, match="too large to be read again"):
         encode_header([("a", torch.float32, (2,))], {"text": "x" * 100_000_000})
-
-
-def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "file.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"file.safetensors is not a regular file(.|\n)*got: +a FIFO"
-    ):
-        read_header(tmp_path / "file.safetensors")
-
-
-@same_path
-@given(data=st.data())
-def test_a_header_with_any_byte_changed_is_read_or_is_a_checkpoint_error(
-    tmp_path: Path, data: st.DataObject
-) -> None:
-    path = tmp_path / "file.safetensors"
-    write(
-        path,
-        made({"weight": (torch.float32, (2, 3)), "bias": (torch.int8, (3,))}),
-        {"format": "pt"},
-    )
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 28))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.integers(len(content) - 30, len(content)))])
-    try:
-        entries, metadata = read_header(path)
-    except CheckpointError:
-        return
-    nbytes = path.stat().st_size
-    assert all(8 <= entry.start <= entry.stop <= nbytes for entry in entries.values())
-    assert all(isinstance(text, str) for pair in metadata.items() for text in pair)
 
 
 def test_a_file_that_is_missing_is_an_error_of_the_system(tmp_path: Path) -> None:
