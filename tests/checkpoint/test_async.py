@@ -212,7 +212,7 @@ def _interrupted(folder: str) -> None:
     ]
     for place in (
         "fsdp_compat.checkpoint._save_job.take_snapshot",
-        "fsdp_compat.checkpoint._save_job.Snapshot.take_common",
+        "fsdp_compat.checkpoint._save_job.Snapshot.drop_common",
     ):
         owner, _, name = place.rpartition(".")
         for call in calls:

@@ -38,6 +38,11 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
 def nothing(nbytes: int) -> None:
     pass
 
@@ -151,7 +156,7 @@ def test_a_file_is_what_was_written_and_its_checksums_are_those_of_its_blocks(
     dtype=st.sampled_from([torch.int16, torch.float32]),
 )
 def test_rows_are_read_from_and_to_regular_distances(
-    tmp_path: Path,
+    path: Path,
     numel: int,
     count: int,
     gaps: tuple[int, int],
@@ -160,7 +165,6 @@ def test_rows_are_read_from_and_to_regular_distances(
 ) -> None:
     stride, to_stride = numel + gaps[0], numel + gaps[1]
     stored = torch.arange(places[0] + count * stride, dtype=torch.int16)
-    path = tmp_path / "file"
     path.unlink(missing_ok=True)
     facts = written(path, b"head", bytes_of(stored))
     expected = torch.full((places[1] + count * to_stride,), -1, dtype=dtype)
@@ -184,75 +188,67 @@ def test_rows_are_read_from_and_to_regular_distances(
     wants=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 60)), max_size=6),
 )
 def test_any_run_that_was_written_is_read(
-    tmp_path: Path, sizes: list[int], wants: list[tuple[int, int]]
+    path: Path, sizes: list[int], wants: list[tuple[int, int]]
 ) -> None:
     content = content_of(sum(sizes))
-    path = tmp_path / "file"
     path.unlink(missing_ok=True)
     pieces, at = [], 0
     for size in sizes:
         pieces.append(content[at : at + size])
         at += size
     facts = written(path, *pieces)
-    runs = [
-        (start, min(start + nbytes, len(content)))
-        for start, nbytes in wants
-        if start <= len(content)
-    ]
-    for how in ("checked", "plain"):
+    runs = [(at, min(at + nbytes, len(content))) for at, nbytes in wants if at <= len(content)]
+    for known in ({path: facts}, {}):
         wanted = [want(path, start, cleared(stop - start)) for start, stop in runs]
-        if how == "plain":
-            read_plain(wanted)
-        else:
-            check(path, facts, wanted)
-            read_checked(path, facts, wanted)
-        assert [bytes_of(one.target) for one in wanted] == [
-            content[start:stop] for start, stop in runs
-        ], how
+        with Files(known) as files:
+            files.check(wanted)
+            files.read(wanted, anew=True)
+        found = [bytes_of(one.target) for one in wanted]
+        assert found == [content[start:stop] for start, stop in runs]
 
 
-def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes(path: Path) -> None:
     told: list[int] = []
-    writer = BlockWriter(tmp_path / "file", told.append)
+    writer = BlockWriter(path, told.append)
     writer.write(memoryview(bytes(40)))
     writer.write(memoryview(bytes(2)))
     facts = writer.finish()
     assert told == [16, 16, 8, 2]
     told.clear()
-    check(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(41))], told.append)
+    check(path, facts, [want(path, 0, cleared(41))], told.append)
     assert told == [16, 16, 10]
     told.clear()
-    read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 1, cleared(40))], told.append)
+    read_checked(path, facts, [want(path, 1, cleared(40))], told.append)
     assert told == [15, 16, 9]
     told.clear()
-    read_plain([want(tmp_path / "file", 1, cleared(40))], told.append)
+    read_plain([want(path, 1, cleared(40))], told.append)
     assert told == [15, 16, 9]
 
 
-def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"old")
+def test_existing_files_are_not_overwritten(path: Path) -> None:
+    (path).write_bytes(b"old")
     with pytest.raises(FileExistsError):
-        BlockWriter(tmp_path / "file", nothing)
-    assert (tmp_path / "file").read_bytes() == b"old"
+        BlockWriter(path, nothing)
+    assert (path).read_bytes() == b"old"
 
 
-def test_a_partial_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_write_is_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, content = os.write, content_of(50)
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
-    assert written(tmp_path / "file", content).nbytes == 50
-    assert (tmp_path / "file").read_bytes() == content
+    assert written(path, content).nbytes == 50
+    assert (path).read_bytes() == content
 
 
-def test_a_partial_read_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_read_is_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, content = os.preadv, content_of(50)
-    facts = written(tmp_path / "file", content)
+    facts = written(path, content)
     monkeypatch.setattr(
         os,
         "preadv",
         lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset),
     )
-    wanted = want(tmp_path / "file", 5, cleared(40))
-    read_checked(tmp_path / "file", facts, [wanted])
+    wanted = want(path, 5, cleared(40))
+    read_checked(path, facts, [wanted])
     assert bytes_of(wanted.target) == content[5:45]
 
 
@@ -269,7 +265,7 @@ def test_a_file_is_durable_before_its_facts_are_known(
 
 @pytest.mark.parametrize("fails", ["write", "fsync"])
 def test_a_full_disk_leaves_no_thread_and_no_descriptor_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     before = descriptors()
 
@@ -278,7 +274,7 @@ def test_a_full_disk_leaves_no_thread_and_no_descriptor_behind(
 
     monkeypatch.setattr(os, fails, full)
     with pytest.raises(OSError, match="No space left"):
-        written(tmp_path / "file", content_of(100))
+        written(path, content_of(100))
     assert descriptors() == before
     assert not checksum_threads()
 
@@ -294,20 +290,20 @@ def test_a_writer_that_is_closed_early_or_twice_leaves_nothing_behind(tmp_path: 
     assert not checksum_threads()
 
 
-def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> None:
+def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(path: Path) -> None:
     content = content_of(BLOCK + 3)
-    facts = written(tmp_path / "file", content)
+    facts = written(path, content)
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        (tmp_path / "file").write_bytes(flipped)
+        (path).write_bytes(flipped)
         read_checked(
-            tmp_path / "file",
+            path,
             facts,
-            [want(tmp_path / "file", 0 if bit >= 8 * BLOCK else BLOCK, cleared(1))],
+            [want(path, 0 if bit >= 8 * BLOCK else BLOCK, cleared(1))],
         )
         with pytest.raises(CheckpointError, match="file is not what was saved") as caught:
-            read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 3, cleared(BLOCK))])
+            read_checked(path, facts, [want(path, 3, cleared(BLOCK))])
         assert f"of the block at byte {bit // 8 // BLOCK * BLOCK}\n" in str(caught.value)
 
 
@@ -321,54 +317,50 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
     ],
 )
 def test_a_file_of_another_length_is_named_with_the_expected_length(
-    tmp_path: Path, change: str, got: str
+    path: Path, change: str, got: str
 ) -> None:
-    path, before = tmp_path / "file", descriptors()
+    before = descriptors()
     content = content_of(40)
     facts = written(path, content)
     path.unlink()
-    if change != "missing":
-        path.write_bytes(
-            {"truncated": content[:-1], "empty": b"", "longer": content + b"x"}[change]
-        )
+    new = {"truncated": content[:-1], "empty": b"", "longer": content + b"x"}
+    if change in new:
+        path.write_bytes(new[change])
     target = cleared(40)
     with pytest.raises(CheckpointError, match="expected: a file of 40 bytes") as caught:
-        read_checked(path, facts, [want(tmp_path / "file", 0, target)])
-    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
-        "expected",
-        "got",
-        "where",
-        "to do",
-    ]
+        read_checked(path, facts, [want(path, 0, target)])
+    lines = [line.strip().partition(":")[0] for line in str(caught.value).splitlines()]
+    assert lines[1:] == ["expected", "got", "where", "to do"]
     assert got in str(caught.value).splitlines()[2]
     assert str(path) in str(caught.value)
     assert not target.any()
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a socket", "a device"])
+OTHER = "a FIFO, a socket or a device"
+KINDS: dict[Callable[[Path], object], str] = {
+    os.mkfifo: OTHER,
+    Path.mkdir: "a directory",
+    lambda path: socket.socket(socket.AF_UNIX).bind(str(path)): OTHER,
+    lambda path: path.symlink_to("/dev/zero"): OTHER,
+}
+
+
+@pytest.mark.parametrize(("make", "kind"), KINDS.items())
 def test_a_file_that_is_not_regular_is_refused_before_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], kind: str
 ) -> None:
-    path = tmp_path / "file"
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a directory":
-        path.mkdir()
-    elif kind == "a socket":
-        socket.socket(socket.AF_UNIX).bind(str(path))
-    else:
-        path.symlink_to("/dev/zero")
+    make(path)
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
-    facts, wanted = FileFacts(3, (0,)), [want(tmp_path / "file", 0, cleared(3))]
-    kind = kind if kind == "a directory" else "a FIFO, a socket or a device"
-    for read in (check, read_checked):
-        with pytest.raises(
-            CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"
-        ):
-            read(path, facts, wanted)
-    with pytest.raises(CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"):
-        read_plain(wanted)
+    facts, wanted = FileFacts(3, (0,)), [want(path, 0, cleared(3))]
+    for read in (
+        lambda: check(path, facts, wanted),
+        lambda: read_checked(path, facts, wanted),
+        lambda: read_plain(wanted),
+    ):
+        said = f"file is not a regular file(.|\n)*got: +{kind}\n"
+        with pytest.raises(CheckpointError, match=said):
+            read()
 
 
 def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
@@ -380,76 +372,67 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 9])
 def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(
-    tmp_path: Path, num_blocks: int
+    path: Path, num_blocks: int
 ) -> None:
     """A file that was right when it was checked, and is not any more when it is read."""
     content = content_of(num_blocks * BLOCK)
-    facts = written(tmp_path / "file", content)
-    check(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(len(content)))])
+    facts = written(path, content)
+    check(path, facts, [want(path, 0, cleared(len(content)))])
     for block in range(num_blocks):
         changed = bytearray(content)
         changed[block * BLOCK + 5] ^= 1
-        (tmp_path / "file").write_bytes(changed)
+        (path).write_bytes(changed)
         direct, converted = cleared(len(content)), torch.zeros(len(content), dtype=torch.int16)
         for target, dtype in ((direct, None), (converted, torch.uint8)):
             with pytest.raises(CheckpointError, match=f"of the block at byte {block * BLOCK}\n"):
-                read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 0, target, dtype)])
+                read_checked(path, facts, [want(path, 0, target, dtype)])
             assert target[: block * BLOCK].tolist() == list(content[: block * BLOCK])
             assert not target[block * BLOCK :].any()
     assert not checksum_threads()
 
 
-def test_elements_that_lie_across_blocks_are_converted_whole(tmp_path: Path) -> None:
+def test_elements_that_lie_across_blocks_are_converted_whole(path: Path) -> None:
     """Files of others need not be aligned."""
     values = torch.arange(30, dtype=torch.float64)
-    facts = written(tmp_path / "file", bytes(3), bytes_of(values))
-    for how in ("checked", "plain"):
-        target, rounded = torch.zeros(30), torch.zeros(30)
-        wanted = [
-            want(tmp_path / "file", 3, target, torch.float64),
-            want(tmp_path / "file", 3, rounded, torch.float64, torch.bfloat16),
-        ]
-        if how == "plain":
-            read_plain(wanted)
-        else:
-            read_checked(tmp_path / "file", facts, wanted)
+    facts = written(path, bytes(3), bytes_of(values))
+    for known in ({path: facts}, {}):
+        target, half, rounded = torch.zeros(30), torch.zeros(30).bfloat16(), torch.zeros(30)
+        wanted = [want(path, 3, each, torch.float64) for each in (target, half)]
+        wanted.append(want(path, 3, rounded, torch.float64, torch.bfloat16))
+        with Files(known) as files:
+            files.read(wanted, anew=True)
         assert torch.equal(target, values.float())
+        assert torch.equal(half, values.bfloat16())
         assert torch.equal(rounded, values.bfloat16().float())
 
 
-def test_a_file_without_checksums_that_ends_too_early_is_named(tmp_path: Path) -> None:
+def test_a_file_without_checksums_that_ends_too_early_is_named(path: Path) -> None:
     before = descriptors()
-    (tmp_path / "file").write_bytes(content_of(40))
+    (path).write_bytes(content_of(40))
     with pytest.raises(CheckpointError, match="the file ends at 40") as caught:
-        read_plain([want(tmp_path / "file", 30, cleared(11))])
+        read_plain([want(path, 30, cleared(11))])
     assert "expected: at least 41 bytes" in str(caught.value)
     assert descriptors() == before
 
 
-def test_a_file_that_gets_shorter_while_it_is_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "said"), [(True, "Input/output error"), (False, "the file ends at 32")]
+)
+def test_a_file_that_can_no_longer_be_read_leaves_no_thread_and_no_descriptor_behind(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: bool, said: str
 ) -> None:
-    facts, before = written(tmp_path / "file", content_of(40)), descriptors()
-    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
-    with pytest.raises(CheckpointError, match="the file ends at 0"):
-        read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(40))])
-    assert descriptors() == before
-    assert not checksum_threads()
-
-
-def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts, before, preadv = written(tmp_path / "file", content_of(90)), descriptors(), os.preadv
+    facts, before, preadv = written(path, content_of(90)), descriptors(), os.preadv
 
     def broken(descriptor: int, buffers: Any, offset: int) -> int:
-        if offset >= 2 * BLOCK:
+        if offset < 2 * BLOCK:
+            return preadv(descriptor, buffers, offset)
+        if error:
             raise OSError(errno.EIO, "Input/output error")
-        return preadv(descriptor, buffers, offset)
+        return 0
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 0, cleared(90))])
+    with pytest.raises((OSError, CheckpointError), match=said):
+        read_checked(path, facts, [want(path, 0, cleared(90))])
     assert descriptors() == before
     assert not checksum_threads()
 
@@ -469,55 +452,36 @@ def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(
     ids=str,
 )
 def test_only_requested_blocks_are_read_and_each_once(
-    tmp_path: Path, reads: Reads, wanted: list[tuple[int, int]], expected: list[tuple[int, int]]
+    path: Path, reads: Reads, wanted: list[tuple[int, int]], expected: list[tuple[int, int]]
 ) -> None:
     content = content_of(83)
-    facts = written(tmp_path / "file", content)
+    facts = written(path, content)
     for read in (check, read_checked):
         reads.runs.clear()
         read(
-            tmp_path / "file",
+            path,
             facts,
-            [want(tmp_path / "file", start, cleared(nbytes)) for start, nbytes in wanted],
+            [want(path, start, cleared(nbytes)) for start, nbytes in wanted],
         )
         assert reads.runs == expected
 
 
-def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path: Path) -> None:
-    values = torch.randn(50)
-    facts = written(tmp_path / "file", bytes(4), bytes(memory_of(values)))
-    whole, half, rounded = (
-        torch.zeros(30, dtype=torch.float64),
-        torch.zeros(30, dtype=torch.bfloat16),
-        torch.zeros(30),
-    )
-    wanted = [
-        want(tmp_path / "file", 4 + 4 * 7, whole, torch.float32),
-        want(tmp_path / "file", 4 + 4 * 7, half, torch.float32),
-        want(tmp_path / "file", 4 + 4 * 7, rounded, torch.float32, torch.bfloat16),
-    ]
-    read_checked(tmp_path / "file", facts, wanted)
-    assert torch.equal(whole, values[7:37].double())
-    assert torch.equal(half, values[7:37].bfloat16())
-    assert torch.equal(rounded, values[7:37].bfloat16().float())
-
-
-def test_without_checksums_only_the_requested_bytes_are_read(tmp_path: Path, reads: Reads) -> None:
-    (tmp_path / "file").write_bytes(content_of(83))
+def test_without_checksums_only_the_requested_bytes_are_read(path: Path, reads: Reads) -> None:
+    (path).write_bytes(content_of(83))
     read_plain(
         [
-            want(tmp_path / "file", 40, cleared(20)),
-            want(tmp_path / "file", 5, cleared(3)),
-            want(tmp_path / "file", 9, cleared(0)),
+            want(path, 40, cleared(20)),
+            want(path, 5, cleared(3)),
+            want(path, 9, cleared(0)),
         ],
     )
     assert reads.runs == [(5, 3), (40, 8), (48, 12)]
 
 
-def test_a_request_beyond_the_end_of_the_file_raises_value_error(tmp_path: Path) -> None:
-    facts = written(tmp_path / "file", content_of(20))
+def test_a_request_beyond_the_end_of_the_file_raises_value_error(path: Path) -> None:
+    facts = written(path, content_of(20))
     with pytest.raises(ValueError, match="bytes 18 to 21 requested of 20"):
-        read_checked(tmp_path / "file", facts, [want(tmp_path / "file", 18, cleared(3))])
+        read_checked(path, facts, [want(path, 18, cleared(3))])
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
@@ -563,12 +527,12 @@ def test_facts_have_a_checksum_for_each_block() -> None:
 # -- runs that follow one another
 
 
-def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one(tmp_path: Path) -> None:
+def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one(path: Path) -> None:
     memory = cleared(100)
     wanted = [
-        want(tmp_path / "file", 1010, memory[10:20]),
-        want(tmp_path / "file", 1000, memory[:10]),
-        want(tmp_path / "file", 1020, memory[20:30]),
+        want(path, 1010, memory[10:20]),
+        want(path, 1000, memory[:10]),
+        want(path, 1020, memory[20:30]),
     ]
     assert [
         (one.start, one.target.data_ptr() - memory.data_ptr(), one.target.nbytes)
@@ -587,27 +551,27 @@ def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one(tmp_p
     ],
 )
 def test_other_runs_stay_as_they_are(
-    tmp_path: Path, wanted: list[tuple[int, int, int]], expected: int
+    path: Path, wanted: list[tuple[int, int, int]], expected: int
 ) -> None:
-    memory, file = cleared(100), tmp_path / "file"
+    memory, file = cleared(100), path
     runs = [want(file, start, memory[at : at + nbytes]) for start, at, nbytes in wanted]
     assert len(merged(runs)) == expected
     apart = [want(file, start, cleared(nbytes)) for start, _, nbytes in wanted]
     assert len(merged(apart)) == len(wanted), "each has memory of its own"
 
 
-def test_a_run_of_another_dtype_is_a_run_of_bytes(tmp_path: Path) -> None:
+def test_a_run_of_another_dtype_is_a_run_of_bytes(path: Path) -> None:
     values, memory = torch.arange(20.0), torch.zeros(20)
-    facts = written(tmp_path / "file", bytes_of(values))
-    wanted = merged([want(tmp_path / "file", 4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
+    facts = written(path, bytes_of(values))
+    wanted = merged([want(path, 4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
     assert len(wanted) == 1
-    read_checked(tmp_path / "file", facts, wanted)
+    read_checked(path, facts, wanted)
     assert torch.equal(memory, values)
 
 
 @pytest.mark.parametrize(("first", "between"), [(0, 30), (30, 0)])
 def test_a_run_between_two_merged_runs_in_memory_keeps_its_own_values(
-    tmp_path: Path, first: int, between: int
+    path: Path, first: int, between: int
 ) -> None:
     """A parameter that stood between two others when it was saved is not the one that stands
     between them now.
@@ -616,23 +580,12 @@ def test_a_run_between_two_merged_runs_in_memory_keeps_its_own_values(
     padding.
     """
     content = content_of(60)
-    facts, memory = written(tmp_path / "file", content), cleared(12)
+    facts, memory = written(path, content), cleared(12)
     last = first + 8
-    read_checked(
-        tmp_path / "file",
-        facts,
-        merged(
-            [
-                want(tmp_path / "file", first, memory[:4]),
-                want(tmp_path / "file", between, memory[4:8]),
-                want(tmp_path / "file", last, memory[8:]),
-            ]
-        ),
-    )
-    assert (
-        bytes_of(memory)
-        == content[first : first + 4] + content[between : between + 4] + content[last : last + 4]
-    )
+    places = {first: memory[:4], between: memory[4:8], last: memory[8:]}
+    read_checked(path, facts, merged([want(path, at, target) for at, target in places.items()]))
+    expected = (content[at : at + 4] for at in (first, between, last))
+    assert bytes_of(memory) == b"".join(expected)
 
 
 def test_memory_is_that_of_the_tensor_and_keeps_it() -> None:
