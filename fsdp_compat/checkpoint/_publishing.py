@@ -145,6 +145,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(leaving, ignore_errors=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a new file, durably."""
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 # -- one result of one process
 
 

@@ -52,7 +52,7 @@ def save(
             and its ``wait`` was never called.
         StateError: another rank has ended or was interrupted. Slow ranks are waited for.
     """
-    return SaveJob("save", folder, model, optimizer, extra, step, keep_last, progress).write()
+    return SaveJob(False, folder, model, optimizer, extra, step, keep_last, progress).write()
 
 
 def async_save(
@@ -73,19 +73,7 @@ def async_save(
     arguments are raised here, errors while writing from ``wait``. If ``wait`` is never called, the
     next save or load raises the error on all ranks, or it is printed when the process ends.
     """
-    return AsyncSave(
-        SaveJob(
-            "async_save",
-            folder,
-            model,
-            optimizer,
-            extra,
-            step,
-            keep_last,
-            progress,
-            in_background=True,
-        )
-    )
+    return AsyncSave(SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
 
 
 class AsyncSave:
@@ -97,7 +85,6 @@ class AsyncSave:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fsdp_compat save")
         try:
-            job.detach()
             background.begin(self._identity, self._thread)
             self._thread.start()
         except BaseException as error:
@@ -111,7 +98,6 @@ class AsyncSave:
         except BaseException as error:  # raised by wait
             self._error = error
         finally:
-            self._job.release()
             background.end(
                 self._identity,
                 None if self._error is None else f"{type(self._error).__name__}: {self._error}",

@@ -8,13 +8,14 @@ all leaders have, each removes older checkpoints; if one fails, the others remov
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
 import os
+import typing
 import uuid
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,13 @@ from ._snapshot import Snapshot, take_snapshot
 from ._tools.writing import write_file
 
 
-@dataclasses.dataclass(frozen=True)
-class _Report:
-    """The outcome of one rank's write."""
+class _Report(typing.NamedTuple):
+    """The outcome of one rank's write, as a JSON list."""
 
     leads: bool
     nbytes: int
-    checksums: tuple[int, ...]
+    checksums: Sequence[int]
     problem: str | None
-
-    def as_text(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
-
-    @staticmethod
-    def of_text(text: str) -> _Report:
-        leads, nbytes, checksums, problem = json.loads(text)
-        return _Report(leads, nbytes, tuple(checksums), problem)
 
 
 class SaveJob:
@@ -61,7 +53,7 @@ class SaveJob:
 
     def __init__(
         self,
-        call: str,
+        in_background: bool,
         folder: str | os.PathLike[str],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -69,10 +61,9 @@ class SaveJob:
         step: int,
         keep_last: int | None,
         progress: bool,
-        in_background: bool = False,
     ) -> None:
-        """Collective."""
-        self.call = f"checkpoint.{call}"
+        """Collective. in_background: copy what is saved, for a thread that calls ``write``."""
+        self.call = "checkpoint.async_save" if in_background else "checkpoint.save"
         self._snapshot = Snapshot()
         self._groups: list[NamedGroup] = []
         self._fresh: publishing.Fresh | None = None  # only on a rank that leads
@@ -110,23 +101,29 @@ class SaveJob:
             self._make_directory()
             if self._fresh is None:
                 self._snapshot.drop_common()
+            if in_background:
+                self._detach()
         except BaseException as error:
             self.abandon(error)
             raise
 
     def _plan(self, shared: SharedOptimizer) -> tuple[Any, ...]:
         """Return what this rank saves, for the other ranks: the identity, the step, its shards, the
-        optimizer and its settings."""
+        descriptions of tensor-parallel parameters of which it writes the first shard, the optimizer
+        and its settings."""
+        own = [(n, named) for n, named in enumerate(self._groups) if named.is_written_here]
         claims = [
-            (named.mesh, named.writer, named.part, named.group.shard.rank)
-            for named in self._groups
-            if named.is_written_here
+            (named.mesh, named.writer, named.part, named.group.shard.rank) for _, named in own
+        ]
+        described = [
+            (number, named.part, named.described(0).as_json())
+            for number, named in own
+            if named.num_parts > 1 and named.group.shard.rank == 0
         ]
         return (
             uuid.uuid4().hex if self._ranks.number == 0 else "",
             self._step,
-            list(dict.fromkeys(claims)),
-            self._parts_described_here(),
+            (list(dict.fromkeys(claims)), described),
             shared.facts(),
             hashlib.sha256(json.dumps(self._snapshot.param_groups).encode()).hexdigest(),
         )
@@ -143,19 +140,10 @@ class SaveJob:
                 where=self.call,
                 fix="pass the same step on all ranks",
             )
-        self._lay_out([(claimed, parts) for _, _, claimed, parts, *_ in answers])
+        self._lay_out([shards for _, _, shards, *_ in answers])
         if len({settings for *_, settings in answers}) > 1:
             by_rank = self._ranks.exchange(self._snapshot.param_groups)
             self._snapshot.param_groups = joined_param_groups(by_rank, self.call)
-
-    def _parts_described_here(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """Return (number of the group, number of the part, description) of the groups of
-        tensor-parallel parameters whose first shard this rank writes."""
-        return [
-            (number, named.part, named.described(0).as_json())
-            for number, named in enumerate(self._groups)
-            if named.num_parts > 1 and named.is_written_here and named.group.shard.rank == 0
-        ]
 
     def _lay_out(self, answers: list[tuple[list[list[int]], list[Any]]]) -> None:
         """answers: by rank, which shards it writes, and what it describes."""
@@ -167,17 +155,16 @@ class SaveJob:
             for number, part, content in described:
                 parts.setdefault((number, part), content)
         order = sorted(axes)
-        self._axes = tuple(
-            tuple(number for _, number in sorted(axes[key].items())) for key in order
-        )
+        self._axes = tuple(tuple(rank for _, rank in sorted(axes[key].items())) for key in order)
         groups: list[FlatGroup] = []
         for number, named in enumerate(self._groups):
-            if named.num_parts == 1:
-                groups.append(named.described(order.index((named.mesh, named.writer, 0))))
-            for part in range(named.num_parts) if named.num_parts > 1 else ():
+            for part in range(named.num_parts):
                 axis = order.index((named.mesh, named.writer, part))
-                content = {**parts[number, part], "axis": axis}
-                groups.append(FlatGroup.of_json(content, self._axes))
+                if named.num_parts == 1:
+                    groups.append(named.described(axis))
+                else:
+                    content = {**parts[number, part], "axis": axis}
+                    groups.append(FlatGroup.of_json(content, self._axes))
         self._described = tuple(groups)
 
     def _make_directory(self) -> None:
@@ -195,16 +182,12 @@ class SaveJob:
                 self._problem = error
             self._ranks.exchange(None)
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Copy what is saved, so that training may change the original."""
         try:
             self._snapshot.detach()
         except Exception as error:  # reported to the other ranks later
             self._problem = error
-
-    def release(self) -> None:
-        """Drop the snapshot, and with it the memory of the copy."""
-        self._snapshot, self._groups = Snapshot(), []
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks not to wait for this one any longer."""
@@ -216,7 +199,7 @@ class SaveJob:
         """Write, and return the directory once the checkpoint is complete on all ranks.
         Collective."""
         try:
-            outcome = self._ranks.mailbox.conclude(self._write_and_commit)
+            problems, is_complete = self._ranks.mailbox.conclude(self._write_and_commit)
             self._ranks.mailbox.close()
         except RankLost as lost:
             self._withdraw()
@@ -225,13 +208,12 @@ class SaveJob:
             self.abandon(error)
             raise
         finally:
+            self._snapshot, self._groups = Snapshot(), []  # the copy may be large
             if self._fresh is not None:
-                self._fresh.discard()  # does nothing once published
-        problems, is_complete = outcome
-        if problems and is_complete:
-            raise self._not_synced(problems) from self._problem
+                self._fresh.discard()
         if problems:
-            raise self._failed(problems + self._withdraw()) from self._problem
+            problems += "" if is_complete else self._withdraw()
+            raise self._failed(problems, is_complete) from self._problem
         # Not before: until all nodes have this checkpoint, only an older one may load.
         if self._fresh is not None and self._keep_last is not None:
             with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
@@ -246,7 +228,7 @@ class SaveJob:
         try:
             publishing.remove(self._target)
         except OSError as error:
-            return f"; this node's part could not be removed: {type(error).__name__}: {error}"
+            return f"; this node's part could not be removed: {_named(error)}"
         return ""
 
     def _write_and_commit(self) -> object:
@@ -256,26 +238,23 @@ class SaveJob:
         if self._fresh is not None:
             with contextlib.suppress(OSError):
                 publishing.remove_leftovers(self._target.parent, directory.STEP)
-        mailbox.post(self._write_and_report().as_text())
+        mailbox.post(json.dumps(self._write_file()))
         if self._fresh is None and ranks.number:
             return None
-        reports = [_Report.of_text(text) for text in mailbox.read(range(ranks.count))]
-        self._is_sole_leader = sum(report.leads for report in reports) == 1
+        reports = [_Report(*json.loads(text)) for text in mailbox.read(range(ranks.count))]
+        leaders = [n for n, report in enumerate(reports) if report.leads]
+        self._is_sole_leader = len(leaders) == 1
         problems = [
             f"rank {n}: {report.problem}"
             for n, report in enumerate(reports)
             if report.problem is not None
         ]
         if self._fresh is not None:
-            if problems:
-                self._fresh.discard()
-            mailbox.post(
-                json.dumps(("", False) if problems else self._commit(self._fresh, reports)),
-                "leader",
-            )
+            outcome = ("", False) if problems else self._commit(self._fresh, reports)
+            self._fresh.discard()
+            mailbox.post(json.dumps(outcome), "leader")
         if ranks.number:
             return None
-        leaders = [n for n, report in enumerate(reports) if report.leads]
         published = [json.loads(text) for text in mailbox.read(leaders, "leader")]
         if not leaders and not problems:
             problems = ["no rank could make a directory"]
@@ -283,51 +262,54 @@ class SaveJob:
         problems += [problem for problem, _ in published if problem]
         return "; ".join(problems), is_complete
 
-    def _write_and_report(self) -> _Report:
-        """Write this rank's file."""
-        facts = FileFacts(0, ())
+    def _write_file(self) -> _Report:
+        """Write this rank's file, unless something has failed before."""
+        facts, head, tensors = FileFacts(0, ()), self._snapshot.head, self._snapshot.tensors
+        head.identity, head.number = self.identity, self._ranks.number
+        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
         if self._problem is None:
+            path = self._directory / file_name(self._ranks.number)
             try:
-                facts = self._write_file(self._directory / file_name(self._ranks.number))
+                with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
+                    facts = write_file(path, tensors, head.as_metadata(), tick)
             except Exception as error:
                 self._problem = error
-        problem = (
-            None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
-        )
+        problem = None if self._problem is None else _named(self._problem)
         return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
 
     def _commit(self, fresh: publishing.Fresh, reports: list[_Report]) -> tuple[str, bool]:
         """Complete the directory that this rank leads; return the problem, if any, and whether the
         checkpoint is complete."""
+        manifest = Manifest(
+            self.identity,
+            self._step,
+            self._ranks.number,
+            self._axes,
+            self._described,
+            tuple(FileFacts(report.nbytes, tuple(report.checksums)) for report in reports),
+            self._snapshot.param_groups,
+            versions(),
+            self._snapshot.optimizer_classes,
+        )
         try:
-            with open(self._directory / MANIFEST, "x", encoding="utf-8") as file:
-                file.write(self._manifest(reports).as_text())
-                file.flush()
-                os.fsync(file.fileno())
+            publishing.write_text(self._directory / MANIFEST, manifest.as_text())
             fresh.publish(self._target)
         except (OSError, UsageError) as error:
-            problem = f"rank {self._ranks.number}: {type(error).__name__}: {error}"
-            return problem, fresh.is_published
-        finally:
-            fresh.discard()
+            return f"rank {self._ranks.number}: {_named(error)}", fresh.is_published
         return "", True
 
-    def _failed(self, problems: str) -> CheckpointError:
+    def _failed(self, problems: str, is_complete: bool) -> CheckpointError:
+        what = "The checkpoint could not be saved."
+        fix = "check free space and permissions; earlier checkpoints are unchanged"
+        if is_complete:
+            what = "The checkpoint is complete, but may not survive a power failure."
+            fix = "check the disk for errors; no older checkpoint was removed"
         return CheckpointError.of(
-            "The checkpoint could not be saved.",
-            expected=f"all {self._ranks.count} ranks to write their files",
+            what,
+            expected=f"all {self._ranks.count} ranks to write their files, durably",
             got=problems,
             where=str(self._target),
-            fix="check free space and permissions; earlier checkpoints are unchanged",
-        )
-
-    def _not_synced(self, problems: str) -> CheckpointError:
-        return CheckpointError.of(
-            "The checkpoint is complete, but may not survive a power failure.",
-            expected="its folder to be synced to disk after the rename",
-            got=problems,
-            where=str(self._target),
-            fix="check the disk for errors; no older checkpoint was removed",
+            fix=fix,
         )
 
     def _rank_lost(self, lost: RankLost) -> StateError:
@@ -340,26 +322,9 @@ class SaveJob:
             fix=f"look for that rank's error; this checkpoint {state}, earlier ones are unchanged",
         )
 
-    def _manifest(self, reports: list[_Report]) -> Manifest:
-        files = tuple(FileFacts(report.nbytes, report.checksums) for report in reports)
-        return Manifest(
-            self.identity,
-            self._step,
-            self._ranks.number,
-            self._axes,
-            self._described,
-            files,
-            self._snapshot.param_groups,
-            versions(),
-            self._snapshot.optimizer_classes,
-        )
 
-    def _write_file(self, path: Path) -> FileFacts:
-        head, tensors = self._snapshot.head, self._snapshot.tensors
-        head.identity, head.number = self.identity, self._ranks.number
-        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
-        with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
-            return write_file(path, tensors, head.as_metadata(), tick)
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _warn_of_later_steps(target: Path, step: int) -> None:
