@@ -17,8 +17,7 @@ pickle, and ``json`` for a crafted text, see `pickles`.
 
 Readers and writers, by format:
 
-- native: ``native``; safetensors: ``safetensors_files``
-- torch.save: ``torch_save``, on ``pickles``, and ``torch_writing``
+- native: ``native``; safetensors: ``safetensors_files``; torch.save: ``torch_save``, on ``pickles``
 - one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1:
   ``flat_files``, ``shapes``
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:

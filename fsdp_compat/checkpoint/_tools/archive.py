@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval
 from ...errors import CheckpointError
 from .._blocks import FileFacts
+from .walk import leaves
 
 
 class NotRead(CheckpointError):
@@ -52,9 +53,7 @@ class Piece:
     """A part of a tensor, and where its elements are."""
 
     box: Box
-    source: (
-        Span | torch.Tensor
-    )  # a tensor on the CPU, of the sizes of the box: values that are small
+    source: Span | torch.Tensor  # a small tensor on the CPU, of the sizes of the box
     holder: int | None = None  # the rank that wrote it, if the format says so
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -86,10 +85,10 @@ class LazyPieces(Sequence[Piece]):
         return self.within()
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(list(self.within()))
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        return list(self.within())[index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +147,7 @@ class Archive:
 
     path: Path
     kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
-    tensors: dict[
-        str, StoredTensor
-    ]  # parameters and buffers of the model, in the order of the files
+    tensors: dict[str, StoredTensor]  # of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     # ^ further names of tied tensors: the name under which each stands in ``tensors``
     states: dict[str, dict[Any, Any]] = dataclasses.field(default_factory=dict)
@@ -176,22 +173,13 @@ class Archive:
             for key, value in states.items():
                 if isinstance(value, StoredTensor):
                     yield f"optimizer/{name}/{key}", value
-        yield from _leaves(self.extra, "extra")
+        for path, leaf in leaves(self.extra, "extra"):
+            if isinstance(leaf, StoredTensor):
+                yield path, leaf
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.all_tensors())
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
-    if isinstance(value, StoredTensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}/{number}")
 
 
 # -- making stored tensors
@@ -264,10 +252,7 @@ def coverage_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None
     nothing is."""
     filled = [box for box in boxes if box.numel]
     for box in filled:
-        if len(box.sizes) != len(shape) or any(
-            at < 0 or at + size > extent
-            for at, size, extent in zip(box.offsets, box.sizes, shape, strict=True)
-        ):
+        if len(box.sizes) != len(shape) or intersection(box, whole(shape)) != box:
             return f"{_text(box)} lies outside of shape {list(shape)}"
     if not shape:
         overlap = len(filled) > 1

@@ -27,7 +27,7 @@ from .optimizer_tree import named_optimizer
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
-from .torch_writing import write_torch
+from .torch_save import write_torch
 from .walk import LEFT_OUT, map_leaves
 from .writing import WriteOptions, nbytes_to_write
 

@@ -30,8 +30,7 @@ from .paths import member
 from .pickles import Ignored, Record
 from .reading import Files, read, read_box
 from .safetensors_files import of_info
-from .torch_save import ZIP, load, read_torch_range
-from .torch_writing import state_dict_of
+from .torch_save import ZIP, load, read_torch_range, state_dict_of
 from .tree import archive_of
 from .walk import LEFT_OUT, map_leaves
 from .work import for_each
@@ -44,7 +43,6 @@ _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_BYTES = 100_000_000  # of pickled values, together
 _MAX_LIST = 100_000
-_UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 _Keys = tuple[str | int, ...]
 
@@ -61,7 +59,7 @@ class _Entry(NamedTuple):
     """One value of the flattened state dict: a tensor, or a pickled value."""
 
     name: str
-    keys: _Keys  # where it is in the nested state dict
+    keys: _Keys  # in the nested state dict
     dtype: torch.dtype | None  # None: a pickled value, at the only place
     shape: tuple[int, ...]
     places: dict[Box, _Place]
@@ -99,7 +97,7 @@ def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
         directory = _Directory(path, files)
         values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
-    return tree, directory.world_size(), directory.left_out + directory.unused()
+    return tree, directory.world_size(), directory.left_out
 
 
 def damaged(path: Path, got: str) -> CheckpointError:
@@ -144,7 +142,7 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
         paths = paths if isinstance(paths, dict) else {}
         for name, facts in found.fields["state_dict_metadata"].items():
             yield _entry(text_in(name), facts, _keys(name, paths.get(name)), places)
-    except _UNEXPECTED as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise damaged(path, brief(error)) from error
 
 
@@ -266,24 +264,17 @@ class _Directory:
             )
         return file
 
-    def _files_of_ranks(self) -> dict[str, int]:
-        """Return the number of bytes of each file with values in the directory."""
-        names = filter(_FILE_OF_RANK.fullmatch, sorted(os.listdir(self._path)))
-        return {name: os.path.getsize(self._path / name) for name in names}
-
-    def unused(self) -> list[str]:
-        """Return a text for each file with values that the metadata do not mention."""
-        return [
-            f"{name}: not mentioned in the metadata, so it may be of an older checkpoint"
-            for name, nbytes in self._files_of_ranks().items()
-            if nbytes and name not in self._found
-        ]
-
     def world_size(self) -> int | None:
-        """A rank without values writes an empty file, or none."""
-        empty = [name for name, nbytes in self._files_of_ranks().items() if not nbytes]
-        matches = map(_FILE_OF_RANK.fullmatch, [*self._found, *empty])
-        return max((int(match[1]) + 1 for match in matches if match), default=None)
+        """Return the number of ranks, of which one without values writes an empty file, or none.
+        Files with values that the metadata do not mention go to ``left_out``."""
+        numbers = []
+        for match in filter(None, map(_FILE_OF_RANK.fullmatch, sorted(os.listdir(self._path)))):
+            if match[0] in self._found or not os.path.getsize(self._path / match[0]):
+                numbers.append(int(match[1]))
+            else:
+                why = "not mentioned in the metadata, so it may be of an older checkpoint"
+                self.left_out.append(f"{match[0]}: {why}")
+        return max(numbers, default=-1) + 1 or None
 
 
 # -- nesting
@@ -373,24 +364,13 @@ def read_sharded_safetensors(path: Path) -> Archive:
 
 
 def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write ``archive`` as a directory that ``torch.distributed.checkpoint`` loads: into FSDP1's
-    SHARDED state dicts, FSDP2 and this package's front ends, on any number of ranks.
-
-    An archive of nothing but a model becomes a flat state dict:
-
-        state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=path)
-
-    With an optimizer or other values, the model is under "model", the optimizer under
-    "optimizer", as ``get_optimizer_state_dict`` gives it, and other values are beside them:
-
-        state = {"model": ..., "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=path)
+    """Write a directory that ``torch.distributed.checkpoint`` loads into FSDP1's SHARDED state
+    dicts, FSDP2 and this package's front ends: what ``state_dict_of`` returns.
 
     Tensors are cut along their first dim as for ``options.world_size`` ranks, one file per rank,
     and further into chunks of at most ``options.slab_nbytes`` where rows are not larger than that;
-    a worker writes one file at a time, and has one chunk in memory. Tied tensors are written under
-    each of their names. Objects that a reader left out are named in ``archive.left_out``.
+    a worker has one chunk in memory. Tied tensors are written under each of their names. Objects
+    that a reader left out are named in ``archive.left_out``.
 
     Imports torch.distributed.checkpoint, which may import torch.distributed.fsdp. Raises UsageError
     if two values would get one name, CheckpointError for damaged sources, and OSError.
@@ -439,13 +419,15 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
 
 def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
     """Return what is saved of a value: a box of a tensor, or the value with the tensors in it."""
-    if box is None:
-        return map_leaves(
-            value, lambda leaf, _: read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
-        )
-    tensor = read_box(value, box, files).to(dtype_to_write(value))
-    options.tick(tensor.nbytes)
-    return tensor
+    if box is not None:
+        tensor = read_box(value, box, files).to(dtype_to_write(value))
+        options.tick(tensor.nbytes)
+        return tensor
+
+    def known(leaf: Any, path: str) -> Any:
+        return read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
+
+    return map_leaves(value, known)
 
 
 def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:

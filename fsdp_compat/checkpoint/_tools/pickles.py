@@ -20,7 +20,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -362,7 +362,7 @@ _datetime: Any = datetime.datetime  # takes the ten bytes that pickles hold
 
 
 def _path(*parts: Any) -> str:
-    return "/".join(map(str, parts)).replace("//", "/") if parts else "."
+    return str(PurePosixPath(*map(str, parts)))
 
 
 _NUMPY_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}

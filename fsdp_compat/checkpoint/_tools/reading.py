@@ -74,14 +74,6 @@ class Read:
         return self.start + self.nbytes
 
     @property
-    def most(self) -> int:
-        """The largest part in bytes."""
-        if self.through is None or self.is_direct:
-            return blocks.BLOCK_NBYTES
-        itemsize = self.dtype.itemsize  # values of both dtypes are in memory
-        return blocks.BLOCK_NBYTES * itemsize // (itemsize + self.through.itemsize)
-
-    @property
     def is_direct(self) -> bool:
         """Whether the bytes of the file are those of the target."""
         return (
@@ -114,7 +106,7 @@ class Read:
         """Yield the read in parts, each of which is one range of bytes of at most a block. Its dims
         are in the order of the file."""
         strides, sizes, itemsize = self.span.strides, self.target.shape, self.dtype.itemsize
-        most = self.most
+        most = blocks.BLOCK_NBYTES
         inner = [_extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
         skips = any(
             size > 1 and (stride - its) * itemsize >= SKIPPED_NBYTES
@@ -211,19 +203,14 @@ class Files:
     ) -> None:
         self._checksums = checksums or {}
         self._compares_records = compares_records
-        self._checked: set[tuple[Path, int]] = set()  # blocks, by file and number
-        self._records: dict[tuple[Path, Checksum], threading.Lock] = {}
-        self._equal: set[tuple[Path, Checksum]] = set()  # records that were compared
-        self._open: collections.OrderedDict[Path, int] = collections.OrderedDict()
+        self._compared: set[tuple[Path, int | Checksum]] = set()  # blocks, by number, and records
+        self._open: dict[Path, int] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1])
@@ -266,28 +253,27 @@ class Files:
                 self._read_plain(path, merged(of_file), tick)
 
     def _read_plain(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
-        buffer: torch.Tensor | None = None
+        if path in self._checksums:
+            numbers = self._checksums[path].blocks_of(reads)
+            self.check_blocks(path, [n for n in numbers if (path, n) not in self._compared])
+        sizes = (min(read.nbytes, blocks.BLOCK_NBYTES) for read in reads if not read.is_direct)
+        buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         with self.descriptor(path) as descriptor:
-            for read in reads:
-                self._check_once(path, descriptor, read)
-                nbytes = 0 if read.is_direct else min(read.nbytes, read.most)
-                if buffer is None or len(buffer) < nbytes:
-                    buffer = None  # first: both need not be there at once
-                    buffer = torch.empty(nbytes, dtype=torch.uint8)
-                for part in read.parts():
-                    if part.is_direct:
-                        _read_into(descriptor, memory_of(part.target), part.start, path)
-                    else:
-                        _read_into(descriptor, memory_of(buffer)[: part.nbytes], part.start, path)
-                        part.put(buffer[: part.nbytes])
-                    tick(part.nbytes)
+            for part in (part for read in reads for part in read.parts()):
+                if part.is_direct:
+                    _read_into(descriptor, memory_of(part.target), part.start, path)
+                else:
+                    _read_into(descriptor, memory_of(buffer)[: part.nbytes], part.start, path)
+                    part.put(buffer[: part.nbytes])
+                tick(part.nbytes)
 
     def _read_anew(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
         parts = collections.deque(
             sorted((part for read in reads for part in read.parts()), key=lambda part: part.start)
         )
         before = torch.empty(0, dtype=torch.uint8)  # the end of the blocks before
-        with contextlib.closing(self._blocks(path, self._facts(path).blocks_of(reads))) as found:
+        numbers = self._checksums[path].blocks_of(reads)
+        with contextlib.closing(self._blocks(path, numbers)) as found:
             for start, content in found:
                 block = torch.frombuffer(content, dtype=torch.uint8)
                 stop = start + len(block)
@@ -307,65 +293,46 @@ class Files:
     def check(self, reads: Iterable[Read], tick: Tick = _nothing) -> None:
         """Read each block that a read needs once, compare its checksum, and drop it. Raises what
         ``read`` raises. A later read finds the blocks in the page cache."""
-        for path, of_file in sorted(_by_file(reads).items()):
-            if path in self._checksums:
-                self.check_blocks(path, self._facts(path).blocks_of(of_file), tick)
-
-    def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = _nothing) -> None:
-        """Compare the checksums of blocks of a file. Raises what ``read`` raises."""
-        with contextlib.closing(self._blocks(path, numbers)) as found:
-            for _, content in found:
-                tick(len(content))
+        for path, numbers in self._blocks_of(reads):
+            self.check_blocks(path, numbers, tick)
 
     def nbytes_to_check(self, reads: Iterable[Read]) -> int:
         """Return how many bytes ``check`` reads: whole blocks."""
-        return sum(
-            len(self._facts(path).block(number))
-            for path, of_file in _by_file(reads).items()
+        found = ((self._checksums[path], numbers) for path, numbers in self._blocks_of(reads))
+        return sum(len(facts.block(number)) for facts, numbers in found for number in numbers)
+
+    def _blocks_of(self, reads: Iterable[Read]) -> list[tuple[Path, list[int]]]:
+        return [
+            (path, self._checksums[path].blocks_of(of_file))
+            for path, of_file in sorted(_by_file(reads).items())
             if path in self._checksums
-            for number in self._facts(path).blocks_of(of_file)
-        )
+        ]
+
+    def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = _nothing) -> None:
+        """Compare the checksums of blocks of a file. Raises what ``read`` raises."""
+        if not numbers:
+            return
+        with contextlib.closing(self._blocks(path, numbers)) as found:
+            for _, content in found:
+                tick(len(content))
+        self._compared.update((path, number) for number in numbers)
 
     def compare(self, path: Path, checksum: Checksum, tick: Tick = _nothing) -> None:
         """Compare the checksum of a record, unless it was done before. Raises CheckpointError."""
-        key = path, checksum
-        with self._lock:
-            lock = self._records.setdefault(key, threading.Lock())
-        with lock:
-            if key not in self._equal:
-                self._compare(path, checksum, tick)
-                self._equal.add(key)
-
-    def _compare(self, path: Path, checksum: Checksum, tick: Tick) -> None:
+        if (path, checksum) in self._compared:
+            return
         found, start, stop = 0, checksum.start, checksum.start + checksum.nbytes
         room = memoryview(bytearray(min(AT_ONCE_NBYTES, checksum.nbytes)))
-        while start < stop:
-            piece = room[: stop - start]
-            with self.descriptor(path) as descriptor:
+        with self.descriptor(path) as descriptor:
+            while start < stop:
+                piece = room[: stop - start]
                 _read_into(descriptor, piece, start, path)
-            found, start = zlib.crc32(piece, found), start + len(piece)
-            tick(len(piece))
+                found, start = zlib.crc32(piece, found), start + len(piece)
+                tick(len(piece))
         if found != checksum.crc32:
-            raise damaged(
-                path,
-                f"checksum {checksum.crc32:08x} of the record at byte {checksum.start}",
-                f"{found:08x}",
-            )
-
-    def _facts(self, path: Path) -> FileFacts:
-        return self._checksums[path]
-
-    def _check_once(self, path: Path, descriptor: int, read: Read) -> None:
-        """Compare the blocks of a read that were not compared before."""
-        if path not in self._checksums:
-            return
-        facts = self._facts(path)
-        for number in facts.blocks_of([read]):
-            if (path, number) not in self._checked:
-                memory = memoryview(bytearray(len(facts.block(number))))
-                _read_into(descriptor, memory, facts.block(number).start, path)
-                _require_equal(path, facts, number, zlib.crc32(memory))
-                self._checked.add((path, number))
+            what = f"checksum {checksum.crc32:08x} of the record at byte {checksum.start}"
+            raise damaged(path, what, f"{found:08x}")
+        self._compared.add((path, checksum))
 
     def _blocks(
         self, path: Path, numbers: Sequence[int]
@@ -376,40 +343,43 @@ class Files:
         The content is valid until the next block is yielded. Checksums are computed while the next
         blocks are read.
         """
-        facts = self._facts(path)
-        try:
-            descriptor = open_file(path)
-        except FileNotFoundError as error:
-            raise damaged(path, f"a file of {facts.nbytes} bytes", "no such file") from error
-        try:
-            found = os.fstat(descriptor).st_size
-            if found != facts.nbytes:
-                raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
-            buffers = [
-                memoryview(bytearray(blocks.BLOCK_NBYTES))
-                for _ in range(min(len(numbers), NUM_BUFFERS))
-            ]
-            waiting: collections.deque[tuple[int, memoryview, Future[int]]] = collections.deque()
+        facts = self._checksums[path]
+        num_buffers = min(len(numbers), NUM_BUFFERS)
+        buffers = [memoryview(bytearray(blocks.BLOCK_NBYTES)) for _ in range(num_buffers)]
+        waiting: collections.deque[tuple[int, memoryview, Future[int]]] = collections.deque()
+        with contextlib.ExitStack() as at_end:
+            descriptor = _opened(path, facts)
+            at_end.callback(os.close, descriptor)
             second_thread = SecondThread()
-
-            def checked() -> tuple[int, memoryview]:
-                number, memory, checksum = waiting.popleft()
-                _require_equal(path, facts, number, checksum.result())
-                return facts.block(number).start, memory
-
-            try:
-                for turn, number in enumerate(numbers):
-                    if len(waiting) == len(buffers):
-                        yield checked()
-                    memory = buffers[turn % len(buffers)][: len(facts.block(number))]
+            at_end.callback(second_thread.end)
+            for turn, number in enumerate([*numbers, *[None] * num_buffers]):
+                if number is not None:
+                    memory = buffers[turn % num_buffers][: len(facts.block(number))]
                     _read_into(descriptor, memory, facts.block(number).start, path)
                     waiting.append((number, memory, second_thread.do(zlib.crc32, memory)))
-                while waiting:
-                    yield checked()
-            finally:
-                second_thread.end()
-        finally:
-            os.close(descriptor)
+                if waiting and (number is None or len(waiting) == num_buffers):
+                    first, memory, checksum = waiting.popleft()
+                    start, expected = facts.block(first).start, facts.checksums[first]
+                    if (got := checksum.result()) != expected:
+                        raise damaged(
+                            path,
+                            f"checksum {expected:08x} of the block at byte {start}",
+                            f"{got:08x}: the file was changed, or is from another checkpoint",
+                        )
+                    yield start, memory
+
+
+def _opened(path: Path, facts: FileFacts) -> int:
+    """Open a file that must have its length."""
+    expected = f"a file of {facts.nbytes} bytes"
+    try:
+        descriptor = open_file(path)
+    except FileNotFoundError as error:
+        raise damaged(path, expected, "no such file") from error
+    if (nbytes := os.fstat(descriptor).st_size) != facts.nbytes:
+        os.close(descriptor)
+        raise damaged(path, expected, f"{nbytes} bytes")
+    return descriptor
 
 
 def _by_file(reads: Iterable[Read]) -> dict[Path, list[Read]]:
@@ -418,16 +388,6 @@ def _by_file(reads: Iterable[Read]) -> dict[Path, list[Read]]:
         if isinstance(read.source, Span):
             found.setdefault(read.source.path, []).append(read)
     return found
-
-
-def _require_equal(path: Path, facts: FileFacts, number: int, found: int) -> None:
-    expected = facts.checksums[number]
-    if found != expected:
-        raise damaged(
-            path,
-            f"checksum {expected:08x} of the block at byte {facts.block(number).start}",
-            f"{found:08x}: the file was changed, or is from another checkpoint",
-        )
 
 
 def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> None:

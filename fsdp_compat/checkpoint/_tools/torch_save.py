@@ -1,26 +1,29 @@
-"""Files of torch.save: what they hold, without loading it.
+"""Files of torch.save: what they hold, without loading it, and writing them.
 
 A file is a zip archive with the pickled values in ``data.pkl`` and a record per storage, stored as
-it is. Files of torch before 1.6 are several pickles and then the storages, one after the other."""
+it is."""
 
 from __future__ import annotations
 
 import functools
 import io
 import os
+import pickle
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..._comm.host_memory import memory_of
 from ...errors import CheckpointError
-from .._blocks import damaged
+from .._blocks import damaged, sync_directory
 from .._header import is_quantized
 from .._texts import MAX_TEXT_NBYTES, brief, open_file
-from .archive import Checksum, Piece, Span, StoredTensor, row_major, whole
+from .archive import Archive, Checksum, Piece, Span, StoredTensor, row_major, whole
 from .pickles import (
     Ignored,
     Make,
@@ -33,10 +36,13 @@ from .pickles import (
     shape_of,
     unpickled,
 )
+from .reading import Files
 from .sharded_records import boxed_tensor, d_tensor, sharded_tensor
+from .walk import LEFT_OUT, map_leaves
+from .writing import Elements, WriteOptions, dtype_to_write, nbytes_to_write
 
 ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
-_LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b"."
+_BEFORE_1_6 = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b"."
 _HEADER_NBYTES = 30
 
 
@@ -44,20 +50,26 @@ def is_torch_file(path: Path) -> bool:
     """Return whether a file begins as torch.save's do. Raises OSError, and CheckpointError for what
     is not a regular file."""
     with open(open_file(path), "rb") as file:
-        return file.read(len(_LEGACY)).startswith((ZIP, _LEGACY))
+        return file.read(len(_BEFORE_1_6)).startswith((ZIP, _BEFORE_1_6))
 
 
 def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
     """Return the nested values of a file of torch.save, with StoredTensor leaves that read from it;
-    RankPart for the parts of one rank. ignored: as for ``load``.
-    Raises CheckpointError and OSError."""
-    with open(open_file(path), "rb") as file, refusing(path):
-        nbytes = os.fstat(file.fileno()).st_size
-        start = os.pread(file.fileno(), len(_LEGACY), 0)
-        if start == _LEGACY:
-            return _legacy(file.fileno(), path, nbytes, ignored)
+    RankPart for the parts of one rank. ignored: as for ``load``. Raises CheckpointError and
+    OSError."""
+    with open(open_file(path), "rb") as file:
+        start = os.pread(file.fileno(), len(_BEFORE_1_6), 0)
         if not start.startswith(ZIP):
-            raise _not_torch(path, start)
+            is_pickle = start[:1] in (b"\x80", b"(", b"}")
+            raise CheckpointError.of(
+                f"{path.name} is not a file of torch.save.",
+                expected="a zip archive, as torch.save writes them since torch 1.6",
+                got="a pickle" if is_pickle else f"a file that begins with {start[:8]!r}",
+                where=str(path),
+                fix="load it with torch.load(path, weights_only=True), and save the result with "
+                "torch.save; nothing in it was executed",
+            )
+        nbytes = os.fstat(file.fileno()).st_size
         return read_torch_range(file.fileno(), path, 0, nbytes, ignored)
 
 
@@ -75,8 +87,7 @@ def read_torch_range(
             )
         if "byteorder" in records and records.content("byteorder") != b"little":
             raise Refused("a file in big-endian byte order")
-        storages = _storages(path, lambda key, nbytes: records.place(f"data/{key}"))
-        return load(records.content("data.pkl"), path, storages, ignored=ignored)
+        return load(records.content("data.pkl"), path, records.storage, ignored=ignored)
 
 
 def load(
@@ -86,27 +97,16 @@ def load(
     *,
     ignored: Collection[str] = (),
 ) -> Any:
-    """Return the value of one pickle: plain containers and values, with StoredTensor,
-    RankPart, Record (metadata of torch.distributed.checkpoint) and
-    Ignored as leaves. Sizes are tuples, devices and paths are texts, spans of time are seconds,
-    namespaces are dicts, and arrays of numpy are tensors.
+    """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
+    Record (metadata of torch.distributed.checkpoint) and Ignored as leaves. Sizes are tuples,
+    devices and paths are texts, spans of time are seconds, namespaces are dicts, and arrays of
+    numpy are tensors.
 
     where: the file, for errors. persistent: returns the storage of a persistent id. ignored: full
     names of classes whose objects become Ignored. Raises CheckpointError for any other name, and
     for a damaged pickle.
     """
     return unpickled(data, where, _meaning, persistent, ignored)
-
-
-def _not_torch(path: Path, start: bytes) -> CheckpointError:
-    is_old = start[:1] in (b"\x80", b"(", b"}")
-    return CheckpointError.of(
-        f"{path.name} is not a file of torch.save.",
-        expected="a zip archive, as torch.save writes them since torch 1.6",
-        got="a pickle" if is_old else f"a file that begins with {start[:8]!r}",
-        where=str(path),
-        fix="save it again with torch.save; nothing in it was executed",
-    )
 
 
 # -- zip archives
@@ -172,6 +172,15 @@ class _Records:
             raise self._broken(f"the record {name!r} without a header, or beyond the end")
         return Checksum(self._start + start, info.file_size, info.CRC)
 
+    def storage(self, reference: Any) -> _Storage:
+        """Return what a persistent id of the pickle means."""
+        if not isinstance(reference, tuple) or len(reference) < 3 or reference[0] != "storage":
+            raise Refused("a reference to something else than a storage")
+        _, kind, key, *_ = reference
+        if not isinstance(kind, Sealed) or kind.name not in STORAGES:
+            raise Refused("a storage of an unknown class")
+        return _Storage(self._path, self.place(f"data/{key}"), STORAGES[kind.name])
+
     def content(self, name: str) -> bytes:
         place = self.place(name)
         if place.nbytes > MAX_TEXT_NBYTES:
@@ -180,39 +189,6 @@ class _Records:
         if place.crc32 not in (0, found := zlib.crc32(content)):
             raise damaged(self._path, f"checksum {place.crc32:08x} of {name}", f"{found:08x}")
         return content
-
-
-# -- files of torch before 1.6
-
-
-def _legacy(descriptor: int, path: Path, nbytes: int, ignored: Collection[str]) -> Any:
-    """The storages follow the pickles in the order of a list of their keys: each a number of
-    elements in 8 bytes, and the elements."""
-    stream = io.BytesIO(os.pread(descriptor, MAX_TEXT_NBYTES, 0))
-    _, version, system = (load(stream, path) for _ in range(3))
-    if version != 1001 or not isinstance(system, dict) or not system.get("little_endian"):
-        raise Refused("another version of the format, or big-endian byte order")
-    first, wanted, places = stream.tell(), dict[str, int](), dict[str, Checksum]()
-
-    def storage(key: str, nbytes: int) -> Checksum:
-        wanted[key] = nbytes
-        return places.get(key, Checksum(0, nbytes, 0))
-
-    load(stream, path, _storages(path, storage), ignored=ignored)
-    keys = load(stream, path)
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(wanted):
-        raise Refused("other storages than the values need")
-    place = stream.tell()
-    for key in map(str, keys):
-        numel = int.from_bytes(os.pread(descriptor, 8, place), "little")
-        if not numel <= wanted[key] <= 16 * numel:
-            raise Refused(f"a storage of another size than {wanted[key]} bytes")
-        places[key] = Checksum(place + 8, wanted[key], 0)
-        place += 8 + wanted[key]
-    if place > nbytes:
-        raise Refused(f"storages of {place} bytes in a file of {nbytes}")
-    stream.seek(first)  # now that the places are known, once more
-    return load(stream, path, _storages(path, storage), ignored=ignored)
 
 
 # -- tensors
@@ -238,45 +214,19 @@ STORAGES: dict[str, torch.dtype | None] = {
 }
 
 
-def _storages(path: Path, place: Callable[[str, int], Checksum]) -> Callable[[Any], _Storage]:
-    """Return what gives the storage of a persistent id. place: of a key, and of the number of bytes
-    that the pickle has for it."""
-
-    def storage(reference: Any) -> _Storage:
-        if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] != "storage":
-            raise Refused("a reference to something else than a storage")
-        _, kind, key, _, numel, *view = reference
-        if not isinstance(kind, Sealed) or kind.name not in STORAGES:
-            raise Refused("a storage of an unknown class")
-        if type(numel) is not int or numel < 0 or any(view):
-            raise Refused("a view of a storage, as torch 0.4 wrote them")
-        dtype = STORAGES[kind.name]
-        nbytes = numel * (1 if dtype is None else dtype.itemsize)
-        return _Storage(path, place(str(key), nbytes), dtype)
-
-    return storage
-
-
 def _tensor(
-    storage: Any,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
-    requires_grad: Any = False,
-    hooks: Any = None,
-    flags: Any = None,
-    *,
-    dtype: Any = None,
-    state: Any = None,
+    storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any, state: Any = None
 ) -> StoredTensor:
-    """Return a strided tensor in a storage. offset, strides: in elements. state: attributes. Raises
-    Refused if it does not lie in the storage."""
+    """Return a strided tensor in a storage. offset, strides: in elements. rest: whether it requires
+    gradients, and hooks; the dtype, unless it is that of the storage; flags. state: attributes.
+    Raises Refused if it does not lie in the storage."""
     if not isinstance(storage, _Storage):
         raise Refused("a tensor without a storage")
-    if isinstance(flags, dict) and any(flags.values()):
-        raise Refused(f"a tensor with the flags {sorted(map(str, flags))}")
-    dtype = storage.dtype if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or is_quantized(dtype):
+    flags = [each for each in rest[2:] if isinstance(each, dict) and any(each.values())]
+    if flags:
+        raise Refused(f"a tensor with the flags {sorted(map(str, flags[0]))}")
+    dtype = next((each for each in rest if isinstance(each, torch.dtype)), storage.dtype)
+    if dtype is None or is_quantized(dtype):
         raise Refused(f"a tensor of the dtype {dtype}")
     shape, steps = shape_of(sizes), shape_of(strides)
     if len(shape) != len(steps) or type(offset) is not int or offset < 0:
@@ -292,20 +242,6 @@ def _tensor(
     checksum = storage.place if storage.place.crc32 else None
     span = Span(storage.path, storage.place.start + offset * dtype.itemsize, steps, checksum)
     return StoredTensor("", dtype, shape, (Piece(whole(shape), span),))
-
-
-def _tensor_of_dtype(
-    storage: Any,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
-    requires_grad: Any,
-    hooks: Any,
-    *rest: Any,
-    state: Any = None,
-) -> StoredTensor:
-    dtype, *flags = rest
-    return _tensor(storage, offset, sizes, strides, False, hooks, *flags, dtype=dtype)
 
 
 def _parameter(data: Any, *unused: Any, **given: Any) -> Any:
@@ -333,9 +269,7 @@ def _wrapper(kind: Any, *unused: Any, state: Any = None) -> Any:
 # -- names
 
 _FUNCTIONS: dict[str, Make] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    **{f"torch._utils._rebuild_tensor{version}": _tensor for version in ("", "_v2", "_v3")},
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
@@ -345,14 +279,8 @@ _FUNCTIONS: dict[str, Make] = {
     "torch.serialization._get_layout": str,
     **dict.fromkeys(("torch.Tensor", "torch._tensor.Tensor", *STORAGES), no_value),
 }
-# Classes in these modules, and below those with a dot, describe tensors: they become Records.
-_DESCRIBING = (
-    *("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard."),
-    *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
-    *("torch.distributed.remote_device", "torch.distributed.checkpoint.metadata"),
-    *("torch.distributed.checkpoint.filesystem", "torch.nn.parameter"),
-    *("fsdp_compat._layout.", "fsdp_compat._state."),
-)
+# Classes below these modules describe tensors: they become Records.
+_DESCRIBING = ("torch.distributed.", "torch.nn.parameter.", "fsdp_compat._")
 
 
 @functools.lru_cache(1000)
@@ -366,6 +294,127 @@ def _meaning(full_name: str) -> Make | torch.dtype | None:
     if module.startswith("fsdp_compat._state.") and name == "_rebuilt":
         return boxed_tensor
     is_class = name.lstrip("_")[:1].isupper() or name == "_remote_device"
-    if is_class and f"{module}.".startswith(_DESCRIBING):
+    if is_class and full_name.startswith(_DESCRIBING):
         return lambda *args, state=None: Record(full_name, args, state)
     return None
+
+
+# -- writing
+
+_ALIGN_NBYTES = 64  # of the start of each record
+# Classes of storages by dtype. All others are storages of bytes.
+_KINDS = {
+    dtype: getattr(torch, name.removeprefix("torch."))
+    for name, dtype in STORAGES.items()
+    if dtype is not None
+}
+
+
+def write_torch(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
+    """Write a checkpoint as one file of torch.save: the model's state dict or, with optimizer or
+    other values, {"model": ..., "optimizer": {"state": ..., "param_groups": ...}, **others}.
+
+    Tied tensors share their storage. path: must not exist. Tensors go through a buffer of
+    ``options.slab_nbytes``. Raises CheckpointError and OSError.
+    """
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    left_out = (Ignored, Record)  # by the reader
+    pickler.dump(
+        map_leaves(
+            state_dict_of(archive),
+            lambda leaf, path: LEFT_OUT if isinstance(leaf, left_out) else leaf,
+        )
+    )
+    with open(path, "xb") as file:
+        with zipfile.ZipFile(file, "w") as target:
+            _add(target, "data.pkl", text.getvalue())
+            _add(target, ".format_version", b"1")
+            _add(target, ".storage_alignment", b"%d" % _ALIGN_NBYTES)
+            _add(target, "byteorder", b"little")
+            for number, tensor in enumerate(pickler.tensors):
+                with _record(target, f"data/{number}", nbytes_to_write(tensor)) as record:
+                    for _, values in Elements.of(tensor, files, options).chunks():
+                        record.write(memory_of(values))
+                        options.tick(values.nbytes)
+            _add(target, "version", b"3\n")
+            checksums = b"".join(info.CRC.to_bytes(4, "little") for info in target.infolist())
+            _add(target, ".data/serialization_id", f"{zlib.crc32(checksums):040d}".encode())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def _record(target: zipfile.ZipFile, name: str, nbytes: int) -> Any:
+    """Open a record for writing; its values are aligned, so that they can be mapped."""
+    assert target.fp is not None
+    info = zipfile.ZipInfo(f"archive/{name}")  # of 1980: the same bytes every time
+    info.file_size = nbytes
+    is_wide = nbytes > zipfile.ZIP64_LIMIT // 2
+    # The header, its field for sizes beyond 4 GiB, and the one of the padding come first.
+    head = target.fp.tell() + 30 + len(info.filename) + 20 * is_wide + 4
+    gap = -head % _ALIGN_NBYTES
+    info.extra = b"FB" + gap.to_bytes(2, "little") + b"Z" * gap
+    return target.open(info, "w", force_zip64=is_wide)
+
+
+def _add(target: zipfile.ZipFile, name: str, content: bytes) -> None:
+    with _record(target, name, len(content)) as record:
+        record.write(content)
+
+
+def state_dict_of(archive: Archive) -> dict[str, Any]:
+    """Return the model's state dict or, with optimizer or other values, {"model": ...,
+    "optimizer": {"state": ..., "param_groups": ...}, **others}, with StoredTensors as leaves."""
+    model: OrderedDict[str, Any] = OrderedDict(archive.tensors)
+    model.update((name, archive.tensors[first]) for name, first in archive.aliases.items())
+    if archive.param_groups is None and not archive.states and not archive.extra:
+        return model
+    values: dict[str, Any] = {"model": model}
+    if archive.param_groups is not None or archive.states:
+        values["optimizer"] = {
+            "state": {_key(archive, name): dict(state) for name, state in archive.states.items()},
+            "param_groups": [
+                {**group, "params": [_key(archive, name) for name in group["params"]]}
+                for group in archive.param_groups or ()
+            ],
+        }
+    for key, value in archive.extra.items():
+        values[key if key not in values else f"extra_{key}"] = value
+    return values
+
+
+def _key(archive: Archive, name: Any) -> Any:
+    """Return the key of a parameter's state, as torch.optim has it: a number, where it was one."""
+    return int(name) if archive.is_by_number and str(name).isdecimal() else name
+
+
+class _Reference(NamedTuple):
+    persistent_id: tuple[Any, ...]  # of a storage
+
+
+class _Pickler(pickle.Pickler):
+    """Writes StoredTensors as torch does it: a call that makes a tensor of a storage. One that
+    occurs again is a reference to the first."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[StoredTensor] = []  # whose values the storages hold, by number
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.persistent_id if isinstance(value, _Reference) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return NotImplemented
+        dtype, key = dtype_to_write(value), str(len(self.tensors))
+        self.tensors.append(value)
+        # The function that torch itself would call, with arguments of our own.
+        function = torch.empty(0, dtype=dtype).__reduce_ex__(2)[0]
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        rest = (0, value.shape, row_major(value.shape), False, hooks)
+        if dtype in _KINDS:
+            reference = _Reference(("storage", _KINDS[dtype], key, "cpu", value.numel))
+            return function, (reference, *rest)
+        kind, nbytes = torch.UntypedStorage, nbytes_to_write(value)
+        return function, (_Reference(("storage", kind, key, "cpu", nbytes)), *rest, dtype)

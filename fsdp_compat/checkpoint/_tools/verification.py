@@ -112,7 +112,7 @@ def verify(
     checkpoint says and inside its directory. The values are read: checksums are compared, copies by
     replicas have to be equal, and NaN and infinite values are counted for each tensor. Files of
     native checkpoints, torch.save and torch.distributed.checkpoint have checksums; those of
-    safetensors and of torch before 1.6 do not: ``num_without_checksum`` counts the tensors whose
+    safetensors do not: ``num_without_checksum`` counts the tensors whose
     values could have changed unnoticed.
 
     path: a file or a directory; its format is recognised.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from .._progress import progress_bar
@@ -14,10 +14,6 @@ from .reading import SLAB_NBYTES
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 Tick = Callable[[int], object]  # called with the number of bytes just read
-
-
-class _Stopped(Exception):
-    """Ends the work of a thread after another one failed."""
 
 
 def numel_at_once(memory: int, workers: int, nbytes_per_element: int) -> int:
@@ -41,40 +37,28 @@ def for_each(
     with progress_bar(progress, what, total_nbytes) as advance:
         if workers == 1 or len(items) < 2:
             return [work(item, advance) for item in items]
-        tick = _SharedTick(advance)
+        lock, errors = threading.Lock(), list[BaseException]()
+
+        def tick(nbytes: int) -> None:
+            if errors:
+                raise CancelledError
+            with lock:
+                advance(nbytes)
 
         def until_stopped(item: _T) -> _R:
             try:
                 return work(item, tick)
-            except BaseException:
-                tick.stop()
+            except BaseException as error:
+                errors.append(error)
                 raise
 
         with ThreadPoolExecutor(min(workers, len(items))) as pool:
             futures = [pool.submit(until_stopped, item) for item in items]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
-            finally:  # nothing is left to stop, or Ctrl-C, or an error
-                tick.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-        errors = [future.exception() for future in futures if not future.cancelled()]
-        for error in errors:
-            if error is not None and not isinstance(error, _Stopped):
-                raise error
+            except BaseException as error:  # Ctrl-C
+                errors.append(error)
+            pool.shutdown(cancel_futures=bool(errors))
+        if errors:
+            raise errors[0]
         return [future.result() for future in futures]
-
-
-class _SharedTick:
-    """A tick that several threads may call, until one of them fails."""
-
-    def __init__(self, advance: Tick) -> None:
-        self._advance, self._lock, self._is_stopped = advance, threading.Lock(), False
-
-    def __call__(self, nbytes: int) -> None:
-        if self._is_stopped:
-            raise _Stopped
-        with self._lock:
-            self._advance(nbytes)
-
-    def stop(self) -> None:
-        self._is_stopped = True

@@ -105,7 +105,6 @@ def test_files_without_checksums_are_not_damaged_and_said_to_have_none(tmp_path:
     save_file(
         {name: each.contiguous() for name, each in TENSORS.items()}, tmp_path / "x.safetensors"
     )
-    torch.save(TENSORS, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save(TENSORS, tmp_path / "with.pt")
     with torch.serialization.skip_data():
         torch.save(TENSORS, tmp_path / "skipped.pt")
@@ -115,7 +114,7 @@ def test_files_without_checksums_are_not_damaged_and_said_to_have_none(tmp_path:
         save_dcp(tmp_path / "off", TENSORS)
     finally:
         torch.serialization.set_crc32_options(True)
-    for name in ("x.safetensors", "old.pt", "skipped.pt", "off.pt", "off"):
+    for name in ("x.safetensors", "skipped.pt", "off.pt", "off"):
         result = verify(tmp_path / name)
         assert result.problems == ()
         assert (result.num_checksums, result.num_without_checksum) == (0, 2)

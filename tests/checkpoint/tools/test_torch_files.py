@@ -26,8 +26,8 @@ from fsdp_compat.checkpoint._tools.torch_save import (
     is_torch_file,
     read_torch_file,
     read_torch_range,
+    write_torch,
 )
-from fsdp_compat.checkpoint._tools.torch_writing import write_torch
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
 from tests.support.sampling import at_most
@@ -87,13 +87,13 @@ def views(draw: Any) -> torch.Tensor:
     return tensor
 
 
-@given(st.lists(views(), max_size=4), st.booleans())
+@given(st.lists(views(), max_size=4))
 @settings(max_examples=at_most(40, of_all=120), deadline=None)
 def test_tensors_of_all_dtypes_and_strides_come_back_bit_by_bit(
-    tmp_path_factory: pytest.TempPathFactory, tensors: list[torch.Tensor], is_zip: bool
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[torch.Tensor]
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "x.pt"
-    torch.save({"all": tensors}, path, _use_new_zipfile_serialization=is_zip)
+    torch.save({"all": tensors}, path)
     assert is_torch_file(path)
     found = read_torch_file(path)["all"]
     assert len(found) == len(tensors)
@@ -276,11 +276,10 @@ def test_a_tensor_beyond_its_storage_is_refused(
         raise CheckpointError("was refused")
 
 
-@pytest.mark.parametrize("is_zip", [True, False])
-def test_cut_and_changed_files_give_an_error_or_values(tmp_path: Path, is_zip: bool) -> None:
+def test_cut_and_changed_files_give_an_error_or_values(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     tree = {"a": torch.arange(6.0), "b": [1, "x"], "c": torch.ones(4, 3).t()}
-    torch.save(tree, path, _use_new_zipfile_serialization=is_zip)
+    torch.save(tree, path)
     content = path.read_bytes()
     chance = random.Random(0)
     num_refused = 0
@@ -314,6 +313,14 @@ def test_pickles_and_other_files_are_not_files_of_torch(tmp_path: Path) -> None:
         (tmp_path / "x.pt").write_bytes(content)
         with pytest.raises(CheckpointError):
             read_torch_file(tmp_path / "x.pt")
+
+
+def test_a_file_of_torch_before_1_6_is_to_be_saved_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    assert is_torch_file(path)
+    with pytest.raises(CheckpointError, match=r"since torch 1\.6(.|\n)*torch\.load"):
+        read_torch_file(path)
 
 
 # -- writing
