@@ -23,7 +23,7 @@ from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.same_host.peers import PeerMemory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED
 
 WIDTH = 1024  # of a matrix whose shard on each of two ranks is large enough to be shared
@@ -157,7 +157,8 @@ class Weights(Dataset[float]):
         return sum(float(parameter.detach().sum()) for parameter in self._model.parameters())
 
 
-def trains_on_its_own_weights() -> None:
+@on_ranks(2)
+def test_data_loader_workers_see_the_weights_as_of_the_fork() -> None:
     training = Training()
     for _ in range(2):
         training.step()
@@ -174,11 +175,8 @@ def trains_on_its_own_weights() -> None:
         assert data[0] != pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def test_data_loader_workers_see_the_weights_as_of_the_fork() -> None:
-    run_ranks(2, trains_on_its_own_weights)
-
-
-def forks_in_forward() -> None:
+@on_ranks(2)
+def test_forks_during_a_step_do_not_change_it() -> None:
     """Between the gathers of a forward, which other ranks may still have to read, and before they
     read those of backward."""
     pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)))
@@ -194,10 +192,6 @@ def forks_in_forward() -> None:
         pair.step(one_backward)
     assert [child.answer() for child in children] == [0] * len(children)
     assert len(children) == 2 * 5
-
-
-def test_forks_during_a_step_do_not_change_it() -> None:
-    run_ranks(2, forks_in_forward)
 
 
 def reads_after_forks() -> list[float]:

@@ -16,7 +16,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType, checkpoint
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -113,18 +113,16 @@ def _everything(folder: Path | None, **options: Any) -> dict[str, Any]:
     return found
 
 
-def _delegates(folder: Path, kind: type[Lists]) -> None:
+@pytest.mark.parametrize("kind", [Lists, Singles])
+@on_ranks(2)
+def test_python_group_over_gloo_gives_the_results_of_gloo(
+    tmp_path: Path, kind: type[Lists]
+) -> None:
+    folder = tmp_path
     assert dist.group.WORLD is not None
     group = kind(dist.group.WORLD)
     assert _everything(folder / "python", process_group=group) == _everything(folder / "gloo")
     assert group.num_calls > 0
-
-
-@pytest.mark.parametrize("kind", [Lists, Singles])
-def test_python_group_over_gloo_gives_the_results_of_gloo(
-    tmp_path: Path, kind: type[Lists]
-) -> None:
-    run_ranks(2, _delegates, tmp_path, kind)
 
 
 def _in_threads() -> list[Any]:

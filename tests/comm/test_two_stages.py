@@ -35,7 +35,7 @@ from tests.support.hosts import BY_HOST, BY_PLACE, hosts
 from tests.support.models import Block
 from tests.support.parity import accumulates, make_pair, whole
 from tests.support.programs import run_programs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MESSAGES
 
 CPU = torch.device("cpu")
@@ -66,7 +66,12 @@ def in_two_stages(parts: Sequence[torch.Tensor], of_ranks: Sequence[int]) -> tor
     return total
 
 
-def _collectives(of_ranks: Sequence[int], dtype: torch.dtype) -> None:
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(4)
+def test_collectives_are_right_in_the_defined_order(
+    of_ranks: Sequence[int], dtype: torch.dtype
+) -> None:
     with hosts(of_ranks):
         comm = connect()
         rank, ranks = comm.rank, comm.ranks
@@ -99,14 +104,8 @@ def _collectives(of_ranks: Sequence[int], dtype: torch.dtype) -> None:
 
 
 @ORDERS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_collectives_are_right_in_the_defined_order(
-    of_ranks: Sequence[int], dtype: torch.dtype
-) -> None:
-    run_ranks(4, _collectives, of_ranks, dtype)
-
-
-def _other_orders(of_ranks: Sequence[int]) -> None:
+@on_ranks(4)
+def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
     """Two groups, of which each rank takes another one first, wherever ranks need not agree."""
     with hosts(of_ranks):
         comm = connect()
@@ -146,11 +145,6 @@ def _other_orders(of_ranks: Sequence[int]) -> None:
             comm.end_all_reduce(pending[g], fulls[g], "x")
             assert torch.equal(fulls[g], torch.cat(shards[g]) * ranks)
         comm.settle("x")
-
-
-@ORDERS
-def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
-    run_ranks(4, _other_orders, of_ranks)
 
 
 def _memory() -> list[int]:
@@ -266,19 +260,16 @@ class Branches(nn.Module):
         return x
 
 
-def _branches(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
-    with hosts(of_ranks):
-        pair = make_pair(Branches, (Block,), sharding_strategy=strategy, allow_unused_units=True)
-        for _ in range(3):
-            pair.step(zeros=True)
-
-
 @ORDERS
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda s: s.name
 )
+@on_ranks(4)
 def test_ranks_may_use_different_units(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
-    run_ranks(4, _branches, of_ranks, strategy)
+    with hosts(of_ranks):
+        pair = make_pair(Branches, (Block,), sharding_strategy=strategy, allow_unused_units=True)
+        for _ in range(3):
+            pair.step(zeros=True)
 
 
 # -- overlap

@@ -30,7 +30,7 @@ from fsdp_compat._engine.gradients import LARGE, Gradients
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 6
@@ -466,7 +466,11 @@ class Table(nn.Module):
         return x + self.bias * (self.table + 1).mean()
 
 
-def one_rank(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(1)
+def test_one_rank_copies_nothing_and_parameters_alias_the_shard(
+    use_orig_params: bool,
+) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     real: list[int] = []
     with counting_sends(real), Operations() as seen:
@@ -484,7 +488,8 @@ def one_rank(use_orig_params: bool) -> None:
         ]
 
 
-def handed_over() -> None:
+@on_ranks(1)
+def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
     model = wrapped(module=nn.Sequential(Block(), Table(), Block()), use_orig_params=True)
     made: dict[int, torch.Tensor | None] = {}
     for group in model._runtime.groups:
@@ -503,17 +508,6 @@ def handed_over() -> None:
     assert made.keys() == {id(parameter) for parameter in parameters}
     assert all(parameter.grad is made[id(parameter)] for parameter in parameters)
     assert {"copy_", "_foreach_copy_", "div_"} & seen.names.keys() == set()
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_one_rank_copies_nothing_and_parameters_alias_the_shard(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(1, one_rank, use_orig_params)
-
-
-def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
-    run_ranks(1, handed_over)
 
 
 # -- memory in flight

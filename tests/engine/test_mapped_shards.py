@@ -34,7 +34,7 @@ from tests.frontends.parity import test_random_programs
 from tests.frontends.training import test_calls, test_entry_points
 from tests.support.models import Block
 from tests.support.parity import make_pair
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 48
@@ -298,7 +298,8 @@ def in_child(connection: Any, model: FSDP) -> None:
     os._exit(0)
 
 
-def forks_between_steps() -> None:
+@on_ranks(2, environment=MAPPED)
+def test_ranks_that_fork_are_mapped_again() -> None:
     """One rank forks, as a DataLoader does: its shards move to another file."""
     pair = make_pair(Wide, (Block,))
     pair.step(batch=wide_batch)
@@ -315,10 +316,6 @@ def forks_between_steps() -> None:
         else:
             pair.step(batch=wide_batch)
     assert all(mapping is not None for mapping in mappings_of(pair.model))
-
-
-def test_ranks_that_fork_are_mapped_again() -> None:
-    run_ranks(2, forks_between_steps, environment=MAPPED)
 
 
 class LockThatTells:
@@ -535,7 +532,8 @@ def test_a_rank_that_reaches_a_limit_trains_on_or_is_named_with_the_limit(
         assert f"rank 1 cannot read the memory of rank 0: {named}" in error
 
 
-def wraps_at_a_limit() -> None:
+@on_ranks(2, environment=MAPPED)
+def test_ranks_send_values_where_one_cannot_map_the_memory_of_another() -> None:
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == 0:  # memory that rank 1 has not mapped in an earlier test
             stack.enter_context(mock.patch.object(shared_memory, "_arena", Arena()))
@@ -546,11 +544,8 @@ def wraps_at_a_limit() -> None:
     assert mappings_of(pair.model) == [None] * 4
 
 
-def test_ranks_send_values_where_one_cannot_map_the_memory_of_another() -> None:
-    run_ranks(2, wraps_at_a_limit, environment=MAPPED)
-
-
-def trains_where_one_cannot() -> None:
+@on_ranks(3, environment=MAPPED)
+def test_all_ranks_gather_what_one_rank_cannot_map() -> None:
     pair = make_pair(Wide, (Block,))
     with mock.patch.object(mapped, "MAX_PARTS", 5 if dist.get_rank() == 1 else 100):
         pair.step(batch=wide_batch)
@@ -558,20 +553,13 @@ def trains_where_one_cannot() -> None:
     assert mappings_of(pair.model) == [None] * 4
 
 
-def test_all_ranks_gather_what_one_rank_cannot_map() -> None:
-    run_ranks(3, trains_where_one_cannot, environment=MAPPED)
-
-
-def trains_without_page_map() -> None:
+@on_ranks(2, environment=MAPPED)
+def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
     with mock.patch.object(mapped, "PAGEMAP", "/proc/self/no such file"):
         pair = make_pair(Wide, (Block,))
         for _ in range(2):
             pair.step(batch=wide_batch)
     assert mappings_of(pair.model) == [None] * 4
-
-
-def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
-    run_ranks(2, trains_without_page_map, environment=MAPPED)
 
 
 # -- what other files test with copies
@@ -643,7 +631,8 @@ def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
     assert not second
 
 
-def raises_on_all_ranks() -> None:
+@on_ranks(3, environment=MAPPED)
+def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
     pair = make_pair(Wide, (Block,))
     pair.step(batch=wide_batch)
     handle = pair.model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
@@ -653,11 +642,8 @@ def raises_on_all_ranks() -> None:
     pair.step(batch=wide_batch)
 
 
-def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
-    run_ranks(3, raises_on_all_ranks, environment=MAPPED)
-
-
-def trains_two_models_at_once() -> None:
+@on_ranks(2, environment=MAPPED)
+def test_passes_of_two_models_may_overlap() -> None:
     """A forward in the middle of another model's forward, and backwards in the other order."""
     one, other = make_pair(Wide, (Block,)), make_pair(functools.partial(Wide, 2), (Block,))
     x = torch.ones(2, WIDTH) * (1 + dist.get_rank())
@@ -672,7 +658,3 @@ def trains_two_models_at_once() -> None:
     for pair in (one, other):
         pair.optim.zero_grad()
         pair.step(batch=wide_batch)
-
-
-def test_passes_of_two_models_may_overlap() -> None:
-    run_ranks(2, trains_two_models_at_once, environment=MAPPED)

@@ -30,7 +30,7 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value
 from tests.support.parity import Pair, assert_idle, backward, one_backward, seeded, square
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 class Lone(nn.Module):
@@ -222,23 +222,35 @@ def test_two_forwards_before_one_backward_add_gradients(model: str, kind: str) -
     run_ranks(2, train, model, kind, step=two_forwards)
 
 
-def train_in_orders_of_their_own(kind: str, shape: str) -> None:
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("shape", ["sharded", "replicated"])
+@on_ranks(2, timeout=30, group_timeout=10)
+def test_different_unit_orders_on_ranks_do_not_deadlock(shape: str, kind: str) -> None:
     pair = pair_of(Fork, kind, shape, allow_unused_units=True)
     pair.model.order = (0, 1) if pair.rank == 0 else (1, 0)
     for _ in range(2):
         pair.step()
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("shape", ["sharded", "replicated"])
-def test_different_unit_orders_on_ranks_do_not_deadlock(shape: str, kind: str) -> None:
-    run_ranks(2, train_in_orders_of_their_own, kind, shape, timeout=30, group_timeout=10)
-
-
 # -- accumulation
 
 
-def train_accumulating(kind: str, shape: str, model: str) -> None:
+def two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    loss = square(model, x)
+    loss.backward(retain_graph=True)
+    return backward(loss)
+
+
+@each_value
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(
+    ("shape", "model"),
+    [("sharded", "nested"), ("sharded", "mixed"), ("sharded", "large"), ("replicated", "odd")],
+)
+@on_ranks(2)
+def test_no_sync_gradients_are_reduced_by_the_next_backward(
+    shape: str, model: str, kind: str
+) -> None:
     pair = pair_of(MODELS[model], kind, shape)
     assert pair.runtime is not None
     for _ in range(2):
@@ -248,7 +260,9 @@ def train_accumulating(kind: str, shape: str, model: str) -> None:
         pair.step()
 
 
-def train_with_several_backwards(kind: str) -> None:
+@pytest.mark.parametrize("kind", STORES)
+@on_ranks(2)
+def test_several_synchronised_backwards_add_up(kind: str) -> None:
     pair = pair_of(MODELS["nested"], kind)
     for _ in range(2):
         pair.step(update=False)
@@ -257,13 +271,14 @@ def train_with_several_backwards(kind: str) -> None:
         pair.step()
 
 
-def two_backwards(model: nn.Module, x: Tensor) -> Tensor:
-    loss = square(model, x)
-    loss.backward(retain_graph=True)
-    return backward(loss)
+@pytest.mark.parametrize("kind", STORES)
+def test_graph_supports_two_backwards(kind: str) -> None:
+    run_ranks(2, train, "nested", kind, step=two_backwards)
 
 
-def train_after_an_unsynchronised_backward_that_was_zeroed(kind: str) -> None:
+@pytest.mark.parametrize("kind", STORES)
+@on_ranks(2)
+def test_zeroed_gradients_are_dropped_from_the_buffer(kind: str) -> None:
     pair = pair_of(MODELS["blocks"], kind)
     assert pair.runtime is not None
     with pair.runtime.no_sync():
@@ -271,33 +286,6 @@ def train_after_an_unsynchronised_backward_that_was_zeroed(kind: str) -> None:
     for optimizer in (pair.plain_optim, pair.optim):
         optimizer.zero_grad()
     pair.step()
-
-
-@each_value
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize(
-    ("shape", "model"),
-    [("sharded", "nested"), ("sharded", "mixed"), ("sharded", "large"), ("replicated", "odd")],
-)
-def test_no_sync_gradients_are_reduced_by_the_next_backward(
-    shape: str, model: str, kind: str
-) -> None:
-    run_ranks(2, train_accumulating, kind, shape, model)
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_several_synchronised_backwards_add_up(kind: str) -> None:
-    run_ranks(2, train_with_several_backwards, kind)
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_graph_supports_two_backwards(kind: str) -> None:
-    run_ranks(2, train, "nested", kind, step=two_backwards)
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_zeroed_gradients_are_dropped_from_the_buffer(kind: str) -> None:
-    run_ranks(2, train_after_an_unsynchronised_backward_that_was_zeroed, kind)
 
 
 # -- exceptions
@@ -312,7 +300,12 @@ def fails(pair: Pair, model: Any, where: str) -> None:
     fragile.fault_in_forward, fragile.fault_in_backward = None, False
 
 
-def train_over_exceptions(kind: str, where: str, reshard: bool) -> None:
+@each_value
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_training_continues_after_an_exception(where: str, reshard: bool, kind: str) -> None:
     pair = pair_of(MODELS["fragile"], kind, reshard_after_forward=reshard)
     for step in range(3):
         if step:
@@ -321,7 +314,10 @@ def train_over_exceptions(kind: str, where: str, reshard: bool) -> None:
         pair.step()
 
 
-def rest_after_an_exception(kind: str, where: str) -> None:
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_rest_frees_memory_left_by_an_exception(where: str, kind: str) -> None:
     pair = pair_of(MODELS["fragile"], kind)
     fails(pair, pair.model, where)
     assert pair.runtime is not None
@@ -330,27 +326,7 @@ def rest_after_an_exception(kind: str, where: str) -> None:
     pair.compare_parameters()
 
 
-@each_value
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_continues_after_an_exception(where: str, reshard: bool, kind: str) -> None:
-    run_ranks(2, train_over_exceptions, kind, where, reshard)
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_rest_frees_memory_left_by_an_exception(where: str, kind: str) -> None:
-    run_ranks(2, rest_after_an_exception, kind, where)
-
-
 # -- shown parameters and memory
-
-
-def look_without_grad(kind: str) -> None:
-    pair = pair_of(MODELS["nested"], kind)
-    pair.compare_outputs()
-    pair.assert_idle()  # kept for a backward that cannot come
 
 
 def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[bool], list[bool]]:
@@ -371,8 +347,11 @@ def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[
 
 
 @pytest.mark.parametrize("kind", STORES)
+@on_ranks(2)
 def test_forward_without_grad_keeps_nothing(kind: str) -> None:
-    run_ranks(2, look_without_grad, kind)
+    pair = pair_of(MODELS["nested"], kind)
+    pair.compare_outputs()
+    pair.assert_idle()  # kept for a backward that cannot come
 
 
 @pytest.mark.parametrize("kind", STORES)

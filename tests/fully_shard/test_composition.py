@@ -27,7 +27,7 @@ from tests.support.models import (
     saves_products,
 )
 from tests.support.parity import square, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
 EITHER = pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
@@ -75,14 +75,11 @@ def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> No
         assert "already managed by `fully_shard`" in message
 
 
-def shards_around_shards() -> None:
+@on_ranks(1)
+def test_sharded_modules_are_not_taken_for_those_of_torch() -> None:
     """The registry that replicate reads has torch's fully_shard, too: no other one is meant."""
     model = api.fully_shard(make()[2])
     api.fully_shard(nn.Sequential(model))
-
-
-def test_sharded_modules_are_not_taken_for_those_of_torch() -> None:
-    run_ranks(1, shards_around_shards)
 
 
 # -- CommDebugMode
@@ -195,11 +192,8 @@ def test_a_checkpoint_saves_what_its_policy_says(
         (2, "apply fully_shard to this module, too"),
     ],
 )
+@on_ranks(1)
 def test_wrapping_says_what_to_do_about_sharded_modules(part: int | None, message: str) -> None:
-    run_ranks(1, wraps, part, message)
-
-
-def wraps(part: int | None, message: str) -> None:
     model = make()
     api.fully_shard(model if part is None else model[part])
     with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from tests.support.fully_sharded import Gathers, api, is_sharded, pair_of, parti
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import Pair, assert_same_values, whole_gradients
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
 ROWS = 16
@@ -269,14 +269,11 @@ def _shard_plain(model: Any) -> Any:
     return shard_all(model)
 
 
-def _trains_plain_subclasses() -> None:
+@on_ranks(2)
+def test_a_subclass_without_torch_dispatch_travels_as_a_plain_tensor() -> None:
     pair = pair_of(Stack, _shard_plain)
     for _ in range(2):
         pair.step()
-
-
-def test_a_subclass_without_torch_dispatch_travels_as_a_plain_tensor() -> None:
-    run_ranks(2, _trains_plain_subclasses)
 
 
 # -- methods of the local tensors of sharded parameters
@@ -353,15 +350,12 @@ def test_methods_set_on_local_tensors_are_called(
     run_ranks(2, _trains_patched, begins_on_meta, environment=environment)
 
 
-def _refuses_unpadded() -> None:
+@on_ranks(2)
+def test_a_method_that_does_not_pad_is_refused_on_the_ranks_that_need_it() -> None:
     model = _shard_patched(False, _unpadded, _rounded())
     if dist.get_rank() == 1:  # which has two rows of five
         with pytest.raises(AssertionError, match="padded"):
             model(torch.ones(1, DIM))
-
-
-def test_a_method_that_does_not_pad_is_refused_on_the_ranks_that_need_it() -> None:
-    run_ranks(2, _refuses_unpadded)
 
 
 class Half(Wrapped):
@@ -377,13 +371,10 @@ class Half(Wrapped):
         return (self.inner,), None
 
 
-def _refuses_half_an_extension() -> None:
+@on_ranks(2)
+def test_half_an_extension_is_refused() -> None:
     layer = nn.Linear(DIM, DIM)
     layer.weight = nn.Parameter(Half(layer.weight.detach(), torch.float32))
     with pytest.raises(AssertionError, match="fsdp_post_all_gather"):
         api.fully_shard(layer)
         layer(torch.ones(1, DIM))
-
-
-def test_half_an_extension_is_refused() -> None:
-    run_ranks(2, _refuses_half_an_extension)

@@ -30,7 +30,7 @@ from tests.support.cases import about
 from tests.support.fully_sharded import TORCH, api, is_sharded, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import assert_same_values, reshard, square, whole, whole_gradients
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -147,7 +147,9 @@ ON_CASES = pytest.mark.parametrize(("kind", "ranks"), CASES)
 FORMS = {"ours": (0, 1), "second dim": (1,), "list": (0,), "hybrid": (1,), "mixed": (1, 2)}
 
 
-def _round_trips(kind: str) -> None:
+@ON_CASES
+@on_ranks("ranks")
+def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int) -> None:
     rank0 = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
     first = dist.get_rank() == 0
     forms: list[tuple[StateDictType, Any]] = [(FULL, rank0), (SHARDED, ()), (FULL, ())]
@@ -181,12 +183,8 @@ def _round_trips(kind: str) -> None:
             assert_same_values(other.state_dict(), model.state_dict(), "state after a step")
 
 
-@ON_CASES
-def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int) -> None:
-    run_ranks(ranks, _round_trips, kind)
-
-
-def _older_calls() -> None:
+@on_ranks(2)
+def test_the_older_calls_give_and_take_the_same_states() -> None:
     model, optim = _trained("ours", seed=1)
     expected = _expected("ours", seed=1)[1]
     full = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
@@ -206,11 +204,8 @@ def _older_calls() -> None:
         _require("ours", *other, seed=1)
 
 
-def test_the_older_calls_give_and_take_the_same_states() -> None:
-    run_ranks(2, _older_calls)
-
-
-def _begins_without_state() -> None:
+@on_ranks(3)
+def test_an_optimizer_without_state_gives_what_its_first_step_makes() -> None:
     model, optim = _built("ours", seed=1)
     with FSDP.state_dict_type(model, SHARDED):
         states = FSDP.optim_state_dict(model, optim)["state"]
@@ -221,11 +216,12 @@ def _begins_without_state() -> None:
     assert not optim.state
 
 
-def test_an_optimizer_without_state_gives_what_its_first_step_makes() -> None:
-    run_ranks(3, _begins_without_state)
+def _prefixed(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"a.{name}": value for name, value in state.items()}
 
 
-def _settings() -> None:
+@on_ranks(2)
+def test_the_state_dict_type_is_kept_and_followed() -> None:
     model, optim = _trained("ours", seed=1)
     assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
     assert FSDP.fsdp_modules(model) == []
@@ -254,14 +250,6 @@ def _settings() -> None:
     )
 
 
-def _prefixed(state: dict[str, Any]) -> dict[str, Any]:
-    return {f"a.{name}": value for name, value in state.items()}
-
-
-def test_the_state_dict_type_is_kept_and_followed() -> None:
-    run_ranks(2, _settings)
-
-
 # -- summon_full_params
 
 
@@ -273,7 +261,9 @@ def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {clean_name(name): grad for name, grad in whole_gradients(model).items()}
 
 
-def _summons(kind: str) -> None:
+@ON_CASES
+@on_ranks("ranks")
+def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) -> None:
     model, _ = _trained(kind, seed=1)
     plain, _ = _trained("untied" if kind == "mixed" else "plain", seed=1)
     for each in (model, plain):
@@ -303,15 +293,11 @@ def _summons(kind: str) -> None:
         assert_same_values(_parameters(model), _parameters(plain), "value")
 
 
-@ON_CASES
-def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) -> None:
-    run_ranks(ranks, _summons, kind)
-
-
 # -- what cannot work
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
     model, optim = _trained("ours", seed=1)
     with pytest.raises(UsageError, match="no local state dicts"):
         FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
@@ -332,7 +318,3 @@ def _refusals() -> None:
     for each, its_optim in ((model, optim), (mixed, its)):
         square(each, _batch(1)).backward()
         its_optim.step()
-
-
-def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
-    run_ranks(2, _refusals)

@@ -40,7 +40,7 @@ from tests.support.parity import (
     whole_gradients,
     whole_parameters,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
 
 BF16 = torch.bfloat16
@@ -78,7 +78,8 @@ def _expected_gradients(factor: float) -> dict[str, Tensor | None]:
 # -- classes
 
 
-def _changes_classes_in_place() -> None:
+@on_ranks(2)
+def test_modules_are_changed_in_place_and_cannot_be_copied() -> None:
     model = Stack()
     blocks = [model.blocks[0], model.blocks[1]]
     assert api.fully_shard(blocks) is blocks
@@ -98,14 +99,11 @@ def _changes_classes_in_place() -> None:
     assert type(chain[:1]) is nn.Sequential and chain[:1][0] is chain[0]
 
 
-def test_modules_are_changed_in_place_and_cannot_be_copied() -> None:
-    run_ranks(2, _changes_classes_in_place)
-
-
 # -- unshard and reshard
 
 
-def _shows_whole_parameters_between_unshard_and_reshard() -> None:
+@on_ranks(2)
+def test_unshard_shows_plain_parameters_until_reshard() -> None:
     expected, model = _plain(), _sharded()
     block, gathers = model.blocks[1], Gathers(model)
     for _ in range(2):  # before the first forward, and once more
@@ -126,10 +124,6 @@ def _shows_whole_parameters_between_unshard_and_reshard() -> None:
     x = _batch()
     assert_close(model(x), expected(x), "output")
     assert gathers.count() == {**ONCE, "blocks.1": 0}
-
-
-def test_unshard_shows_plain_parameters_until_reshard() -> None:
-    run_ranks(2, _shows_whole_parameters_between_unshard_and_reshard)
 
 
 def _warnings_of_views(keeps: bool) -> list[list[str]]:
@@ -199,23 +193,20 @@ def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]
     run_ranks(2, _views_stay_readable, environment=environment)
 
 
-def _shows_after_forward(option: bool | None, root_sharded: bool, inner_sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("option", "root_sharded", "inner_sharded"),
+    [(True, True, True), (False, False, False), (None, False, True)],
+)
+@on_ranks(2)
+def test_reshard_after_forward_decides_what_is_shown_after_forward(
+    option: bool | None, root_sharded: bool, inner_sharded: bool
+) -> None:
     model = _sharded(reshard_after_forward=option)
     loss = square(model, _batch())
     assert is_sharded(model.stem) is root_sharded
     assert [is_sharded(block.up) for block in model.blocks] == [inner_sharded] * 3
     loss.backward()
     assert is_sharded(model.stem) and all(is_sharded(block.up) for block in model.blocks)
-
-
-@pytest.mark.parametrize(
-    ("option", "root_sharded", "inner_sharded"),
-    [(True, True, True), (False, False, False), (None, False, True)],
-)
-def test_reshard_after_forward_decides_what_is_shown_after_forward(
-    option: bool | None, root_sharded: bool, inner_sharded: bool
-) -> None:
-    run_ranks(2, _shows_after_forward, option, root_sharded, inner_sharded)
 
 
 def _reshards_as_clients_ask(option: bool | int | None) -> None:
@@ -267,7 +258,8 @@ def test_a_parameter_group_says_what_to_use_instead() -> None:
     assert "reshard_after_forward" in wrong
 
 
-def _shows_a_smaller_mesh() -> None:
+@on_ranks(4)
+def test_reshard_after_forward_to_fewer_ranks_shows_and_gathers_over_the_smaller_mesh() -> None:
     expected, model = _plain(), _sharded(reshard_after_forward=2)
     gathers = Gathers(model)
     loss = square(model, _batch())
@@ -286,11 +278,8 @@ def _shows_a_smaller_mesh() -> None:
     assert_same_values(whole_gradients(model), _expected_gradients(4), "gradient")
 
 
-def test_reshard_after_forward_to_fewer_ranks_shows_and_gathers_over_the_smaller_mesh() -> None:
-    run_ranks(4, _shows_a_smaller_mesh)
-
-
-def _sets_reshard_after_forward() -> None:
+@on_ranks(2)
+def test_set_reshard_after_forward_replaces_the_argument() -> None:
     model = _sharded()
     model.set_reshard_after_forward(True)  # the root too
     model.blocks[1].set_reshard_after_forward(False)
@@ -308,11 +297,8 @@ def _sets_reshard_after_forward() -> None:
     assert is_sharded(model.stem)
 
 
-def test_set_reshard_after_forward_replaces_the_argument() -> None:
-    run_ranks(2, _sets_reshard_after_forward)
-
-
-def _keeps_after_backward() -> None:
+@on_ranks(2)
+def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
     pair = pair_of(Stack)
     gathers = Gathers(pair.model)
     pair.model.set_reshard_after_backward(False)
@@ -330,10 +316,6 @@ def _keeps_after_backward() -> None:
     pair.step()
 
 
-def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
-    run_ranks(2, _keeps_after_backward)
-
-
 class _Language(nn.Module):
     """An embedding, whose values no backward needs, and a block."""
 
@@ -345,7 +327,8 @@ class _Language(nn.Module):
         return self.block(self.embed(x))
 
 
-def _leaves_the_embedding_sharded_in_backward() -> None:
+@on_ranks(2)
+def test_set_unshard_in_backward_saves_the_second_all_gather() -> None:
     shard = partial_shard(classes=(nn.Embedding, Block), reshard_after_forward=True)
     pair = pair_of(_Language, shard, batch=tokens)
     pair.model.embed.set_unshard_in_backward(False)
@@ -355,11 +338,9 @@ def _leaves_the_embedding_sharded_in_backward() -> None:
     assert (found["embed"], found["block"]) == (1, 2)
 
 
-def test_set_unshard_in_backward_saves_the_second_all_gather() -> None:
-    run_ranks(2, _leaves_the_embedding_sharded_in_backward)
-
-
-def _keeps_storage() -> None:
+@only_ours
+@on_ranks(2)
+def test_kept_storage_has_the_same_address_in_every_step() -> None:
     pair = pair_of(Stack, partial_shard(reshard_after_forward=True))
     pair.step()
     for module in sharded_modules(pair.model):
@@ -376,11 +357,6 @@ def _keeps_storage() -> None:
     for module in sharded_modules(pair.model):
         module.set_keep_unsharded_storage(False)
     pair.step()
-
-
-@only_ours
-def test_kept_storage_has_the_same_address_in_every_step() -> None:
-    run_ranks(2, _keeps_storage)
 
 
 # -- prefetching
@@ -425,7 +401,8 @@ def _gathered(log: list[str], first: str, last: str) -> list[int]:
     return [int(event[-1]) for event in between if event.startswith("gather blocks")]
 
 
-def _prefetches() -> None:
+@on_ranks(2)
+def test_prefetch_lists_decide_what_is_gathered_before_a_module_computes() -> None:
     log = _order_of_gathers({0: [1, 2, 3]}, {3: [2, 1, 0]})
     assert _gathered(log, "", "forward blocks.0") == [0, 1, 2, 3]
     assert _gathered(log, "forward blocks.0", "forward blocks.3") == []
@@ -436,19 +413,12 @@ def _prefetches() -> None:
     assert sorted(_gathered(log, "", "forward blocks.0")) in ([0, 2], [0, 1, 2])
 
 
-def test_prefetch_lists_decide_what_is_gathered_before_a_module_computes() -> None:
-    run_ranks(2, _prefetches)
-
-
-def _does_not_prefetch_more_than_one() -> None:
+@on_ranks(2)
+def test_without_lists_at_most_the_next_module_is_gathered_early() -> None:
     log = _order_of_gathers({}, {})
     assert max(_gathered(log, "", "forward blocks.0")) <= 1
     assert min(_gathered(log, "forward blocks.3", "backward blocks.3")) >= 2
     assert log.count("gather blocks.1") == 2
-
-
-def test_without_lists_at_most_the_next_module_is_gathered_early() -> None:
-    run_ranks(2, _does_not_prefetch_more_than_one)
 
 
 # -- gradients
@@ -475,7 +445,8 @@ def test_gradients_are_divided_by_the_factor() -> None:
     run_ranks(3, _divides, 4.0)
 
 
-def _hook_changes_gradients() -> None:
+@on_ranks(2)
+def test_an_all_reduce_hook_sees_and_changes_the_reduced_gradients() -> None:
     model = _sharded(mp_policy=api.MixedPrecisionPolicy(reduce_dtype=torch.float64))
     seen: dict[str, list[Tensor]] = {}
 
@@ -496,11 +467,8 @@ def _hook_changes_gradients() -> None:
     assert_close(seen["blocks.0"][0].norm() * 3, torch.cat(own).norm(), "norm of what hooks see")
 
 
-def test_an_all_reduce_hook_sees_and_changes_the_reduced_gradients() -> None:
-    run_ranks(2, _hook_changes_gradients)
-
-
-def _hook_writes_before_a_peer_reads() -> None:
+@on_ranks(2)
+def test_what_an_all_reduce_hook_writes_does_not_reach_other_replicas() -> None:
     """The second replica takes the sum when the first one's hook has run, or soon."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     model = nn.Linear(512, 512, bias=False)
@@ -531,11 +499,8 @@ def _hook_writes_before_a_peer_reads() -> None:
     assert_close(model.weight.grad.to_local(), expected, "gradient")
 
 
-def test_what_an_all_reduce_hook_writes_does_not_reach_other_replicas() -> None:
-    run_ranks(2, _hook_writes_before_a_peer_reads)
-
-
-def _hook_replicates() -> None:
+@on_ranks(4)
+def test_an_all_reduce_hook_can_replicate() -> None:
     """Sharded over pairs, replicated by the hook."""
     mesh = _hsdp_mesh()
     model = _sharded(mesh=mesh["shard"])
@@ -552,10 +517,6 @@ def _hook_replicates() -> None:
     hybrid = _sharded(mesh=mesh)
     with pytest.raises(ValueError):
         hybrid.set_all_reduce_hook(hook, stream=torch.Stream(device="cpu"))
-
-
-def test_an_all_reduce_hook_can_replicate() -> None:
-    run_ranks(4, _hook_replicates)
 
 
 def _accumulates_without_all_reduce(shape: tuple[int, int]) -> None:
@@ -581,7 +542,16 @@ def test_gradients_accumulate_without_all_reduce(shape: tuple[int, int]) -> None
     run_ranks(math.prod(shape), _accumulates_without_all_reduce, shape)
 
 
-def _accumulates_without_sync() -> None:
+def _reduced_once(model: Any) -> Any:
+    other = _sharded(
+        mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    )
+    one_backward(other, _batch())
+    return other
+
+
+@on_ranks(2)
+def test_gradients_accumulate_in_the_reduce_dtype_without_sync() -> None:
     policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     reduces: list[str] = []
     model = _sharded(mp_policy=policy)
@@ -597,19 +567,8 @@ def _accumulates_without_sync() -> None:
     assert_same_values(whole_gradients(model), tripled, "gradient", 1e-6)
 
 
-def _reduced_once(model: Any) -> Any:
-    other = _sharded(
-        mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    )
-    one_backward(other, _batch())
-    return other
-
-
-def test_gradients_accumulate_in_the_reduce_dtype_without_sync() -> None:
-    run_ranks(2, _accumulates_without_sync)
-
-
-def _leaves_one_module_unsynchronised() -> None:
+@on_ranks(2)
+def test_set_requires_gradient_sync_may_leave_out_inner_modules() -> None:
     model = _sharded()
     model.set_requires_gradient_sync(False)
     model.set_requires_gradient_sync(True, recurse=False)
@@ -620,10 +579,6 @@ def _leaves_one_module_unsynchronised() -> None:
     model.set_requires_gradient_sync(True)
     one_backward(model, _batch())
     assert_same_values(whole_gradients(model), _expected_gradients(1), "gradient")
-
-
-def test_set_requires_gradient_sync_may_leave_out_inner_modules() -> None:
-    run_ranks(2, _leaves_one_module_unsynchronised)
 
 
 class _Either(nn.Module):
@@ -638,7 +593,8 @@ class _Either(nn.Module):
         return self.branches[branch](self.stem(x))
 
 
-def _reduces_unused_parameters() -> None:
+@on_ranks(2)
+def test_parameters_that_only_some_ranks_use_are_reduced_as_zeros() -> None:
     torch.manual_seed(0)
     plain, model = _Either(), _Either()
     model.load_state_dict(plain.state_dict())
@@ -654,10 +610,6 @@ def _reduces_unused_parameters() -> None:
     assert_same_values(whole_gradients(model), expected, "gradient")
 
 
-def test_parameters_that_only_some_ranks_use_are_reduced_as_zeros() -> None:
-    run_ranks(2, _reduces_unused_parameters)
-
-
 class _All(_Either):
     """Runs every branch, and returns what one of them gave."""
 
@@ -666,7 +618,8 @@ class _All(_Either):
         return [each(hidden) for each in self.branches][branch]
 
 
-def _reduces_unused_modules() -> None:
+@on_ranks(2)
+def test_modules_that_do_not_reach_the_loss_are_reduced_as_zeros() -> None:
     torch.manual_seed(0)
     plain, model = _All(), _All()
     model.load_state_dict(plain.state_dict())
@@ -682,11 +635,9 @@ def _reduces_unused_modules() -> None:
     assert_same_values(whole_gradients(model), expected, "gradient")
 
 
-def test_modules_that_do_not_reach_the_loss_are_reduced_as_zeros() -> None:
-    run_ranks(2, _reduces_unused_modules)
-
-
-def _finalizes_by_hand() -> None:
+@only_ours
+@on_ranks(2)
+def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
     pair = pair_of(Stack)
     pair.model.set_manual_backward_finalization(True)
 
@@ -714,11 +665,8 @@ def _finalizes_by_hand() -> None:
 
 
 @only_ours
-def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
-    run_ranks(2, _finalizes_by_hand)
-
-
-def _finalizes_without_all_reduce() -> None:
+@on_ranks(2)
+def test_finalizing_needs_the_all_reduce() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     pair = pair_of(Stack, partial_shard(mesh=mesh))
     pair.model.set_manual_backward_finalization(True)
@@ -736,15 +684,12 @@ def _finalizes_without_all_reduce() -> None:
     pair.step(step)
 
 
-@only_ours
-def test_finalizing_needs_the_all_reduce() -> None:
-    run_ranks(2, _finalizes_without_all_reduce)
-
-
 # -- precision
 
 
-def _keeps_norms_in_fp32() -> None:
+@only_ours
+@on_ranks(2)
+def test_single_parameters_may_keep_their_dtype_in_mixed_precision() -> None:
     def shard(model: Any) -> Any:
         norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
         kept = {id(p) for norm in norms for p in norm.parameters()}
@@ -770,15 +715,11 @@ def _keeps_norms_in_fp32() -> None:
     pair.step()
 
 
-@only_ours
-def test_single_parameters_may_keep_their_dtype_in_mixed_precision() -> None:
-    run_ranks(2, _keeps_norms_in_fp32)
-
-
 # -- a user's own collectives
 
 
-def _uses_custom_collectives() -> None:
+@on_ranks(2, environment=NOT_MAPPED)
+def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
     policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float64)
     own, usual = _sharded(mp_policy=policy), _sharded(mp_policy=policy)
     gather, reduce = NotedAllGather(), NotedReduceScatter()
@@ -797,14 +738,11 @@ def _uses_custom_collectives() -> None:
     assert call["numel"][1] == 2 * call["numel"][0] and numel <= call["numel"][1] < numel + 64
 
 
-def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
-    run_ranks(2, _uses_custom_collectives, environment=NOT_MAPPED)
-
-
 # -- settings of transfers
 
 
-def _trains_with_settings_of_transfers() -> None:
+@on_ranks(2)
+def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
     pair = pair_of(Stack)
     model = pair.model
     model.set_reduce_scatter_max_input_buffers(2)
@@ -821,11 +759,9 @@ def _trains_with_settings_of_transfers() -> None:
     pair.step()
 
 
-def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
-    run_ranks(2, _trains_with_settings_of_transfers)
-
-
-def _refuses_memory_that_gloo_does_not_have() -> None:
+@only_ours
+@on_ranks(2)
+def test_memory_of_other_backends_is_refused_on_gloo() -> None:
     pair = pair_of(Stack)
     with pytest.raises(api.StateError):
         pair.model.set_allocate_memory_from_process_group_for_comm(True)
@@ -833,11 +769,6 @@ def _refuses_memory_that_gloo_does_not_have() -> None:
     with pytest.raises(api.StateError):
         pair.model.set_symm_mem_for_comm()
     pair.step()
-
-
-@only_ours
-def test_memory_of_other_backends_is_refused_on_gloo() -> None:
-    run_ranks(2, _refuses_memory_that_gloo_does_not_have)
 
 
 # -- functions
@@ -858,7 +789,8 @@ class _Generator(nn.Module):
         return self.head(self.body(self.body(x))) * gain
 
 
-def _registers_a_method() -> None:
+@on_ranks(2)
+def test_a_registered_method_computes_with_whole_parameters() -> None:
     pair = pair_of(_Generator)
     api.register_fsdp_forward_method(pair.model, "twice")
     assert pair.model.twice.__doc__ == "Doubles."
@@ -878,11 +810,8 @@ def _registers_a_method() -> None:
     assert "forward" not in plain.__dict__
 
 
-def test_a_registered_method_computes_with_whole_parameters() -> None:
-    run_ranks(2, _registers_a_method)
-
-
-def _shares_its_context() -> None:
+@on_ranks(2)
+def test_models_that_share_their_communication_train() -> None:
     first, second = pair_of(Stack), pair_of(Stack)
     api.share_comm_ctx([first.model, second.model])
     api.share_comm_ctx([])
@@ -893,11 +822,8 @@ def _shares_its_context() -> None:
         api.share_comm_ctx([first.model, nn.Linear(2, 2)])
 
 
-def test_models_that_share_their_communication_train() -> None:
-    run_ranks(2, _shares_its_context)
-
-
-def _runs_a_list() -> None:
+@on_ranks(2)
+def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
     """The head of a list runs by itself, once per chunk of the batch."""
 
     class Model(nn.Module):
@@ -932,11 +858,8 @@ def _runs_a_list() -> None:
     pair.step()
 
 
-def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
-    run_ranks(2, _runs_a_list)
-
-
-def _resets_only_at_the_root() -> None:
+@on_ranks(2)
+def test_reset_iter_state_is_for_the_root() -> None:
     pair = pair_of(Stack)
     pair.step()
     with pytest.raises(RuntimeError):
@@ -944,7 +867,3 @@ def _resets_only_at_the_root() -> None:
     pair.model.reset_iter_state()
     pair.step()
     assert whole_parameters(pair.model).keys() == dict(pair.plain.named_parameters()).keys()
-
-
-def test_reset_iter_state_is_for_the_root() -> None:
-    run_ranks(2, _resets_only_at_the_root)

@@ -28,7 +28,7 @@ from tests.support.fully_sharded import (
 )
 from tests.support.models import DIM, Block, Fragile, FragileInside, Part, Program, Stack
 from tests.support.parity import assert_close, backward, local, reshard, sgd, square, vectors, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 from tests.support.sampling import at_most
 
@@ -308,7 +308,9 @@ def test_random_programs_train_as_unsharded(first: int, num: int, shape: tuple[i
     run_ranks(math.prod(shape), runs_programs, first, num, shape, timeout=120)
 
 
-def _unfreezes() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_parameters_may_be_frozen_and_trained_in_turn(ranks: int) -> None:
     """Parameters are frozen and trainable again while gradients accumulate."""
     pair = pair_of(Stack)
     names = [name for name, _ in pair.plain.named_parameters()]
@@ -321,11 +323,6 @@ def _unfreezes() -> None:
         if sync:
             pair.compare_gradients()
             pair.update()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_parameters_may_be_frozen_and_trained_in_turn(ranks: int) -> None:
-    run_ranks(ranks, _unfreezes)
 
 
 # -- parameters that change while they are kept
@@ -380,7 +377,9 @@ UPDATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _sees_updates(name: str) -> None:
+@pytest.mark.parametrize("name", UPDATES)
+@on_ranks(2)
+def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: str) -> None:
     """Evaluations with kept parameters, with an update between them. The model shows these, the
     optimizer holds the sharded ones."""
     optimizer, update = UPDATES[name]
@@ -394,11 +393,6 @@ def _sees_updates(name: str) -> None:
         update(pair.model, pair.optim)
         pair.compare_outputs()
     pair.compare_parameters()
-
-
-@pytest.mark.parametrize("name", UPDATES)
-def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: str) -> None:
-    run_ranks(2, _sees_updates, name)
 
 
 def _acts_alone(act: str) -> None:
@@ -431,7 +425,13 @@ def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
 # -- exceptions
 
 
-def _recovers(reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "reshard_after_forward"), [(2, True), (2, False), (1, None), (4, 2)]
+)
+@on_ranks("ranks")
+def test_training_goes_on_after_an_exception(
+    ranks: int, reshard_after_forward: bool | int | None
+) -> None:
     def build() -> nn.Module:
         return Stack(3, Fragile if reshard_after_forward else FragileInside)
 
@@ -453,15 +453,6 @@ def _recovers(reshard_after_forward: bool | int | None) -> None:
             pair.step()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "reshard_after_forward"), [(2, True), (2, False), (1, None), (4, 2)]
-)
-def test_training_goes_on_after_an_exception(
-    ranks: int, reshard_after_forward: bool | int | None
-) -> None:
-    run_ranks(ranks, _recovers, reshard_after_forward)
-
-
 # -- what torch's FSDP2 cannot do
 
 
@@ -480,19 +471,18 @@ class _Scalars(nn.Module):
         return (x @ self.turned).tanh()
 
 
-def _trains_odd_parameters() -> None:
+@pytest.mark.skipif(api.name == "torch", reason="torch refuses these")
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
     pair = pair_of(_Scalars, partial_shard(classes=()), tolerance=1e-2)
     for _ in range(3):
         pair.step()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch refuses these")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
-    run_ranks(ranks, _trains_odd_parameters)
-
-
-def _takes_second_derivatives() -> None:
+@pytest.mark.skipif(api.name == "torch", reason="torch has freed the parameters by then")
+@on_ranks(2)
+def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
     pair = pair_of(Stack)
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
@@ -506,12 +496,9 @@ def _takes_second_derivatives() -> None:
     pair.step()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch has freed the parameters by then")
-def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
-    run_ranks(2, _takes_second_derivatives)
-
-
-def _runs_an_inner_module_first() -> None:
+@pytest.mark.skipif(api.name == "torch", reason="torch refuses the root afterwards")
+@on_ranks(2)
+def test_an_inner_module_may_run_before_the_root() -> None:
     pair = pair_of(Stack)
     x = vectors(torch.Generator().manual_seed(5))
     assert_close(pair.model.blocks[1](x), pair.plain.blocks[1](x), "output")
@@ -519,12 +506,9 @@ def _runs_an_inner_module_first() -> None:
     pair.step()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch refuses the root afterwards")
-def test_an_inner_module_may_run_before_the_root() -> None:
-    run_ranks(2, _runs_an_inner_module_first)
-
-
-def _infers_first() -> None:
+@pytest.mark.skipif(api.name == "torch", reason="torch cannot train afterwards")
+@on_ranks(2)
+def test_training_may_follow_inference() -> None:
     pair = pair_of(Stack)
     with torch.inference_mode():
         pair.compare_outputs()
@@ -532,12 +516,9 @@ def _infers_first() -> None:
     assert dist.get_world_size() == 2
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch cannot train afterwards")
-def test_training_may_follow_inference() -> None:
-    run_ranks(2, _infers_first)
-
-
-def _shards_a_root_list() -> None:
+@pytest.mark.skipif(api.name == "torch", reason="torch wants one root")
+@on_ranks(2)
+def test_a_list_may_be_the_root() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -555,14 +536,6 @@ def _shards_a_root_list() -> None:
         pair.step()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch wants one root")
-def test_a_list_may_be_the_root() -> None:
-    run_ranks(2, _shards_a_root_list)
-
-
+@on_ranks(1)
 def test_shard_all_reaches_every_block() -> None:
-    run_ranks(1, _reaches_every_block)
-
-
-def _reaches_every_block() -> None:
     assert len(sharded_modules(shard_all(Stack()))) == 4

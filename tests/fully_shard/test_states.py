@@ -37,7 +37,7 @@ from tests.support.fully_sharded import (
 )
 from tests.support.models import DIM, Block
 from tests.support.parity import assert_same_values, square, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FLOAT = torch.float32
@@ -123,7 +123,26 @@ def _require(kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: in
 # -- state dicts
 
 
-def _round_trip(assign: bool) -> None:
+def _require_same_training(
+    model: Any, values: dict[str, Tensor], optim: torch.optim.Optimizer
+) -> None:
+    """A step from these values changes them as it changes an unsharded model's. Collective."""
+    plain = Model()
+    plain.load_state_dict(values)
+    optims = [_adamw(plain), _adamw(model)]
+    for each, its in zip((plain, model), optims, strict=True):
+        square(each, torch.ones(2, DIM)).backward()
+        its.step()
+        its.zero_grad()
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    assert_same_values(found, plain.state_dict(), "state after a step")
+
+
+@pytest.mark.parametrize(("assign", "ranks"), [(False, 2), (True, 3)])
+@on_ranks("ranks")
+def test_state_dicts_are_dtensors_and_load_plainly_and_by_assignment(
+    assign: bool, ranks: int
+) -> None:
     model, _ = _trained("ours", seed=1)
     loss = square(model, torch.ones(1, DIM))  # leaves the root unsharded
     assert not is_sharded(model.stem)
@@ -155,29 +174,9 @@ def _round_trip(assign: bool) -> None:
     _require_same_training(other, expected, optim if not assign else _adamw(other))
 
 
-def _require_same_training(
-    model: Any, values: dict[str, Tensor], optim: torch.optim.Optimizer
-) -> None:
-    """A step from these values changes them as it changes an unsharded model's. Collective."""
-    plain = Model()
-    plain.load_state_dict(values)
-    optims = [_adamw(plain), _adamw(model)]
-    for each, its in zip((plain, model), optims, strict=True):
-        square(each, torch.ones(2, DIM)).backward()
-        its.step()
-        its.zero_grad()
-    found = {name: whole(value) for name, value in model.state_dict().items()}
-    assert_same_values(found, plain.state_dict(), "state after a step")
-
-
-@pytest.mark.parametrize(("assign", "ranks"), [(False, 2), (True, 3)])
-def test_state_dicts_are_dtensors_and_load_plainly_and_by_assignment(
-    assign: bool, ranks: int
-) -> None:
-    run_ranks(ranks, _round_trip, assign)
-
-
-def _loads_through_torchs_functions(source: str, target: str) -> None:
+@pytest.mark.parametrize(("source", "target"), [("ours", "ours"), ("torch", "ours")])
+@on_ranks(2)
+def test_torchs_state_dict_functions_take_sharded_states(source: str, target: str) -> None:
     model, optim = _trained(source, seed=1)
     other, other_optim = _trained(target, seed=2)
     set_state_dict(
@@ -189,12 +188,8 @@ def _loads_through_torchs_functions(source: str, target: str) -> None:
     _require(target, other, other_optim, seed=1)
 
 
-@pytest.mark.parametrize(("source", "target"), [("ours", "ours"), ("torch", "ours")])
-def test_torchs_state_dict_functions_take_sharded_states(source: str, target: str) -> None:
-    run_ranks(2, _loads_through_torchs_functions, source, target)
-
-
-def _loads_from_the_first_rank() -> None:
+@on_ranks(2)
+def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank() -> None:
     first = dist.get_rank() == 0
     plain, plain_optim = _trained("plain", seed=1)
     weights, states = get_state_dict(plain, plain_optim, options=FULL)
@@ -209,10 +204,6 @@ def _loads_from_the_first_rank() -> None:
     assert list(found) == (list(weights) if first else [])
     for name in found:
         assert torch.equal(found[name], weights[name]), name
-
-
-def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank() -> None:
-    run_ranks(2, _loads_from_the_first_rank)
 
 
 # -- torch.distributed.checkpoint
@@ -312,7 +303,10 @@ def test_a_native_checkpoint_loads_into_both_front_ends(
     run_ranks(load_ranks, _load_native, target, path)
 
 
-def _exchanges_safetensors(path: str) -> None:
+@only_ours
+@on_ranks(2)
+def test_safetensors_are_written_and_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights")
     model, _ = _trained("ours", seed=1)
     checkpoint.save_safetensors(path, model)
     for kind in ("ours", "flat"):
@@ -324,11 +318,6 @@ def _exchanges_safetensors(path: str) -> None:
         assert len(streamed) == len(expected)
 
 
-@only_ours
-def test_safetensors_are_written_and_read(tmp_path: Path) -> None:
-    run_ranks(2, _exchanges_safetensors, str(tmp_path / "weights"))
-
-
 # -- before the first step
 
 
@@ -338,7 +327,9 @@ class Resettable(nn.Linear):
         nn.init.constant_(self.bias, 0.25)
 
 
-def _begins_on_meta(reset: bool) -> None:
+@pytest.mark.parametrize("reset", [False, True], ids=["loaded", "reset"])
+@on_ranks(3)
+def test_a_model_may_begin_on_the_meta_device(reset: bool) -> None:
     def build() -> nn.Module:
         return nn.Sequential(Resettable(DIM, 7), nn.Tanh(), Resettable(7, DIM))
 
@@ -361,12 +352,12 @@ def _begins_on_meta(reset: bool) -> None:
     pair.step()
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["loaded", "reset"])
-def test_a_model_may_begin_on_the_meta_device(reset: bool) -> None:
-    run_ranks(3, _begins_on_meta, reset)
+def _doubles(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, DIM, dtype=torch.float64, generator=generator)
 
 
-def _changes_dtype() -> None:
+@on_ranks(2)
+def test_the_dtype_may_change_before_the_first_step_and_later() -> None:
     def build() -> nn.Module:
         return nn.Sequential(Block(), Block())
 
@@ -384,11 +375,3 @@ def _changes_dtype() -> None:
         )
         pair.step()
         pair.step()
-
-
-def _doubles(generator: torch.Generator) -> Tensor:
-    return torch.randn(4, DIM, dtype=torch.float64, generator=generator)
-
-
-def test_the_dtype_may_change_before_the_first_step_and_later() -> None:
-    run_ranks(2, _changes_dtype)

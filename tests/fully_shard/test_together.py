@@ -43,7 +43,7 @@ from tests.support.parity import (
     whole,
     whole_parameters,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import at_most, sample
 
 BF16 = torch.bfloat16
@@ -52,7 +52,8 @@ BF16 = torch.bfloat16
 # -- the flat front end
 
 
-def _trains_beside_the_flat_front_end() -> None:
+@on_ranks(2)
+def test_both_front_ends_train_in_one_model_and_one_process() -> None:
     """In one process, and in one model: the first half flat, the second by rows."""
 
     def build() -> nn.Module:
@@ -95,10 +96,6 @@ def _trains_beside_the_flat_front_end() -> None:
         found = {name: p.detach() for name, p in model[0].named_parameters()}
         clean = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in found.items()}
         assert_same_values(clean, dict(plain[0].named_parameters()), "parameter")
-
-
-def test_both_front_ends_train_in_one_model_and_one_process() -> None:
-    run_ranks(2, _trains_beside_the_flat_front_end)
 
 
 # -- gradients
@@ -170,7 +167,9 @@ def _fresh_compiler() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _compiles(where: str) -> None:
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@on_ranks(2, timeout=120)
+def test_compiled_modules_train(where: str) -> None:
     def shard(model: Any) -> Any:
         if where == "inside":  # as torchtitan does: compiled blocks, then sharded
             for block in model.blocks:
@@ -187,12 +186,8 @@ def _compiles(where: str) -> None:
         pair.compare_outputs()
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_compiled_modules_train(where: str) -> None:
-    run_ranks(2, _compiles, where, timeout=120)
-
-
-def _calls_functionally() -> None:
+@on_ranks(2)
+def test_functional_call_works_with_own_parameters() -> None:
     pair = pair_of(Stack)
     pair.step()
     state = dict(pair.model.named_parameters())
@@ -206,10 +201,6 @@ def _calls_functionally() -> None:
         names = {name: p for name, p in state.items() if name.startswith("stem")}
         assert_close(torch.func.functional_call(pair.model, names, (x,)), expected, "output")
     pair.step()
-
-
-def test_functional_call_works_with_own_parameters() -> None:
-    run_ranks(2, _calls_functionally)
 
 
 # -- frozen bytes
@@ -240,7 +231,12 @@ def _bytes_of(module: nn.Module) -> dict[str, bytes]:
     }
 
 
-def _keeps_bytes(offload: bool, low: bool, cast: bool) -> None:
+@pytest.mark.parametrize(
+    ("offload", "low", "cast"),
+    [(False, True, False), (True, True, True), (False, False, True), (True, False, False)],
+)
+@on_ranks(2)
+def test_frozen_parameters_keep_every_byte(offload: bool, low: bool, cast: bool) -> None:
     options: dict[str, Any] = {}
     if offload:
         options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
@@ -267,14 +263,6 @@ def _keeps_bytes(offload: bool, low: bool, cast: bool) -> None:
     assert model.block.up.weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("offload", "low", "cast"),
-    [(False, True, False), (True, True, True), (False, False, True), (True, False, False)],
-)
-def test_frozen_parameters_keep_every_byte(offload: bool, low: bool, cast: bool) -> None:
-    run_ranks(2, _keeps_bytes, offload, low, cast)
-
-
 # -- meshes
 
 
@@ -293,7 +281,8 @@ class _Experts(nn.Module):
         return x + (self.router(x).softmax(-1)[..., None] * out).sum(1)
 
 
-def _places_experts_elsewhere() -> None:
+@on_ranks(4)
+def test_experts_may_lie_on_another_mesh() -> None:
     """Experts sharded over pairs and replicated over the two pairs, the rest over all four."""
     everyone = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -321,10 +310,6 @@ def _places_experts_elsewhere() -> None:
     for _ in range(2):
         pair.step()
     assert is_sharded(pair.model[0].router)
-
-
-def test_experts_may_lie_on_another_mesh() -> None:
-    run_ranks(4, _places_experts_elsewhere)
 
 
 class _Mlp(nn.Module):
@@ -414,7 +399,8 @@ class _ParallelExperts(_Experts):
         return x + summed.to_local()
 
 
-def _trains_with_expert_and_tensor_parallelism() -> None:
+@on_ranks(4)
+def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
     """Experts over one mesh, tensor-parallel layers over another, the rest over data ranks."""
     data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
@@ -454,20 +440,13 @@ def _trains_with_expert_and_tensor_parallelism() -> None:
         pair.step()
 
 
-def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
-    run_ranks(4, _trains_with_expert_and_tensor_parallelism)
-
-
 @pytest.mark.parametrize("shape", sample([(1, 2), (2, 1, 2), (1, 2, 2)], 0, 1), ids=str)
 def test_tensor_parallel_modules_train(shape: tuple[int, ...]) -> None:
     run_ranks(math.prod(shape), _trains_with_tensor_parallelism, shape)
 
 
+@on_ranks(4)
 def test_tensor_parallel_modules_train_in_low_precision() -> None:
-    run_ranks(4, _trains_low)
-
-
-def _trains_low() -> None:
     policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     _trains_with_tensor_parallelism((2, 2), mp_policy=policy)
 

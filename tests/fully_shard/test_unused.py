@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compat
 from fsdp_compat import _torch_private
 from fsdp_compat._engine import reduce
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
 NUM_BRANCHES = 4
@@ -62,16 +62,13 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
         torch.testing.assert_close(sharded.full_tensor(), parameter, rtol=1e-5, atol=1e-6)
 
 
-def trains_in_one_unit(reads_at_end: bool) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("reads_at_end", [False, True])
+@on_ranks("ranks")
+def test_ranks_use_different_parameters_of_a_unit(reads_at_end: bool, ranks: int) -> None:
     """reads_at_end: as on a device, where the host would have to wait earlier."""
     with mock.patch.object(reduce, "has_streams", lambda _: reads_at_end):
         trains_as_unsharded(branches_are_units=False, allow=False, zeros=False)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("reads_at_end", [False, True])
-def test_ranks_use_different_parameters_of_a_unit(reads_at_end: bool, ranks: int) -> None:
-    run_ranks(ranks, trains_in_one_unit, reads_at_end)
 
 
 def trains_in_units(transport: str, allow: bool) -> None:

@@ -34,7 +34,7 @@ from tests.support.emulated.order import (
     Wait,
 )
 from tests.support.fully_sharded import NotedAllGather
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
 WIDTH = 320  # parameters of so many rows and columns are large ones
@@ -156,22 +156,19 @@ class Step:
 # -- reductions
 
 
-def overlaps_all_reduces(front_end: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("front_end", "strategy"),
+    [("flat", "NO_SHARD"), ("flat", "HYBRID_SHARD"), ("fully_shard", "HYBRID_SHARD")],
+)
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_all_reduces_over_replicas_start_while_backward_goes_on(
+    emulated_device: str, front_end: str, strategy: str
+) -> None:
     step = Step(front_end, strategy)
     places = step.places_of(nccl.ALL_REDUCE)
     assert len(places) >= BLOCKS
     for order, block in enumerate(reversed(range(2, BLOCKS))):
         assert places[order] < step.backward_begins[block - 2]
-
-
-@pytest.mark.parametrize(
-    ("front_end", "strategy"),
-    [("flat", "NO_SHARD"), ("flat", "HYBRID_SHARD"), ("fully_shard", "HYBRID_SHARD")],
-)
-def test_all_reduces_over_replicas_start_while_backward_goes_on(
-    emulated_device: str, front_end: str, strategy: str
-) -> None:
-    run_ranks(1, overlaps_all_reduces, front_end, strategy, timeout=TIMEOUT_S)
 
 
 def copies_beside(front_end: str, strategy: str) -> None:
@@ -193,7 +190,8 @@ def test_gradients_are_copied_on_another_stream_until_all_is_computed(
         run_ranks(1, copies_beside, front_end, strategy, timeout=TIMEOUT_S)
 
 
-def reduces_without_a_second_buffer() -> None:
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_what_is_reduced_over_replicas_becomes_the_gradients(emulated_device: str) -> None:
     step = Step("flat", "NO_SHARD")
     (first, *_) = step.places_of(nccl.ALL_REDUCE)
     collective = step.happenings[first]
@@ -203,10 +201,6 @@ def reduces_without_a_second_buffer() -> None:
     assert any(begin <= grad.data_ptr() < end for grad in grads)
     # gradients of parameters were copied there, and no whole buffer was
     assert max(e - b for b, e in step.writer_before(first).reads) < end - begin
-
-
-def test_what_is_reduced_over_replicas_becomes_the_gradients(emulated_device: str) -> None:
-    run_ranks(1, reduces_without_a_second_buffer, timeout=TIMEOUT_S)
 
 
 # -- what users replace
@@ -224,7 +218,8 @@ class Gather(NotedAllGather):
         return super().__call__(**arguments)
 
 
-def gathers_beside() -> None:
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) -> None:
     gather = Gather()
     step = Step(
         "fully_shard", "FULL_SHARD", prepare=lambda unit: unit.set_custom_all_gather(gather)
@@ -233,11 +228,12 @@ def gathers_beside() -> None:
     assert step.unordered == []
 
 
-def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) -> None:
-    run_ranks(1, gathers_beside, timeout=TIMEOUT_S)
+def _is_of(each: Happening, kind: type, stream: torch.Stream) -> bool:
+    return isinstance(each, kind) and each.stream == stream.stream_id  # type: ignore[attr-defined]
 
 
-def hooks_beside() -> None:
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str) -> None:
     nccl.use()
     stream = torch.Stream(device=torch.device("emulated", 0))
 
@@ -258,14 +254,6 @@ def hooks_beside() -> None:
     ]
     # the hook of the last block is waited for when the block before has gone through backward
     assert waits and min(waits) > step.backward_begins[BLOCKS - 2]
-
-
-def _is_of(each: Happening, kind: type, stream: torch.Stream) -> bool:
-    return isinstance(each, kind) and each.stream == stream.stream_id  # type: ignore[attr-defined]
-
-
-def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str) -> None:
-    run_ranks(1, hooks_beside, timeout=TIMEOUT_S)
 
 
 # -- the host

@@ -17,7 +17,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S
 from tests.support.models import Block, Stack
 from tests.support.parity import assert_close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.twin import Twin, device_named, group_of
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,9 @@ def trained(device: torch.device, options: str, num_steps: int = 2) -> Twin:
     return twin
 
 
-def shows_whole_parameters(device: str, options: str) -> None:
+@every_option
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_whole_parameters_are_shown_and_written_back(device: str, options: str) -> None:
     place = device_named(device)
     with group_of(1, place):
         twin = trained(place, options)
@@ -57,11 +59,9 @@ def shows_whole_parameters(device: str, options: str) -> None:
 
 
 @every_option
-def test_whole_parameters_are_shown_and_written_back(device: str, options: str) -> None:
-    run_ranks(1, shows_whole_parameters, device, options, timeout=TIMEOUT_S)
-
-
-def resumes(device: str, options: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_training_goes_on_from_a_state_dict(device: str, kind: str, options: str) -> None:
     place = device_named(device)
     with group_of(1, place):
         twin = trained(place, options)
@@ -90,13 +90,12 @@ def resumes(device: str, options: str, kind: str) -> None:
             assert_close(losses[1], losses[0], "loss after loading", 1e-6)
 
 
-@every_option
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_training_goes_on_from_a_state_dict(device: str, kind: str, options: str) -> None:
-    run_ranks(1, resumes, device, options, kind, timeout=TIMEOUT_S)
-
-
-def scales(device: str, use_orig_params: bool, offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(
+    device: str, use_orig_params: bool, offload: bool
+) -> None:
     place = device_named(device)
     with group_of(1, place):
         precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
@@ -120,15 +119,9 @@ def scales(device: str, use_orig_params: bool, offload: bool) -> None:
         twin.step(scaler=scaler)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(
-    device: str, use_orig_params: bool, offload: bool
-) -> None:
-    run_ranks(1, scales, device, use_orig_params, offload, timeout=TIMEOUT_S)
-
-
-def is_copied(device: str, options: str) -> None:
+@every_option
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_a_copy_trains_by_itself(device: str, options: str) -> None:
     place = device_named(device)
     with group_of(1, place):
         twin = trained(place, options)
@@ -143,12 +136,12 @@ def is_copied(device: str, options: str) -> None:
         twin.step()
 
 
-@every_option
-def test_a_copy_trains_by_itself(device: str, options: str) -> None:
-    run_ranks(1, is_copied, device, options, timeout=TIMEOUT_S)
-
-
-def comes_from_meta(device: str, use_orig_params: bool, with_function: bool) -> None:
+@pytest.mark.parametrize("with_function", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_models_from_the_meta_device(
+    device: str, use_orig_params: bool, with_function: bool
+) -> None:
     place = device_named(device)
     with group_of(1, place):
         with torch.device("meta"):
@@ -178,11 +171,3 @@ def comes_from_meta(device: str, use_orig_params: bool, with_function: bool) -> 
             model.load_state_dict(plain.state_dict())
         x = torch.randn(4, 8, device=place)
         assert_close(model(x), plain(x), "output", 1e-5)
-
-
-@pytest.mark.parametrize("with_function", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_models_from_the_meta_device(
-    device: str, use_orig_params: bool, with_function: bool
-) -> None:
-    run_ranks(1, comes_from_meta, device, use_orig_params, with_function, timeout=TIMEOUT_S)

@@ -19,7 +19,7 @@ from fsdp_compat._stores.placement import DataMesh, RowPlacement, SpmdMesh, plac
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.engine_build import CPU, members_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 class Shapes(nn.Module):
@@ -222,7 +222,29 @@ def test_parameters_on_the_mesh_of_everything_are_cut_along_data_parallelism() -
 # -- what users do to them
 
 
-def adoption() -> None:
+def _check_refusals(store: RowStore, model: nn.Module) -> None:
+    from torch.distributed.tensor import Replicate
+
+    sharded = model.odd
+    for wrong in (
+        torch.zeros(5, 3, dtype=torch.bfloat16),
+        sharded.detach().redistribute(placements=[Replicate()]),
+    ):
+        model.odd = nn.Parameter(wrong)
+        shard = store.shard.clone()
+        with pytest.raises(StateError, match="'odd'"):
+            store.adopt()
+        assert torch.equal(store.shard, shard)
+    model.odd = sharded
+    assert not store.adopt()
+    model.frozen.data = model.frozen.data.float()
+    sharded._local_tensor = sharded._local_tensor.float()
+    with pytest.raises(StateError, match="others did not"):
+        store.adopt()
+
+
+@on_ranks(2)
+def test_sharded_parameters_that_users_replace_are_taken_in_or_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     data_mesh = DataMesh(mesh, 0, None)
     model = Shapes()
@@ -267,31 +289,6 @@ def adoption() -> None:
     assert store.is_intact()
     store.check("a unit")
     _check_refusals(store, other)
-
-
-def _check_refusals(store: RowStore, model: nn.Module) -> None:
-    from torch.distributed.tensor import Replicate
-
-    sharded = model.odd
-    for wrong in (
-        torch.zeros(5, 3, dtype=torch.bfloat16),
-        sharded.detach().redistribute(placements=[Replicate()]),
-    ):
-        model.odd = nn.Parameter(wrong)
-        shard = store.shard.clone()
-        with pytest.raises(StateError, match="'odd'"):
-            store.adopt()
-        assert torch.equal(store.shard, shard)
-    model.odd = sharded
-    assert not store.adopt()
-    model.frozen.data = model.frozen.data.float()
-    sharded._local_tensor = sharded._local_tensor.float()
-    with pytest.raises(StateError, match="others did not"):
-        store.adopt()
-
-
-def test_sharded_parameters_that_users_replace_are_taken_in_or_refused() -> None:
-    run_ranks(2, adoption)
 
 
 # -- every bit of every dtype, and rows of fewer ranks: simulated in one process
@@ -404,7 +401,8 @@ def test_rows_of_fewer_ranks_bring_the_parameters_back(ranks: int, fewer: int) -
         assert torch.equal(unsharded, original)
 
 
-def partial_dtensors() -> None:
+@on_ranks(4)
+def test_rows_of_fewer_ranks_are_shown_as_dtensors() -> None:
     mesh = init_device_mesh("cpu", (4,))
     fewer = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = Shapes()
@@ -423,10 +421,6 @@ def partial_dtensors() -> None:
         assert isinstance(shown, nn.Parameter)
         assert shown.device_mesh == fewer
         assert torch.equal(shown.full_tensor(), whole)
-
-
-def test_rows_of_fewer_ranks_are_shown_as_dtensors() -> None:
-    run_ranks(4, partial_dtensors)
 
 
 # -- attributes, and what is refused

@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fsdp_compat
 from fsdp_compat._state.units import clean_name
 from tests.support.models import Layer, RecomputesBlocks, Shifted, Stack
-from tests.support.parity import Pair, assert_close, vectors
+from tests.support.parity import Pair, assert_close, backward, no_sync, vectors
 
-__all__ = ["FIELDS", "Case", "draw_cases", "losses_and_parameters", "run_cases", "wrapped"]
+__all__ = ["FIELDS", "Case", "draw_cases", "values_of_training", "run_cases", "wrapped"]
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 MAX_NORM = 0.05  # below every norm, so that clipping always scales
@@ -396,22 +396,21 @@ def _in_compute_dtypes(case: Case, plain: nn.Module) -> nn.Module:
     return low
 
 
-def losses_and_parameters(case: Case, library: Any) -> list[Tensor]:
-    """Train with ``library``; return the values that this rank sees in each step. Collective."""
+def values_of_training(case: Case, library: Any) -> dict[str, Tensor]:
+    """Train with ``library``; return what this rank sees in each step. Collective."""
     model = wrapped(case, None, library)
     optim = _optimizer(case, model)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seen: list[Tensor] = []
-    for _ in range(case.num_steps):
-        for letter in case.backwards:
-            with model.no_sync() if letter == "n" else contextlib.nullcontext():
-                loss = _loss(case, model, vectors(generator))
-                loss.backward()
-            seen.append(loss.detach())
+    seen: dict[str, Tensor] = {}
+    for step in range(case.num_steps):
+        for index, letter in enumerate(case.backwards):
+            with no_sync(model) if letter == "n" else contextlib.nullcontext():
+                seen[f"{step}: loss {index}"] = backward(_loss(case, model, vectors(generator)))
         optim.step()
         optim.zero_grad()
         with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            seen += [p.detach().clone() for p in model.parameters()]
+            for name, p in model.named_parameters():
+                seen[f"{step}: {clean_name(name)}"] = p.detach().clone()
     return seen
 
 

@@ -534,4 +534,5 @@ class Pair:
         state = {_clean(name): value for name, value in self.model.state_dict().items()}
         assert list(state) == list(expected)
         for name, value in expected.items():
+            assert state[name].dtype == value.dtype, name
             assert_close(state[name], value, f"{name!r} in the state dict", self.tolerance)

@@ -8,6 +8,10 @@
     def test_sums() -> None:
         assert run_ranks(2, sums, 10.0) == [21.0, 21.0]
 
+    @on_ranks(2)  # the body is what every rank does
+    def test_rank() -> None:
+        assert dist.get_world_size() == 2
+
 Importing torch costs seconds, so rank processes are started on the first call that needs them and
 kept. Every call gets its own gloo default group. State that a call may change is restored before
 the next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
@@ -29,6 +33,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -88,6 +93,33 @@ def run_ranks(
     __tracebackhide__ = True
     call = functools.partial(function, *args, **kwargs)
     return _pool.run(n, function, call, timeout, group_timeout, dict(environment or {}))
+
+
+def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on ``n`` ranks. n: a number, or the name of the parameter that has it.
+    limits: for ``run_ranks``."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks = arguments[n] if isinstance(n, str) else n
+            run_ranks(ranks, _Body(test.__module__, test.__name__), **limits, **arguments)
+
+        return run
+
+    return decorate
+
+
+class _Body:
+    """The body of a test, sent by its name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__module__, self.__qualname__ = module, name
+
+    def __call__(self, **arguments: Any) -> None:
+        test = getattr(importlib.import_module(self.__module__), self.__qualname__)
+        test.__wrapped__(**arguments)
 
 
 def close_pool() -> None:

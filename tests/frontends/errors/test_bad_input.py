@@ -56,13 +56,14 @@ from fsdp_compat.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, on_ranks, run_ranks
 from tests.support.sampling import TEST_ALL, sample
 
 FACTS = ("expected:", "got:", "where:", "to do:")
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
 HYBRID, NO_SHARD = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD
+ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 INT, FP8, HALF = torch.int64, torch.float8_e4m3fn, torch.half
 
 # -- models
@@ -486,6 +487,7 @@ FSDP(m, device_mesh=mesh(2), process_group=world()) | process_group; device_mesh
 FSDP(m, ignored_modules=[m.layers[0]], ignored_states=[m.scale]) | ignored_modules; ignored_states
 FSDP(m, sharding_strategy=HYBRID, process_group=world()) | HYBRID_SHARD
 FSDP(m, sharding_strategy=HYBRID, device_mesh=mesh(1, 1, 2)) | HYBRID_SHARD; 3 dim
+FSDP(m, sharding_strategy=ZERO2, device_mesh=mesh(2, 1, 1)) | 3 dimension(s) for _HYBRID_SHARD_ZERO2
 FSDP(m, sharding_strategy=HYBRID, process_group=(world(), world())) | process_group; replica
 FSDP(m, process_group=(world(), world())) | FULL_SHARD; tuple
 FSDP(m, process_group=1) | process_group
@@ -575,6 +577,12 @@ m.clip_grad_norm_(1.0, nan) | norm_type; nan
 m.clip_grad_norm_(1.0, "2") | norm_type; '2'
 m.clip_grad_norm_(1.0, None) | norm_type; None
 m.clip_grad_norm_(1.0, ones(2)) | norm_type; tensor
+m.clip_grad_norm_(1.0, [2.0]) | norm_type; [2.0]
+m.clip_grad_norm_(1.0, "fro") | norm_type; 'fro'
+m.clip_grad_norm_(1.0, -inf) | norm_type; -inf
+m.clip_grad_norm_(1.0, 10**400) | norm_type
+shard(sharding_strategy=NO_SHARD) -> m.clip_grad_norm_(1.0, -1) | norm_type; -1
+shard(sharding_strategy=NO_SHARD) -> m.clip_grad_norm_([1.0]) | max_norm; [1.0]
 nn.utils.clip_grad_norm_(m.parameters(), 1.0, 0) | norm_type; 0
 nn.utils.clip_grad_norm_(m.parameters(), 1.0, "2") | norm_type; '2'
 m.register_comm_hook(None, 3) | hook; 3
@@ -723,6 +731,7 @@ ShardedGradScaler("nonsense") | device; 'nonsense'
 ShardedGradScaler(1.5) | device; 1.5
 ShardedGradScaler("cpu", init_scale="2") | init_scale; '2'
 ShardedGradScaler("cpu", init_scale=0) | init_scale; 0
+ShardedGradScaler("cpu", init_scale=-1.0) | init_scale; -1.0
 ShardedGradScaler("cpu", init_scale=inf) | init_scale; inf
 ShardedGradScaler("cpu", init_scale=nan) | init_scale; nan
 ShardedGradScaler("cpu", init_scale=None) | init_scale; None
@@ -731,6 +740,10 @@ ShardedGradScaler("cpu", backoff_factor=1.0) | backoff_factor; 1.0
 ShardedGradScaler("cpu", backoff_factor="0.5") | backoff_factor; '0.5'
 ShardedGradScaler("cpu", growth_factor=1) | growth_factor; 1
 ShardedGradScaler("cpu", growth_factor="2") | growth_factor; '2'
+ShardedGradScaler("cpu", growth_factor=0.5) | growth_factor; 0.5
+ShardedGradScaler("cpu", growth_factor=inf) | growth_factor; inf
+ShardedGradScaler("cpu", backoff_factor=0.0) | backoff_factor; 0.0
+ShardedGradScaler("cpu", backoff_factor=nan) | backoff_factor; nan
 ShardedGradScaler("cpu", growth_interval=0) | growth_interval; 0
 ShardedGradScaler("cpu", growth_interval=1.5) | growth_interval; 1.5
 ShardedGradScaler("cpu", growth_interval="10") | growth_interval; '10'
@@ -751,6 +764,8 @@ s.step(m) | step; FullyShardedDataParallel
 s.step(None) | step; NoneType
 s.update("2") | new_scale; '2'
 s.update(0.0) | new_scale; 0.0
+s.update(inf) | new_scale; inf
+s.update(ones(1, requires_grad=True)) | new_scale
 s.update(ones(2)) | new_scale; (2,)
 s.update(torch.zeros(())) | new_scale
 s.update(torch.tensor(nan)) | new_scale
@@ -1122,7 +1137,8 @@ def test_missing_process_group_error_names_the_remedy() -> None:
         assert snapshot(module) == before
 
 
-def _uneven_nodes() -> None:
+@on_ranks(2)
+def test_hybrid_strategy_with_uneven_nodes_raises() -> None:
     for value, words in (
         ("3", "a multiple of 3 ranks"),
         *((value, "LOCAL_WORLD_SIZE") for value in ("two", "0", "-1")),
@@ -1132,10 +1148,6 @@ def _uneven_nodes() -> None:
             FSDP(net(), sharding_strategy=HYBRID)
         assert_four_facts(str(error.value))
     dist.barrier()
-
-
-def test_hybrid_strategy_with_uneven_nodes_raises() -> None:
-    run_ranks(2, _uneven_nodes)
 
 
 AFTER_DESTRUCTION = (
@@ -1348,7 +1360,8 @@ RAISING = (
 )
 
 
-def _errors_of_the_user() -> None:
+@on_ranks(2)
+def test_exceptions_of_user_functions_propagate_unchanged() -> None:
     model = shard()
     for call in RAISING:
         with pytest.raises(Odd):
@@ -1356,7 +1369,3 @@ def _errors_of_the_user() -> None:
         dist.barrier()
     step(model)
     assert not difference(model, 1)
-
-
-def test_exceptions_of_user_functions_propagate_unchanged() -> None:
-    run_ranks(2, _errors_of_the_user)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from tests.support.parity import (
     square,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def _fragile(model: nn.Module) -> Fragile:
@@ -55,27 +54,6 @@ def _raise_in_backward(pair: Pair) -> Tensor:
     return loss
 
 
-def _trains_on_after_forward(
-    kind: type[Fragile], error: type[BaseException], **options: Any
-) -> None:
-    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
-    for _ in range(2):
-        _raise_in_forward(pair, error)
-        pair.optim.zero_grad()
-        pair.step(one_backward)
-
-
-def _trains_on_after_backward(kind: type[Fragile], retry: bool, **options: Any) -> None:
-    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
-    for _ in range(2):
-        loss = _raise_in_backward(pair)
-        if retry:  # without a forward
-            pair.optim.zero_grad()
-            loss.backward()
-        pair.optim.zero_grad()
-        pair.step(one_backward)
-
-
 any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
 
 
@@ -86,6 +64,7 @@ any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
 @pytest.mark.parametrize(
     "error", [ValueError, KeyboardInterrupt]
 )  # module hooks do not run for an interrupt
+@on_ranks(2)
 def test_training_goes_on_after_an_exception_in_forward(
     error: type[BaseException],
     kind: type[Fragile],
@@ -93,7 +72,11 @@ def test_training_goes_on_after_an_exception_in_forward(
     use_orig_params: bool,
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(2, _trains_on_after_forward, kind, error, **options)
+    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
+    for _ in range(2):
+        _raise_in_forward(pair, error)
+        pair.optim.zero_grad()
+        pair.step(one_backward)
 
 
 @each_value
@@ -101,14 +84,28 @@ def test_training_goes_on_after_an_exception_in_forward(
 @both_strategies
 @any_kind
 @pytest.mark.parametrize("retry", [False, True])
+@on_ranks(2)
 def test_training_goes_on_after_an_exception_in_backward(
     retry: bool, kind: type[Fragile], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(2, _trains_on_after_backward, kind, retry, **options)
+    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
+    for _ in range(2):
+        loss = _raise_in_backward(pair)
+        if retry:  # without a forward
+            pair.optim.zero_grad()
+            loss.backward()
+        pair.optim.zero_grad()
+        pair.step(one_backward)
 
 
-def _repeats_a_backward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@both_strategies
+@on_ranks(2)
+def test_a_backward_repeated_after_an_exception_gives_its_own_gradients_only(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     pair = make_pair(
         partial(_build, Fragile),
         (Block, Fragile),
@@ -136,14 +133,11 @@ def _repeats_a_backward(strategy: ShardingStrategy, use_orig_params: bool) -> No
 
 @each_value
 @both_forms
-@both_strategies
-def test_a_backward_repeated_after_an_exception_gives_its_own_gradients_only(
-    strategy: ShardingStrategy, use_orig_params: bool
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_state_dicts_and_whole_parameters_are_right_after_an_exception(
+    where: str, use_orig_params: bool
 ) -> None:
-    run_ranks(2, _repeats_a_backward, strategy, use_orig_params)
-
-
-def _shows_parameters_after_an_exception(where: str, use_orig_params: bool) -> None:
     pair = train(
         partial(_build, FragileInside),
         (Block, Fragile),
@@ -160,12 +154,3 @@ def _shows_parameters_after_an_exception(where: str, use_orig_params: bool) -> N
         pass
     pair.assert_idle()
     pair.step(one_backward)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_state_dicts_and_whole_parameters_are_right_after_an_exception(
-    where: str, use_orig_params: bool
-) -> None:
-    run_ranks(2, _shows_parameters_after_an_exception, where, use_orig_params)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from tests.support.parity import (
     square,
     trains,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 @each_value
@@ -84,8 +83,16 @@ def test_parameters_used_only_in_an_unsynchronised_backward_are_reduced_by_the_n
     )
 
 
-def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("before", ["n", "nn", "sn"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_zero_grad_drops_unsynchronised_gradients(
+    set_to_none: bool, before: str, use_orig_params: bool
+) -> None:
     """before: patterns of backwards whose gradients zero_grad drops."""
+    options = {"use_orig_params": use_orig_params}
     pair = make_pair(Stack, **options)
     for _ in range(3):
         batches = pair.batches()
@@ -101,17 +108,13 @@ def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) ->
         pair.compare_and_update()
 
 
-@each_value
 @both_forms
-@pytest.mark.parametrize("before", ["n", "nn", "sn"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_unsynchronised_gradients(
-    set_to_none: bool, before: str, use_orig_params: bool
+@on_ranks(2)
+def test_zero_grad_clears_units_that_the_next_backward_does_not_use(
+    set_to_none: bool, use_orig_params: bool
 ) -> None:
-    run_ranks(2, _clears_gradients_between, set_to_none, before, use_orig_params=use_orig_params)
-
-
-def _clears_units_that_the_next_backward_does_not_use(set_to_none: bool, **options: Any) -> None:
+    options = {"use_orig_params": use_orig_params}
     pair = make_pair(Switch, **options)
     for _ in range(2):
         batches = pair.batches()
@@ -128,20 +131,8 @@ def _clears_units_that_the_next_backward_does_not_use(set_to_none: bool, **optio
         pair.compare_and_update()
 
 
-@both_forms
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_clears_units_that_the_next_backward_does_not_use(
-    set_to_none: bool, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        _clears_units_that_the_next_backward_does_not_use,
-        set_to_none,
-        use_orig_params=use_orig_params,
-    )
-
-
-def _scales_gradients_between() -> None:
+@on_ranks(2)
+def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones() -> None:
     """No rank's part of a gradient is zero."""
     pair = make_pair(Stack)
     batches = pair.batches()
@@ -162,10 +153,6 @@ def _scales_gradients_between() -> None:
         p.grad.mul_(0.5)
     square(pair.model, own * 3).backward()
     pair.compare_and_update()
-
-
-def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones() -> None:
-    run_ranks(2, _scales_gradients_between)
 
 
 class Table(nn.Module):
@@ -232,7 +219,11 @@ def test_under_no_sync_gradients_are_kept_whole_and_parameters_are_not() -> None
         assert held == whole
 
 
-def _grads_under_no_sync(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_grad_does_not_contain_gradients_of_no_sync_before_they_are_reduced(
+    use_orig_params: bool,
+) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = make_pair(Stack, mixed_precision=precision, use_orig_params=use_orig_params).model
     with model.no_sync():
@@ -242,10 +233,3 @@ def _grads_under_no_sync(use_orig_params: bool) -> None:
     square(model, torch.randn(4, DIM)).backward()
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-@both_forms
-def test_grad_does_not_contain_gradients_of_no_sync_before_they_are_reduced(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _grads_under_no_sync, use_orig_params)

@@ -27,11 +27,11 @@ import fsdp_compat
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.units import clean_name
-from fsdp_compat.errors import UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
 from tests.support.pairwise import each_value, pairs
-from tests.support.ranks import run_ranks
+from tests.support.parity import both_forms, flat_form, original_form, whole_gradients
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MESSAGES
 from tests.support.sampling import sample
 
@@ -42,9 +42,6 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 MESHES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}  # of hybrid strategies, by number of ranks
 
 both_calls = pytest.mark.parametrize("by_torch", [False, True])
-flat_form = pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
-original_form = pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
-both_forms = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 # -- models whose gradients are exact in every dtype, on up to four ranks
@@ -172,11 +169,7 @@ class Pair:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Collective."""
-        with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
-            return {
-                name: None if p.grad is None else p.grad.clone()
-                for name, p in self.model.named_parameters()
-            }
+        return whole_gradients(self.model)
 
 
 def _with_grad(grad: Tensor) -> nn.Parameter:
@@ -264,7 +257,13 @@ def _chooses(outer: dict[str, Any], module: nn.Module) -> bool | dict[str, Any]:
     return outer if isinstance(module, Outer) else isinstance(module, Inner)
 
 
-def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@both_calls
+@on_ranks(4)
+def test_units_of_several_strategies_and_meshes_count_once_each(
+    by_torch: bool, use_orig_params: bool
+) -> None:
     for strategy, options in _strategies(NO_SHARD, HYBRID[0]):
         policy = CustomPolicy(partial(_chooses, options))
         pair = Pair(
@@ -283,20 +282,17 @@ def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) ->
             pair.assert_gradients(clipped, where)
 
 
-@each_value
-@both_forms
-@both_calls
-def test_units_of_several_strategies_and_meshes_count_once_each(
-    by_torch: bool, use_orig_params: bool
-) -> None:
-    run_ranks(4, _clips_units_of_several_strategies, by_torch, use_orig_params)
-
-
 def _the_same_vectors() -> Tensor:
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(5))
 
 
-def _counts_ignored_gradients_once(kind: str, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize(
+    "kind", ["ignored_modules", "ignored_states", "parameters", "parameters, by torch"]
+)
+@on_ranks(2)
+def test_gradients_of_ignored_parameters_count_once(kind: str, use_orig_params: bool) -> None:
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         torch.manual_seed(0)
         ddp = DDP(Stack())
@@ -321,44 +317,32 @@ def _counts_ignored_gradients_once(kind: str, use_orig_params: bool) -> None:
             norm = clip_grad_norm_(whole, 0.1, norm_type)
             where = f"{strategy.name}, norm type {norm_type}"
             _assert_close(_clip(model, kind == "parameters, by torch", 0.1, norm_type), norm, where)
-            with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-                for p, wanted in zip(model.parameters(), whole, strict=True):
-                    _assert_close(p.grad, wanted.grad, where)
+            for grad, wanted in zip(whole_gradients(model).values(), whole, strict=True):
+                _assert_close(grad, wanted.grad, where)
 
 
 @each_value
 @both_forms
-@pytest.mark.parametrize(
-    "kind", ["ignored_modules", "ignored_states", "parameters", "parameters, by torch"]
-)
-def test_gradients_of_ignored_parameters_count_once(kind: str, use_orig_params: bool) -> None:
-    run_ranks(2, _counts_ignored_gradients_once, kind, use_orig_params)
-
-
-def _finds_no_gradients(by_torch: bool, use_orig_params: bool) -> list[float]:
-    found = []
+@both_calls
+@on_ranks(3)
+def test_norm_without_gradients_is_zero(by_torch: bool, use_orig_params: bool) -> None:
     for _, options in _strategies():
         model = FSDP(Stack(), use_orig_params=use_orig_params, **options)
         with contextlib.nullcontext() if by_torch else pytest.warns(match="no gradients"):
-            found += [_clip(model, by_torch, 1.0, norm_type).item() for norm_type in NORM_TYPES]
+            assert not any(_clip(model, by_torch, 1.0, kind).item() for kind in NORM_TYPES)
         assert all(p.grad is None for p in model.parameters())
     if not by_torch:
         with model.no_sync():
             model(_vectors()).sum().backward()
         with pytest.warns(match="gradients of no_sync"):
             model.clip_grad_norm_(1.0)
-    return found
 
 
-@each_value
-@both_forms
-@both_calls
-def test_norm_without_gradients_is_zero(by_torch: bool, use_orig_params: bool) -> None:
-    found = run_ranks(3, _finds_no_gradients, by_torch, use_orig_params)
-    assert found == [[0.0] * len(ShardingStrategy) * len(NORM_TYPES)] * 3
-
-
-def _clips_in_mixed_precision(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_mixed_precision_clips_the_gradients_the_optimizer_sees(
+    use_orig_params: bool,
+) -> None:
     """The shards' gradients are float32; clipping uses the gradients that the optimizer sees."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = ModuleWrapPolicy({Block})
@@ -368,22 +352,13 @@ def _clips_in_mixed_precision(use_orig_params: bool) -> None:
     for norm_type in NORM_TYPES:
         model.zero_grad()
         model(_vectors()).float().pow(2).sum().backward()
-        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-            whole = [_with_grad(p.grad.double()) for p in model.parameters()]
+        whole = [_with_grad(grad.double()) for grad in whole_gradients(model).values()]
         norm = clip_grad_norm_(whole, 0.1, norm_type)
         got = model.clip_grad_norm_(0.1, norm_type)
         assert got.dtype == torch.float32
         _assert_close(got, norm, f"norm type {norm_type}")
-        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-            for p, wanted in zip(model.parameters(), whole, strict=True):
-                _assert_close(p.grad, wanted.grad, f"norm type {norm_type}")
-
-
-@flat_form
-def test_mixed_precision_clips_the_gradients_the_optimizer_sees(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _clips_in_mixed_precision, use_orig_params)
+        for grad, wanted in zip(whole_gradients(model).values(), whole, strict=True):
+            _assert_close(grad, wanted.grad, f"norm type {norm_type}")
 
 
 # -- communication
@@ -509,10 +484,11 @@ def test_clipping_takes_one_norm_and_one_product_per_unit() -> None:
 # -- non-finite numbers
 
 
-def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
-    """By bad value and by the rank that has it: each kind of norm, and this rank's gradients
-    afterwards."""
-    found = {}
+@both_forms
+@on_ranks(2)
+def test_one_nonfinite_element_makes_norm_and_gradients_nonfinite_everywhere(
+    use_orig_params: bool,
+) -> None:
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         model = FSDP(
             Stack(),
@@ -529,77 +505,18 @@ def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
                 next(p for p, grad in grads if grad.numel()).grad[(0,)] = bad
             norm = model.clip_grad_norm_(1.0, norm_type).item()
             values = torch.cat([p.grad.flatten() for p, _ in grads])
-            finite = values[values.isfinite()]
-            left = "none" if not len(finite) else "zeros" if not finite.any() else "others"
-            found[f"{strategy.name}, {bad} on rank {culprit}, norm type {norm_type}"] = (
-                f"{norm}, {left}"
-            )
-    return found
-
-
-@both_forms
-def test_one_nonfinite_element_makes_norm_and_gradients_nonfinite_everywhere(
-    use_orig_params: bool,
-) -> None:
-    for found in run_ranks(2, _spoils_one_element, use_orig_params):
-        for where, outcome in found.items():
-            assert outcome == ("nan, none" if "nan on" in where else "inf, zeros"), where
+            finite, where = values[values.isfinite()], (strategy, bad, culprit, norm_type)
+            if math.isnan(bad):
+                assert math.isnan(norm) and not len(finite), where
+            else:
+                assert norm == math.inf and len(finite) and not finite.any(), where
 
 
 # -- arguments
 
 
-BAD_NORM_TYPES = [
-    0,
-    0.0,
-    -1,
-    -math.inf,
-    math.nan,
-    "2",
-    "fro",
-    None,
-    10**400,
-    torch.tensor(2.0),
-    [2.0],
-]
-BAD_MAXIMA = [-1.0, -math.inf, math.nan, "1.0", None, [1.0]]
-
-
-def _refuses() -> list[str]:
-    messages = []
-    for strategy in (FULL_SHARD, NO_SHARD):
-        model = FSDP(Stack(), sharding_strategy=strategy)
-        model(_vectors()).pow(2).sum().backward()
-        before = [p.grad.clone() for p in model.parameters()]
-        for arguments in [
-            *((1.0, bad) for bad in BAD_NORM_TYPES),
-            *((bad, 2.0) for bad in BAD_MAXIMA),
-        ]:
-            with pytest.raises(UsageError) as caught:
-                model.clip_grad_norm_(*arguments)
-            messages.append(str(caught.value))
-            assert all(
-                torch.equal(p.grad, grad)
-                for p, grad in zip(model.parameters(), before, strict=True)
-            ), arguments
-        dist.barrier()  # no operation is pending
-    return messages
-
-
-def test_invalid_norm_types_and_maxima_raise_on_every_rank() -> None:
-    first, second = run_ranks(2, _refuses, group_timeout=15)
-    assert first == second
-    for message, named in zip(
-        first,
-        (["norm_type"] * len(BAD_NORM_TYPES) + ["max_norm"] * len(BAD_MAXIMA)) * 2,
-        strict=True,
-    ):
-        assert named in message
-        for fact in ("expected:", "got:", "where:", "to do:"):
-            assert f"  {fact}" in message
-
-
-def _takes_numbers_in_other_forms() -> None:
+@on_ranks(2)
+def test_norm_type_accepts_the_string_inf() -> None:
     model = FSDP(Stack())
     model(_vectors()).pow(2).sum().backward()
     largest = model.clip_grad_norm_(math.inf, math.inf)
@@ -610,10 +527,6 @@ def _takes_numbers_in_other_forms() -> None:
         torch.tensor(1.0),
         "a maximum of 1",
     )
-
-
-def test_norm_type_accepts_the_string_inf() -> None:
-    run_ranks(2, _takes_numbers_in_other_forms)
 
 
 # -- torch's function on sharded parameters
@@ -671,7 +584,11 @@ def test_torch_clip_grad_norm_equals_ddp(name: str, num_ranks: int, use_orig_par
     assert all(found == first for found in others), "the ranks differ"
 
 
-def _clips_a_part(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm(
+    use_orig_params: bool,
+) -> None:
     for strategy, options in _strategies(FULL_SHARD, HYBRID[0]):
         pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
         parts: dict[str, tuple[list[nn.Parameter], Callable[[str], bool]]] = {
@@ -703,13 +620,6 @@ def _clips_a_part(use_orig_params: bool) -> None:
         assert clip_grad_norm_([], 1.0).item() == 0.0
 
 
-@original_form
-def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _clips_a_part, use_orig_params)
-
-
 def _plain() -> nn.Linear:
     torch.manual_seed(3)
     plain = nn.Linear(DIM, 5)
@@ -717,7 +627,11 @@ def _plain() -> nn.Linear:
     return plain
 
 
-def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_torch_clip_grad_norm_counts_unsharded_gradients_once(
+    use_orig_params: bool,
+) -> None:
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
         foreachs = itertools.cycle((None, False, True))
@@ -743,14 +657,9 @@ def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
                 _assert_close(p.grad, expected, where)
 
 
-@original_form
-def test_torch_clip_grad_norm_counts_unsharded_gradients_once(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _clips_beside_a_plain_module, use_orig_params)
-
-
-def _clips_two_roots(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_torch_clip_grad_norm_accepts_several_roots(use_orig_params: bool) -> None:
     reference = nn.ModuleList([_plain(), _plain()])
     both = nn.ModuleList([_plain(), _plain()])
     both.zero_grad()
@@ -768,11 +677,8 @@ def _clips_two_roots(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torch_clip_grad_norm_accepts_several_roots(use_orig_params: bool) -> None:
-    run_ranks(2, _clips_two_roots, use_orig_params)
-
-
-def _clips_in_two_calls(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_torch_get_total_norm_and_clip_grads_equal_clip_grad_norm(use_orig_params: bool) -> None:
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
         for norm_type in (2.0, math.inf):
@@ -784,11 +690,6 @@ def _clips_in_two_calls(use_orig_params: bool) -> None:
             _assert_close(got, norm, f"{strategy.name}, norm type {norm_type}")
             clip_grads_with_norm_(pair.model.parameters(), max_norm, got)
             pair.assert_gradients(clipped, f"{strategy.name}, norm type {norm_type}")
-
-
-@both_forms
-def test_torch_get_total_norm_and_clip_grads_equal_clip_grad_norm(use_orig_params: bool) -> None:
-    run_ranks(2, _clips_in_two_calls, use_orig_params)
 
 
 def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
@@ -834,29 +735,19 @@ def _by_definition(grads: Sequence[Tensor], max_norm: float, norm_type: float) -
     return norm
 
 
-def _clips_a_plain_module_on_one_rank() -> None:
+@on_ranks(2, group_timeout=15)
+def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
     model = FSDP(Stack())
     model(_vectors()).pow(2).sum().backward()
-    found: collections.Counter[str] = collections.Counter()
-    with _counting_collectives(found):
-        for norm_type in NORM_TYPES if dist.get_rank() == 0 else []:  # the others do not take part
-            for foreach in (None, False, True):
-                plain, reference = _plain(), _plain()
-                norm = clip_grad_norm_(plain.parameters(), 0.5, norm_type, foreach=foreach)
-                assert type(norm) is Tensor
-                assert torch.equal(
-                    norm, _by_definition([p.grad for p in reference.parameters()], 0.5, norm_type)
-                )
-                assert all(
-                    torch.equal(p.grad, q.grad)
-                    for p, q in zip(plain.parameters(), reference.parameters(), strict=True)
-                )
-    assert not found
+    kinds = NORM_TYPES if dist.get_rank() == 0 else []  # the others do not take part
+    for norm_type, foreach in itertools.product(kinds, (None, False, True)):
+        plain, reference = _plain(), _plain()
+        norm = clip_grad_norm_(plain.parameters(), 0.5, norm_type, foreach=foreach)
+        grads = [p.grad for p in reference.parameters()]
+        assert type(norm) is Tensor
+        assert torch.equal(norm, _by_definition(grads, 0.5, norm_type))
+        assert all(map(torch.equal, [p.grad for p in plain.parameters()], grads))
     dist.barrier()
-
-
-def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
-    run_ranks(2, _clips_a_plain_module_on_one_rank, group_timeout=15)
 
 
 # -- gradients that a rank has no part of, and the dtype of the norm
@@ -896,7 +787,13 @@ CLIPPED: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def _clips_as_torch(use_orig_params: bool, strategy: str) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
+    strategy: str, use_orig_params: bool
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of ranks without gradients, and of NO_SHARD
         for dtype, precision in CLIPPED:
@@ -916,15 +813,6 @@ def _clips_as_torch(use_orig_params: bool, strategy: str) -> None:
             assert all(ours["grads"]) and all(theirs["grads"]), where
             assert set(ours["without a part"]) <= {(True, False)}, where
             assert set(theirs["without a part"]) <= {(True, False)}, where
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
-    strategy: str, use_orig_params: bool
-) -> None:
-    run_ranks(2, _clips_as_torch, use_orig_params, strategy)
 
 
 def _clips_what_few_ranks_hold() -> list[float]:

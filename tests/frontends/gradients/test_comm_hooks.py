@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +22,7 @@ import fsdp_compat
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.transport import Kind
-from fsdp_compat.errors import StateError, UsageError
+from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
@@ -38,7 +37,7 @@ from tests.support.parity import (
     vectors,
     wide_vectors,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -85,7 +84,24 @@ def _whole(model: FSDP) -> dict[str, Tensor]:
 # -- the contract
 
 
-def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [
+        (1, FULL_SHARD),
+        (1, NO_SHARD),
+        (2, FULL_SHARD),
+        (2, SHARD_GRAD_OP),
+        (2, NO_SHARD),
+        (3, FULL_SHARD),
+        (3, NO_SHARD),
+    ],
+)
+@on_ranks("num_ranks")
+def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     hook, state = Averages(), list[int]()
     pair.model.register_comm_hook(state, hook)
@@ -106,32 +122,17 @@ def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     assert whole >= sum(p.numel() for p in pair.plain.parameters())
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"),
-    [
-        (1, FULL_SHARD),
-        (1, NO_SHARD),
-        (2, FULL_SHARD),
-        (2, SHARD_GRAD_OP),
-        (2, NO_SHARD),
-        (3, FULL_SHARD),
-        (3, NO_SHARD),
-    ],
-)
-def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _is_given, strategy, use_orig_params)
-
-
 def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
     if output is not None:
         output.fill_(7.0)
 
 
-def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@on_ranks(2)
+def test_result_of_the_hook_is_the_gradient(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     """The result of the hook is the gradient; nothing else sums or divides."""
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     pair.model.register_comm_hook(None, _nothing)
@@ -153,21 +154,15 @@ def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
                 assert torch.equal(grads[name], torch.full_like(p, 7.0 * times)), name
 
 
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_result_of_the_hook_is_the_gradient(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(2, _does_nothing, strategy, use_orig_params)
-
-
 def _keeps(state: list[tuple[Tensor, Tensor]], grad: Tensor, output: Tensor | None = None) -> None:
     """As in error feedback: the tensors are kept after the call."""
     Averages()([], grad, output)
     state.append((grad, grad.clone()))
 
 
-def _keeps_what_it_is_given(strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@on_ranks(2)
+def test_hook_may_keep_its_arguments(strategy: ShardingStrategy) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy)
     kept: list[tuple[Tensor, Tensor]] = []
     pair.model.register_comm_hook(kept, _keeps)
@@ -180,11 +175,6 @@ def _keeps_what_it_is_given(strategy: ShardingStrategy) -> None:
             assert torch.equal(tensor, value)
         kept.clear()
         pair.assert_idle()
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_hook_may_keep_its_arguments(strategy: ShardingStrategy) -> None:
-    run_ranks(2, _keeps_what_it_is_given, strategy)
 
 
 def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
@@ -247,7 +237,8 @@ def test_accumulation_with_a_hook_adds_up_all_gradients(
     )
 
 
-def _no_call_under_no_sync() -> None:
+@on_ranks(2)
+def test_a_hook_is_not_called_under_no_sync() -> None:
     model = make_pair(Stack).model
     hook = Averages()
     model.register_comm_hook([], hook)
@@ -259,28 +250,21 @@ def _no_call_under_no_sync() -> None:
     assert len(hook.calls) == 4
 
 
-def test_a_hook_is_not_called_under_no_sync() -> None:
-    run_ranks(2, _no_call_under_no_sync)
+def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
+    return backward(m(x, inner).pow(2).mean())
 
 
-def _many_ways(use_orig_params: bool) -> None:
+@pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, False), (3, True)])
+@on_ranks("num_ranks")
+def test_hook_works_with_nested_frozen_and_offloaded_units(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
     _trains_with(Averages, build=partial(Stack, 2, Outer), units=(Outer, Block), **options)
     _trains_with(
         Averages, build=partial(chain, Lora, Lora), units=(Lora,), batch=wide_vectors, **options
     )
     _trains_with(Averages, cpu_offload=CPUOffload(offload_params=True), **options)
-
-
-def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
-    return backward(m(x, inner).pow(2).mean())
-
-
-@pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, False), (3, True)])
-def test_hook_works_with_nested_frozen_and_offloaded_units(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _many_ways, use_orig_params)
 
 
 @pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, True), (3, False)])
@@ -326,7 +310,12 @@ def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
 # -- dtypes
 
 
-def _is_given_in_the_dtype_of_the_reduction(
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params"),
+    sample([(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)], 1, 2),
+)
+@on_ranks(2)
+def test_hook_gets_gradients_in_the_reduce_dtype(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     for param_dtype, reduce_dtype, keep in pairs(
@@ -363,16 +352,6 @@ def _is_given_in_the_dtype_of_the_reduction(
                 rtol=2 * eps,
                 atol=1e-4 if travels is not FP32 else 1e-6,
             )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params"),
-    sample([(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)], 1, 2),
-)
-def test_hook_gets_gradients_in_the_reduce_dtype(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(2, _is_given_in_the_dtype_of_the_reduction, strategy, use_orig_params)
 
 
 class NotDivided(Averages):
@@ -424,207 +403,79 @@ def _without_streams() -> Iterator[None]:
         yield
 
 
-def _trains_with_torchs(
-    library: Any, name: str, strategy: str, precision: dict[str, Any], orig: bool, pattern: str
-) -> list[Tensor]:
-    torch.manual_seed(0)
-    cls = library.FullyShardedDataParallel
-    model = cls(
-        Stack(2),
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
-        sharding_strategy=library.ShardingStrategy[strategy],
-        mixed_precision=library.MixedPrecision(**precision) if precision else None,
-        use_orig_params=orig,
-        device_id=torch.device("cpu"),
-    )
+def _registers(name: str, library: Any, model: Any) -> None:
     kind = default_hooks.LowPrecisionState if "compress" in name else default_hooks.DefaultState
-    if name != "none":
-        model.register_comm_hook(
-            kind(model.process_group), getattr(default_hooks, _name_of(name, strategy))
-        )
-    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seen = []
-    for letter in pattern:
-        with model.no_sync() if letter == "n" else contextlib.nullcontext():
-            loss = square(model, vectors(generator))
-            loss.backward()
-        if letter == "s":
-            optim.step()
-            optim.zero_grad()
-            with cls.summon_full_params(model, writeback=False):
-                seen += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
-    return seen
-
-
-def _name_of(name: str, strategy: str) -> str:
-    return {
-        "default": "allreduce_hook"
-        if strategy == "NO_SHARD" or dist.get_world_size() == 1
-        else "reduce_scatter_hook"
-    }.get(name, name)
-
-
-def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
-    found = []
-    with _without_streams():
-        for case in cases:
-            theirs, ours = (
-                _trains_with_torchs(library, *case) for library in (torch_fsdp, fsdp_compat)
-            )
-            for index, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
-                assert torch.isfinite(wanted).all()
-                if not torch.equal(got, wanted):
-                    found.append(
-                        f"{case}: value {index} differs by {(got - wanted).abs().max():.1e}"
-                    )
-                    break
-    return found
+    if name == "default":
+        splits = model.sharding_strategy.name != "NO_SHARD" and dist.get_world_size() > 1
+        name = "reduce_scatter_hook" if splits else "allreduce_hook"
+    model.register_comm_hook(kind(model.process_group), getattr(default_hooks, name))
 
 
 @original_form
+@on_ranks(2)
 def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) -> None:
     """Every hook with every strategy in one of the forms."""
-    cases = [
-        (name, strategy, {}, use_orig_params, "sss")
+    bf16, fp16 = ({"param_dtype": low, "reduce_dtype": FP32} for low in (BF16, FP16))
+    names = ("default", "fp16_compress_hook", "bf16_compress_hook")
+    cases: list[tuple[str, str, Any, str]] = [
+        (name, strategy, None, "sss")
         for row, strategy in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
-        for column, name in enumerate(("default", "fp16_compress_hook", "bf16_compress_hook"))
+        for column, name in enumerate(names)
         if (row + column) % 2 == use_orig_params
     ]
-    cases += [
-        ("default", strategy, {"param_dtype": BF16, "reduce_dtype": FP32}, use_orig_params, "sss")
-        for strategy in ("FULL_SHARD", "NO_SHARD")
-    ]
-    cases += [
-        (
-            "bf16_compress_hook",
-            "FULL_SHARD",
-            {"param_dtype": FP16, "reduce_dtype": FP32},
-            use_orig_params,
-            "sss",
+    cases += [("default", strategy, bf16, "sss") for strategy in ("FULL_SHARD", "NO_SHARD")]
+    cases += [("bf16_compress_hook", "FULL_SHARD", fp16, "sss")]
+    cases += [("default", strategy, None, "nsns") for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")]
+    for name, strategy, precision, pattern in cases:
+        options = {"strategy": strategy, "precision": precision, "pattern": pattern}
+        train = partial(
+            trained, prepare=partial(_registers, name), use_orig_params=use_orig_params, **options
         )
-    ]
-    cases += [
-        ("default", strategy, {}, use_orig_params, "nsns")
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
-    ]
-    assert run_ranks(2, _hooks_against_torch, cases) == [[], []]
+        with _without_streams():
+            assert_as_torch(train, (name, options))
 
 
-def _hooks_against_built_in() -> None:
+@pytest.mark.parametrize("num_ranks", sample([1, 3], 1))
+@on_ranks("num_ranks")
+def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
     for strategy, orig in itertools.product(
         ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)
     ):
-        expected = _trains_with_torchs(fsdp_compat, "none", strategy, {}, orig, "sns")
+        train = partial(
+            trained, fsdp_compat, strategy=strategy, use_orig_params=orig, pattern="sns"
+        )
+        expected = train()
         for name, eps in (
             ("default", 1e-5),
             ("fp16_compress_hook", 2e-3),
             ("bf16_compress_hook", 2e-2),
         ):
             with _without_streams():
-                got = _trains_with_torchs(fsdp_compat, name, strategy, {}, orig, "sns")
-            for wanted, value in zip(expected, got, strict=True):
+                got = train(prepare=partial(_registers, name))
+            for value, wanted in zip(got.values(), expected.values(), strict=True):
                 assert value.dtype == wanted.dtype
                 assert torch.allclose(value, wanted, rtol=eps, atol=eps), f"{name} with {strategy}"
 
 
-@pytest.mark.parametrize("num_ranks", sample([1, 3], 1))
-def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
-    run_ranks(num_ranks, _hooks_against_built_in)
-
-
-# -- errors
-
-
-def _is_refused(call: Any, kind: type[Exception], ours: type[Exception], *words: str) -> None:
-    with pytest.raises(kind) as caught:
-        call()
-    assert isinstance(caught.value, ours)
-    message = str(caught.value)
-    assert all(fact in message for fact in FACTS), message
-    assert all(word in message for word in words), message
-    assert len(message.splitlines()) == 5
-
-
-def _errors() -> None:
-    def model() -> FSDP:
-        return make_pair(Stack).model
-
-    one = model()
-    _is_refused(
-        lambda: one.blocks[0].register_comm_hook(None, _nothing),
-        AssertionError,
-        StateError,
-        "blocks.0",
-    )
-    for bad in (None, 3, "allreduce"):
-        _is_refused(
-            lambda bad=bad: one.register_comm_hook(None, bad), ValueError, UsageError, repr(bad)
-        )
-    one.register_comm_hook([], Averages())
-    _is_refused(lambda: one.register_comm_hook([], _nothing), AssertionError, StateError, "already")
-    collecting = model()
-    with collecting.no_sync():
-        square(collecting, torch.ones(2, DIM)).backward()
-    _is_refused(lambda: collecting.register_comm_hook([], _nothing), RuntimeError, StateError)
-    collecting.zero_grad()
-    square(collecting, torch.ones(2, DIM)).backward()
-    collecting.zero_grad()
-    collecting.register_comm_hook([], Averages())  # the refused calls have changed nothing
-    within = model()
-
-    def in_forward(module: nn.Module, args: Any) -> None:
-        _is_refused(
-            lambda: within.register_comm_hook([], _nothing),
-            RuntimeError,
-            StateError,
-            "register_comm_hook",
-        )
-
-    handle = within.module.stem.register_forward_pre_hook(in_forward)
-    loss = square(within, torch.ones(2, DIM))
-    handle.remove()
-
-    def in_backward(grad: Tensor) -> None:
-        _is_refused(
-            lambda: within.register_comm_hook([], _nothing),
-            RuntimeError,
-            StateError,
-            "register_comm_hook",
-        )
-
-    loss.register_hook(in_backward)
-    loss.backward()
-    for each in (one, collecting, within):
-        square(each, torch.ones(2, DIM)).backward()
-
-
-def test_invalid_hook_registration_raises() -> None:
-    run_ranks(2, _errors)
-
-
-def _becomes_an_inner_one() -> None:
+@on_ranks(2)
+def test_hook_of_a_model_that_became_nested_is_kept() -> None:
     """A model with a hook is wrapped again: as with torch, registering a second hook raises and
     does not replace the first."""
     inner = FSDP(Block())
     first = Averages()
     inner.register_comm_hook([], first)
     outer = FSDP(nn.Sequential(inner, nn.Linear(DIM, DIM)))
-    _is_refused(
-        lambda: outer.register_comm_hook([], _nothing), AssertionError, StateError, "already"
-    )
+    with pytest.raises(AssertionError, match="already"):
+        outer.register_comm_hook([], _nothing)
     square(outer, torch.ones(2, DIM)).backward()
     assert len(first.calls) == 1
-
-
-def test_hook_of_a_model_that_became_nested_is_kept() -> None:
-    run_ranks(2, _becomes_an_inner_one)
 
 
 # -- copies and exceptions
 
 
-def _survives_copies() -> None:
+@on_ranks(2)
+def test_copy_has_the_hook_or_accepts_one() -> None:
     pair = make_pair(Stack)
     pair.model.register_comm_hook(None, _nothing)
     for name, other in (
@@ -636,12 +487,8 @@ def _survives_copies() -> None:
             torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values()
         )
         if sevens:
-            _is_refused(
-                lambda other=other: other.register_comm_hook(None, _nothing),
-                AssertionError,
-                StateError,
-                "already",
-            )
+            with pytest.raises(AssertionError, match="already"):
+                other.register_comm_hook(None, _nothing)
         else:  # a copy without the hook can be given one
             assert name == "pickle"
             other.zero_grad()
@@ -650,10 +497,6 @@ def _survives_copies() -> None:
             assert all(
                 torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values()
             )
-
-
-def test_copy_has_the_hook_or_accepts_one() -> None:
-    run_ranks(2, _survives_copies)
 
 
 class RaisesOnce(Averages):
@@ -668,7 +511,16 @@ class RaisesOnce(Averages):
         super().__call__(state, grad, output)
 
 
-def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params"),
+    sample(
+        [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (FULL_SHARD, True), (NO_SHARD, False)], 1, 3
+    ),
+)
+@on_ranks(2)
+def test_step_after_an_exception_in_a_hook_works(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     for when in (1, 3, 4):
         pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
         pair.model.register_comm_hook([], RaisesOnce(when))
@@ -677,15 +529,3 @@ def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         pair.optim.zero_grad()
         pair.step(one_backward)
         pair.step(one_backward, as_a_user=True)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params"),
-    sample(
-        [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (FULL_SHARD, True), (NO_SHARD, False)], 1, 3
-    ),
-)
-def test_step_after_an_exception_in_a_hook_works(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(2, _raises, strategy, use_orig_params)

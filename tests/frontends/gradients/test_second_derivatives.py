@@ -21,7 +21,7 @@ from tests.support.parity import (
     square,
     trains,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _loss_and_penalty(m: nn.Module, x: Tensor) -> Tensor:
@@ -61,24 +61,20 @@ def _creates_graph(m: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _trains_with_create_graph(**options: Any) -> None:
+@each_value
+@both_forms
+@both_strategies
+@on_ranks(2)
+def test_backward_with_create_graph_trains_as_unsharded(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     pair = make_pair(Stack, **options)
     for _ in range(3):
         pair.step(
             _creates_graph, idle=False
         )  # a second backward could still come: full until the next forward
     pair.step(one_backward)
-
-
-@each_value
-@both_forms
-@both_strategies
-def test_backward_with_create_graph_trains_as_unsharded(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2, _trains_with_create_graph, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
 
 
 def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:

@@ -7,15 +7,14 @@ import copy
 import itertools
 import pickle
 import types
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -28,12 +27,12 @@ from fsdp_compat._comm.communicator import max_in_group
 from fsdp_compat._comm.gloo import GlooTransport
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch
 from tests.support.models import DIM, Block, Named, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
-FACTS = ("expected:", "got:", "where:", "to do:")
 both_shardings = pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
 )
@@ -217,11 +216,10 @@ def test_training_with_skipped_steps_equals_the_unsharded_model_on_1_and_4_ranks
         )
 
 
-def _train_in_half(
-    library: Any, make_scaler: Any, strategy: str, use_orig_params: bool
-) -> tuple[list[float], dict[str, Tensor]]:
+def _trained_in_half(strategy: str, use_orig_params: bool, library: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = library.FullyShardedDataParallel(
+    cls = library.FullyShardedDataParallel
+    model = cls(
         Stack(),
         auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
         sharding_strategy=library.ShardingStrategy[strategy],
@@ -231,12 +229,9 @@ def _train_in_half(
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
-    config = library.FullStateDictConfig(offload_to_cpu=False)
-    library.FullyShardedDataParallel.set_state_dict_type(
-        model, library.StateDictType.FULL_STATE_DICT, config
-    )
     optim = _sgd(model.parameters())
-    scaler = make_scaler(device="cpu", init_scale=2.0**19, growth_interval=3)
+    make = ShardedGradScaler if library is fsdp_compat else TorchShardedGradScaler
+    scaler = make(device="cpu", init_scale=2.0**19, growth_interval=3)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     scales = []
     for _ in range(10):
@@ -248,34 +243,19 @@ def _train_in_half(
         scaler.update()
         optim.zero_grad()
         scales.append(scaler.get_scale())
-    return scales, {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def _compare_with_torch(strategy: str, use_orig_params: bool) -> list[float]:
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
-        wanted, expected = _train_in_half(
-            torch_fsdp, TorchShardedGradScaler, strategy, use_orig_params
-        )
-        scales, values = _train_in_half(fsdp_compat, ShardedGradScaler, strategy, use_orig_params)
-    assert scales == wanted
-    for name, value in expected.items():
-        assert torch.equal(values[name], value), (
-            f"{name} differs by {(values[name] - value).abs().max().item():.1e}"
-        )
-    return scales
+    assert scales[0] == 2.0**18  # the first scale is too large
+    assert any(after > before for before, after in itertools.pairwise(scales))
+    with cls.summon_full_params(model, writeback=False):
+        found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"scales": torch.tensor(scales), **found}
 
 
 @each_value
 @both_forms
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
 def test_half_precision_training_equals_torch(strategy: str, use_orig_params: bool) -> None:
-    first, second = run_ranks(2, _compare_with_torch, strategy, use_orig_params)
-    assert first == second
-    assert first[0] == 2.0**18  # the first scale is too large
-    assert any(after > before for before, after in itertools.pairwise(first))
+    assert_as_torch(partial(_trained_in_half, strategy, use_orig_params))
 
 
 # -- one rank has a non-finite gradient
@@ -363,7 +343,9 @@ def test_ranks_with_empty_shards_take_part(
         assert numels == [1, 1, 0, 0]
 
 
-def _ranks_without_gradients(make: Callable[..., torch.optim.Optimizer]) -> None:
+@any_optimizer
+@on_ranks(4)
+def test_ranks_without_gradients_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
     parameters = _parameters(3, (0,))
     optim, scaler = make(parameters), _started(growth_interval=100)
     for bad, expected in ((True, 512), (False, 512), (True, 256)):
@@ -380,11 +362,10 @@ def _ranks_without_gradients(make: Callable[..., torch.optim.Optimizer]) -> None
 
 
 @any_optimizer
-def test_ranks_without_gradients_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
-    run_ranks(4, _ranks_without_gradients, make)
-
-
-def _one_reduction(make: Callable[..., torch.optim.Optimizer]) -> None:
+@on_ranks(2)
+def test_each_step_of_an_optimizer_reduces_one_number(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     parameters = _parameters(*range(1, 30), dtype=torch.float32) + _parameters(
         *range(1, 30), dtype=torch.float64
     )
@@ -399,14 +380,8 @@ def _one_reduction(make: Callable[..., torch.optim.Optimizer]) -> None:
         assert seen == [1]
 
 
-@any_optimizer
-def test_each_step_of_an_optimizer_reduces_one_number(
-    make: Callable[..., torch.optim.Optimizer],
-) -> None:
-    run_ranks(2, _one_reduction, make)
-
-
-def _several_dtypes() -> None:
+@on_ranks(2)
+def test_gradients_of_several_dtypes_are_unscaled_and_checked() -> None:
     dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
     parameters = [p for dtype in dtypes for p in _parameters(2, dtype=dtype)]
     optim, scaler = torch.optim.SGD(parameters, 0.5), _started(growth_interval=100)
@@ -431,11 +406,11 @@ def _several_dtypes() -> None:
         assert scaler.get_scale() == 1024 / 2 ** (0 if bad is None else bad + 1)
 
 
-def test_gradients_of_several_dtypes_are_unscaled_and_checked() -> None:
-    run_ranks(2, _several_dtypes)
-
-
-def _several_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
+@any_optimizer
+@on_ranks(2)
+def test_each_optimizer_is_skipped_separately_and_the_scale_shrinks_once(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     groups = [_parameters(2, 3), _parameters(4), _parameters(5)]
     optims, scaler = [make(group) for group in groups], _started(growth_interval=3)
     for bad, expected in (
@@ -457,13 +432,6 @@ def _several_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
         assert scaler.get_scale() == expected
 
 
-@any_optimizer
-def test_each_optimizer_is_skipped_separately_and_the_scale_shrinks_once(
-    make: Callable[..., torch.optim.Optimizer],
-) -> None:
-    run_ranks(2, _several_optimizers, make)
-
-
 def _groups_apart() -> float:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -483,7 +451,9 @@ def test_only_ranks_of_the_process_group_agree_on_a_step() -> None:
     assert run_ranks(4, _groups_apart) == [512, 1024, 512, 1024]
 
 
-def _alone(make: Callable[..., torch.optim.Optimizer]) -> None:
+@any_optimizer
+@on_ranks(1)
+def test_a_single_rank_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
     parameters = _parameters(2)
     optim, scaler = make(parameters), _started()
     with _reductions() as seen:
@@ -496,11 +466,8 @@ def _alone(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @any_optimizer
-def test_a_single_rank_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
-    run_ranks(1, _alone, make)
-
-
-def _disabled_on_one_rank(make: Callable[..., torch.optim.Optimizer]) -> None:
+@on_ranks(2)
+def test_a_disabled_scaler_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
     if dist.get_rank() == 0:  # the other rank does not take part
         parameters = _parameters(2)
         optim, scaler, loss = (
@@ -518,12 +485,9 @@ def _disabled_on_one_rank(make: Callable[..., torch.optim.Optimizer]) -> None:
         assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
 
 
-@any_optimizer
-def test_a_disabled_scaler_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
-    run_ranks(2, _disabled_on_one_rank, make)
-
-
-def _goes_on_from_a_state(how: str) -> None:
+@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
+@on_ranks(2)
+def test_a_scaler_resumes_from_a_saved_state(how: str) -> None:
     parameters = _parameters(2)
     optim, scaler = _sgd(parameters), _started()
     for _ in range(3):
@@ -551,12 +515,8 @@ def _goes_on_from_a_state(how: str) -> None:
     assert other.get_scale() == 4096
 
 
-@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
-def test_a_scaler_resumes_from_a_saved_state(how: str) -> None:
-    run_ranks(2, _goes_on_from_a_state, how)
-
-
-def _made_before_the_group() -> None:
+@on_ranks(2)
+def test_the_default_group_is_looked_up_on_first_use() -> None:
     scaler = _started()
     parameters = _parameters(2)
     optim = _sgd(parameters)
@@ -575,11 +535,8 @@ def _made_before_the_group() -> None:
     assert scaler.get_scale() == 512
 
 
-def test_the_default_group_is_looked_up_on_first_use() -> None:
-    run_ranks(2, _made_before_the_group)
-
-
-def _a_second_unscale() -> None:
+@on_ranks(1)
+def test_gradients_are_unscaled_once_per_step() -> None:
     parameters = _parameters(2)
     optim, scaler = _sgd(parameters), _started()
     _fill(parameters, scaler)
@@ -591,10 +548,6 @@ def _a_second_unscale() -> None:
         scaler.step(optim)
     with pytest.raises(RuntimeError, match="after step"):
         scaler.unscale_(optim)
-
-
-def test_gradients_are_unscaled_once_per_step() -> None:
-    run_ranks(1, _a_second_unscale)
 
 
 # -- without process groups
@@ -622,51 +575,6 @@ def test_a_scaled_loss_keeps_its_dtype_and_its_graph(dtype: torch.dtype) -> None
         assert scaled.dtype is in_list.dtype is dtype
         scaled.sum().backward()
         assert torch.equal(loss.grad, torch.full(shape, 1024, dtype=dtype))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "outputs", [2.0, None, "loss", {"loss": torch.ones(1)}, [torch.ones(1), 3]]
-)
-def test_scaling_anything_but_floating_point_tensors_raises(outputs: Any) -> None:
-    with pytest.raises(UsageError) as caught:
-        _scaler().scale(outputs)
-    assert all(fact in str(caught.value) for fact in FACTS)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *({"process_group": group} for group in ("world", 0, (), [0, 1])),
-        *({"init_scale": value} for value in (0.0, -1.0, float("inf"), float("nan"))),
-        *({"growth_factor": value} for value in (1.0, 0.5, float("inf"), float("nan"))),
-        *({"backoff_factor": value} for value in (0.0, 1.0, 2.0, float("nan"))),
-    ],
-    ids=str,
-)
-def test_an_invalid_argument_raises(arguments: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        _scaler(**arguments)
-    assert all(fact in str(caught.value) for fact in (*FACTS, *arguments))
-    assert not _scaler(enabled=False, **arguments).is_enabled()
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
-def test_a_call_before_the_first_scale_raises(call: str) -> None:
-    with pytest.raises(StateError, match=call) as caught:
-        getattr(_scaler(), call)(*([] if call == "update" else [_sgd(_parameters(1))]))
-    assert all(fact in str(caught.value) for fact in FACTS)
-
-
-@pytest.mark.parametrize(
-    "new_scale",
-    [0.0, -2.0, float("nan"), float("inf"), "2", torch.ones(2), torch.ones(1, requires_grad=True)],
-)
-def test_an_invalid_new_scale_raises(new_scale: Any) -> None:
-    scaler = _started()
-    with pytest.raises(UsageError) as caught:
-        scaler.update(new_scale)
-    assert all(fact in str(caught.value) for fact in FACTS)
-    assert scaler.get_scale() == 1024
 
 
 @pytest.mark.parametrize("new_scale", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0])])

@@ -4,7 +4,6 @@ ranks agree bit for bit."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType, UsageError
+from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import (
     DIM,
@@ -33,19 +32,18 @@ from tests.support.models import (
     chain,
     frozen,
 )
-from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     accumulates,
-    both_forms,
     flat_form,
     make_pair,
     original_form,
+    seeded,
     square,
     vectors,
     whole_gradients,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -188,56 +186,25 @@ def test_process_group_is_the_shard_group(mesh: tuple[int, int]) -> None:
         assert found == {**expected, "_backwards": backwards}
 
 
-def _wraps_node_by_node_by_hand() -> tuple[int, int]:
-    """Wrap instance by instance; return the number of groups before and after the first."""
+@on_ranks(4)
+def test_wrappers_created_by_hand_share_the_groups_of_nodes() -> None:
     _node_by_node(2, 2)
-    torch.manual_seed(0)
-    plain = Stack()
-    torch.manual_seed(0)
-    model = Stack()
+    plain, model = seeded(Stack), seeded(Stack)
     numbers = []
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FSDP(block, sharding_strategy=HYBRID)
-        numbers.append(
-            len(dist.distributed_c10d._world.pg_map)
-        )  # private, but the only list of all groups
+        # private, but the only list of all groups
+        numbers.append(len(dist.distributed_c10d._world.pg_map))
     pair = Pair(plain, FSDP(model, sharding_strategy=HYBRID))
     numbers.append(len(dist.distributed_c10d._world.pg_map))
+    assert len(set(numbers)) == 1
+    assert numbers[0] <= 3  # the world, and this rank's two
     for _ in range(2):
         pair.step()
-    return len(set(numbers)), numbers[0]
-
-
-def test_wrappers_created_by_hand_share_the_groups_of_nodes() -> None:
-    for different, number in run_ranks(4, _wraps_node_by_node_by_hand):
-        assert different == 1
-        assert number <= 3  # the world, and this rank's two
 
 
 def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
     return {"device_mesh": init_device_mesh("cpu", (replicas * shards,))}
-
-
-def _trains_on_one_dimension(use_orig_params: bool) -> None:
-    """torch raises here; fsdp_compat shards one copy over all ranks."""
-    for strategy in (HYBRID, HYBRID_ZERO2):
-        with pytest.raises(ValueError, match="ndim=2"):
-            torch_fsdp.FullyShardedDataParallel(
-                Stack(),
-                sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name],
-                device_id=torch.device("cpu"),
-                **_one_dimension(1, 2),
-            )
-        pairs = []
-        for way in (_one_dimension, _as_mesh):
-            options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            pair = make_pair(Everything, UNITS, **options, **way(1, 2))
-            pairs.append(pair)
-            for _ in range(2):
-                pair.step()
-            assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
-        one, two = (pair.model.state_dict() for pair in pairs)
-        assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def _along_the_first_dimension(
@@ -281,7 +248,18 @@ def _along_the_first_dimension(
     )
 
 
-def _shards_as_torch(
+@pytest.mark.parametrize(
+    ("shape", "names", "strategies"),
+    [
+        ((2, 2), None, ("FULL_SHARD", "NO_SHARD")),
+        ((2, 2), ("data", "tensor"), ("SHARD_GRAD_OP",)),
+        ((2, 1, 2), None, ("FULL_SHARD",)),
+        ((1, 4), None, ("NO_SHARD",)),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_plain_strategy_shards_over_the_first_mesh_dimension(
     shape: tuple[int, ...], names: tuple[str, ...] | None, strategies: tuple[str, ...]
 ) -> None:
     for strategy in strategies:
@@ -298,124 +276,55 @@ def _shards_as_torch(
         )  # except for the padding
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "strategies"),
-    [
-        ((2, 2), None, ("FULL_SHARD", "NO_SHARD")),
-        ((2, 2), ("data", "tensor"), ("SHARD_GRAD_OP",)),
-        ((2, 1, 2), None, ("FULL_SHARD",)),
-        ((1, 4), None, ("NO_SHARD",)),
-    ],
-    ids=str,
-)
-def test_plain_strategy_shards_over_the_first_mesh_dimension(
-    shape: tuple[int, ...], names: tuple[str, ...] | None, strategies: tuple[str, ...]
-) -> None:
-    run_ranks(4, _shards_as_torch, shape, names, strategies)
-
-
 @flat_form
+@on_ranks(2)
 def test_a_mesh_of_one_dimension_is_one_copy(use_orig_params: bool) -> None:
-    run_ranks(2, _trains_on_one_dimension, use_orig_params)
-
-
-def _refuses_three_dimensions() -> list[str]:
-    messages = []
+    """torch raises here; fsdp_compat shards one copy over all ranks."""
     for strategy in (HYBRID, HYBRID_ZERO2):
-        with pytest.raises(UsageError) as caught:
-            FSDP(
-                Stack(), sharding_strategy=strategy, device_mesh=init_device_mesh("cpu", (2, 1, 1))
+        with pytest.raises(ValueError, match="ndim=2"):
+            torch_fsdp.FullyShardedDataParallel(
+                Stack(),
+                sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name],
+                device_id=torch.device("cpu"),
+                **_one_dimension(1, 2),
             )
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_three_dimensional_mesh_raises() -> None:
-    for hybrid, zero2 in run_ranks(2, _refuses_three_dimensions):
-        assert "3 dimension(s) for HYBRID_SHARD" in hybrid
-        assert "3 dimension(s) for _HYBRID_SHARD_ZERO2" in zero2
+        pairs = []
+        for way in (_one_dimension, _as_mesh):
+            options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+            pair = make_pair(Everything, UNITS, **options, **way(1, 2))
+            pairs.append(pair)
+            for _ in range(2):
+                pair.step()
+            assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
+        one, two = (pair.model.state_dict() for pair in pairs)
+        assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 # -- mixed precision
 
 
-def _trains_in_mixed_precision(use_orig_params: bool, meshes: list[tuple[int, int]]) -> None:
-    """The reference computes in bfloat16 too; its gradients are summed in float32."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    strategies = itertools.cycle(
-        (HYBRID, HYBRID_ZERO2) if use_orig_params else (HYBRID_ZERO2, HYBRID)
-    )
-    for strategy, mesh in zip(strategies, meshes, strict=False):
-        options = {
-            "sharding_strategy": strategy,
-            "mixed_precision": precision,
-            "use_orig_params": use_orig_params,
-        }
-        pair = make_pair(partial(Stack, 2, Outer), {Outer, Inner}, **options, **_as_mesh(*mesh))
-        for pattern in ("s", "ns"):
-            batches = pair.batches()
-            low = partial(Stack, 2, Outer)().bfloat16()
-            low.load_state_dict(pair.plain.state_dict())
-            totals = [torch.zeros_like(p) for p in pair.plain.parameters()]
-            for x in batches:
-                for index in range(len(pattern)):
-                    low.zero_grad()
-                    square(low, (x * (index + 1)).bfloat16()).backward()
-                    for total, p in zip(totals, low.parameters(), strict=True):
-                        total += p.grad.float()
-            for total, p in zip(totals, pair.plain.parameters(), strict=True):
-                p.grad = total / pair.ranks
-            accumulates(pattern, pair.model, batches[pair.rank])
-            _assert_equal_on_all_ranks(whole_gradients(pair.model), "the gradients")
-            pair.compare_and_update()
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bf16_computation_with_float32_reduction_sums_in_float32_on_both_axes(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    """Each mesh in one of the two forms."""
-    meshes = [mesh for mesh in MESHES if mesh[0] * mesh[1] == num_ranks]
-    run_ranks(num_ranks, _trains_in_mixed_precision, use_orig_params, meshes[use_orig_params::2])
-
-
-def _sums_bf16_shards() -> dict[str, int]:
-    """Return, by mesh and library, how many elements of the mean of four rows are not the float32
-    mean rounded once."""
+@on_ranks(4)
+def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
+    """The mean of four rows is the float32 mean, rounded once, as with torch."""
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
-    expected = rows.float().mean(0).bfloat16()
-    found = {}
     for library, mesh in (
-        (FSDP, (4, 1)),
-        (FSDP, (2, 2)),
-        (FSDP, (1, 4)),
-        (torch_fsdp.FullyShardedDataParallel, (2, 2)),
+        (fsdp_compat, (4, 1)),
+        (fsdp_compat, (2, 2)),
+        (fsdp_compat, (1, 4)),
+        (torch_fsdp, (2, 2)),
     ):
-        ours = library is FSDP
         linear = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
-        model = library(
+        model = library.FullyShardedDataParallel(
             linear,
-            sharding_strategy=HYBRID if ours else torch_fsdp.ShardingStrategy.HYBRID_SHARD,
-            mixed_precision=(MixedPrecision if ours else torch_fsdp.MixedPrecision)(
-                reduce_dtype=torch.float32
-            ),
+            sharding_strategy=library.ShardingStrategy.HYBRID_SHARD,
+            mixed_precision=library.MixedPrecision(reduce_dtype=torch.float32),
             device_id=torch.device("cpu"),
             use_orig_params=True,
             **_as_mesh(*mesh),
         )
         model(rows[dist.get_rank()][None]).sum().backward()
-        with library.summon_full_params(model, writeback=False, with_grads=True):
-            found[f"{'ours' if ours else 'torch'} {mesh}"] = int(
-                (linear.weight.grad[0] != expected).sum()
-            )
-    return found
-
-
-def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
-    expected = dict.fromkeys(("ours (4, 1)", "ours (2, 2)", "ours (1, 4)", "torch (2, 2)"), 0)
-    assert run_ranks(4, _sums_bf16_shards) == [expected] * 4
+        with type(model).summon_full_params(model, writeback=False, with_grads=True):
+            assert torch.equal(linear.weight.grad[0], rows.float().mean(0).bfloat16()), mesh
 
 
 # -- beside other strategies
@@ -427,7 +336,9 @@ def _hybrid_inside(hybrid: dict[str, Any], module: nn.Module) -> bool | dict[str
     return {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, Inner) else False
 
 
-def _trains_with_several_meshes(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(4)
+def test_hybrid_units_train_beside_units_of_other_meshes(use_orig_params: bool) -> None:
     for mesh in ((2, 2),) if use_orig_params else ((4, 1), (1, 4)):
         policy = CustomPolicy(
             partial(_hybrid_inside, {"sharding_strategy": HYBRID, **_as_mesh(*mesh)})
@@ -447,15 +358,12 @@ def _trains_with_several_meshes(use_orig_params: bool) -> None:
             pair.step(partial(accumulates, pattern), as_a_user=pattern == "ns")
 
 
-@original_form
-def test_hybrid_units_train_beside_units_of_other_meshes(use_orig_params: bool) -> None:
-    run_ranks(4, _trains_with_several_meshes, use_orig_params)
-
-
 # -- checkpoints
 
 
-def _moves_between_meshes(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(4)
+def test_state_moves_from_mesh_to_mesh(use_orig_params: bool) -> None:
     """Load the state of each mesh into the next one, and continue training as unsharded. The two
     forms together have full and sharded state, and every way to give a mesh."""
     options = {"sharding_strategy": HYBRID, "use_orig_params": use_orig_params}
@@ -486,11 +394,6 @@ def _moves_between_meshes(use_orig_params: bool) -> None:
         later.plain_optim = pair.plain_optim
         later.step(as_a_user=True)
         pair = later
-
-
-@original_form
-def test_state_moves_from_mesh_to_mesh(use_orig_params: bool) -> None:
-    run_ranks(4, _moves_between_meshes, use_orig_params)
 
 
 # -- collectives and bytes

@@ -39,7 +39,7 @@ from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.parity import Pair, backward, sgd, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import TEST_ALL, sample
 
 DIM, LENGTH = 8, 8
@@ -431,7 +431,11 @@ def _targets(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {"mesh": ("boxes",), "boxes": ("mesh", "flat")}
 
 
-def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
+@pytest.mark.parametrize("plan", sample(PLANS, 1))
+@on_ranks(4)
+def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_path: Path) -> None:
+    use_orig_params = plan is blocks_only
+    directory = str(tmp_path)
     targets = _targets(plan)
     for kind in ("mesh", "boxes"):
         source = _two_dimensional(plan, 1, kind, use_orig_params)
@@ -478,11 +482,6 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
             ), kind
 
 
-@pytest.mark.parametrize("plan", sample(PLANS, 1))
-def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_path: Path) -> None:
-    run_ranks(4, _sharded_states, plan, plan is blocks_only, str(tmp_path))
-
-
 def _with_momentum(
     plan: Plan, kind: str, use_orig_params: bool, value: float
 ) -> tuple[FSDP, torch.optim.Optimizer]:
@@ -497,7 +496,13 @@ def _with_momentum(
     return model, optimizer
 
 
-def _sharded_optimizer_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
+@pytest.mark.parametrize("plan", sample(PLANS, 0))
+@on_ranks(4)
+def test_sharded_optimizer_state_values_cover_the_full_parameters(
+    plan: Plan, tmp_path: Path
+) -> None:
+    use_orig_params = plan is blocks_only
+    directory = str(tmp_path)
     torch.manual_seed(1)
     expected, targets = Net().state_dict(), _targets(plan)
     for kind in ("mesh", "boxes"):
@@ -518,13 +523,6 @@ def _sharded_optimizer_states(plan: Plan, use_orig_params: bool, directory: str)
             found = FSDP.optim_state_dict(other, its_optimizer)["state"]
             for name, value in expected.items():
                 assert torch.equal(found[name]["momentum_buffer"], value), (kind, target, name)
-
-
-@pytest.mark.parametrize("plan", sample(PLANS, 0))
-def test_sharded_optimizer_state_values_cover_the_full_parameters(
-    plan: Plan, tmp_path: Path
-) -> None:
-    run_ranks(4, _sharded_optimizer_states, plan, plan is blocks_only, str(tmp_path))
 
 
 def _copies(use_orig_params: bool) -> None:

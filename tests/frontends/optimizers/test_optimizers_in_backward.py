@@ -19,7 +19,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, RecomputesBlocks, Reuse, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9)}
 
@@ -44,7 +44,11 @@ def train(model: nn.Module, in_backward: bool, num_steps: int = 3) -> None:
             optim.zero_grad()
 
 
-def _trains(use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_params: bool) -> None:
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
         (lambda: Stack(2), {"cpu_offload": CPUOffload(True)}),
         (lambda: Reuse(True), {}),
@@ -72,14 +76,8 @@ def _trains(use_orig_params: bool) -> None:
             )
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_params: bool) -> None:
-    run_ranks(ranks, _trains, use_orig_params)
-
-
-def _equals_torch() -> None:
+@on_ranks(2)
+def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:
     torch.manual_seed(0)
     inner = Stack(2)
     ours = FSDP(
@@ -104,11 +102,9 @@ def _equals_torch() -> None:
             )
 
 
-def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:
-    run_ranks(2, _equals_torch)
-
-
-def _begins_before_wrapping(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_optimizers_from_before_wrapping_go_on_or_are_refused(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     inner = Stack(2)
     plain = copy.deepcopy(inner)
@@ -122,8 +118,3 @@ def _begins_before_wrapping(use_orig_params: bool) -> None:
     train(plain, in_backward=False)
     for name, value in plain.state_dict().items():
         assert_close(model.state_dict()[name], value, name)
-
-
-@both_forms
-def test_optimizers_from_before_wrapping_go_on_or_are_refused(use_orig_params: bool) -> None:
-    run_ranks(2, _begins_before_wrapping, use_orig_params)

@@ -20,7 +20,7 @@ from fsdp_compat import ShardingStrategy, StateDictType, StateError, UsageError,
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 
@@ -72,7 +72,10 @@ def uses(model: FSDP, directory: Path) -> Iterator[tuple[str, Callable[[], Any]]
     yield "sharded state_dict", model.state_dict
 
 
-def _takes_over(directory: str) -> None:
+@pytest.mark.parametrize("ranks", sample([1, 3], 1))
+@on_ranks("ranks")
+def test_an_assigned_value_is_taken_over_and_trains(ranks: int, tmp_path: Path) -> None:
+    directory = str(tmp_path)
     for strategy in (
         ShardingStrategy.FULL_SHARD,
         ShardingStrategy.SHARD_GRAD_OP,
@@ -115,12 +118,11 @@ def _takes_over(directory: str) -> None:
         assert_equal_states(model, plain)
 
 
-@pytest.mark.parametrize("ranks", sample([1, 3], 1))
-def test_an_assigned_value_is_taken_over_and_trains(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, _takes_over, str(tmp_path))
-
-
-def _in_summon(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_inside_of_summon_full_params_an_assigned_value_is_written_back(
+    use_orig_params: bool,
+) -> None:
     plain, model = make(use_orig_params=use_orig_params)
     value = new_value(plain.stem.weight)
     with FSDP.summon_full_params(model):
@@ -132,14 +134,8 @@ def _in_summon(use_orig_params: bool) -> None:
     model(batch()).sum().backward()
 
 
-@both_forms
-def test_inside_of_summon_full_params_an_assigned_value_is_written_back(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _in_summon, use_orig_params)
-
-
-def _tells_the_optimizer() -> None:
+@on_ranks(2)
+def test_an_optimizer_of_the_assigned_object_is_refused() -> None:
     plain, model = make(use_orig_params=True)
     value = new_value(plain.stem.weight)
     optim = torch.optim.SGD([value], 0.1)
@@ -148,10 +144,6 @@ def _tells_the_optimizer() -> None:
     with pytest.raises(UsageError, match="does not train"):
         optim.step()
     torch.optim.SGD(model.parameters(), 0.1).step()
-
-
-def test_an_optimizer_of_the_assigned_object_is_refused() -> None:
-    run_ranks(2, _tells_the_optimizer)
 
 
 # -- refused
@@ -167,7 +159,9 @@ class Tied(nn.Module):
         return self.two(self.one(x))
 
 
-def _refuses(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_an_assignment_that_does_not_fit_is_refused(use_orig_params: bool) -> None:
     plain, model = make(use_orig_params=use_orig_params)
     stem, before = model.module.stem, model.state_dict()["stem.weight"].clone()
     values = [
@@ -208,13 +202,13 @@ def _refuses(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_an_assignment_that_does_not_fit_is_refused(use_orig_params: bool) -> None:
-    run_ranks(2, _refuses, use_orig_params)
-
-
-def _refuses_everywhere(directory: str, use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_is_refused_by_every_call(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
     """A change that bypasses assignment, as by parametrizations, is refused by every call until it
     is undone."""
+    directory = str(tmp_path)
     _, model = make(use_orig_params=use_orig_params)
     model(batch()).sum().backward()
     parameters = model.module.stem._parameters
@@ -234,13 +228,6 @@ def _refuses_everywhere(directory: str, use_orig_params: bool) -> None:
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
     model(batch()).sum().backward()
     model.state_dict()
-
-
-@both_forms
-def test_a_replaced_parameter_is_refused_by_every_call(
-    use_orig_params: bool, tmp_path: Path
-) -> None:
-    run_ranks(2, _refuses_everywhere, str(tmp_path), use_orig_params)
 
 
 # -- other memory between forward and backward
@@ -278,7 +265,8 @@ def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() ->
         assert found == ["between forward and backward"] * 2
 
 
-def _follows_between() -> None:
+@on_ranks(2)
+def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
     """Backward uses new values of parameters that it gathers again, just as if they were written in
     place."""
     models = [
@@ -301,10 +289,6 @@ def _follows_between() -> None:
             assert torch.equal(p.grad, q.grad) and torch.equal(p, q), name
 
 
-def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
-    run_ranks(2, _follows_between)
-
-
 class Renews(nn.Module):
     """Gives its whole parameter other memory in forward, on request."""
 
@@ -320,7 +304,9 @@ class Renews(nn.Module):
         return x
 
 
-def _changes_whole_parameters(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_other_memory_for_a_whole_parameter_is_refused(strategy: str) -> None:
     for when, use in (
         ("before use", lambda model: model(batch()).sum().backward()),
         ("between", None),
@@ -344,8 +330,3 @@ def _changes_whole_parameters(strategy: str) -> None:
         model(batch()).sum().backward()
         assert torch.equal(model.state_dict()["linear.weight"], before), when
         dist.barrier()
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_other_memory_for_a_whole_parameter_is_refused(strategy: str) -> None:
-    run_ranks(2, _changes_whole_parameters, strategy)

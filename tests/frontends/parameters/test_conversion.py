@@ -18,7 +18,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.parity import assert_close, both_forms, original_form
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 DIM = 8
 CPU = torch.device("cpu")
@@ -114,7 +114,9 @@ def test_new_model_trains_in_the_dtype_it_is_converted_to(
     run_ranks(1, _converts, use_orig_params)
 
 
-def _equals_torch(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_dtypes_and_losses_after_a_conversion_equal_torch(use_orig_params: bool) -> None:
     """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
     for names in (
         {},
@@ -155,11 +157,8 @@ def _equals_torch(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_dtypes_and_losses_after_a_conversion_equal_torch(use_orig_params: bool) -> None:
-    run_ranks(2, _equals_torch, use_orig_params)
-
-
-def _follows_mixed_precision(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) -> None:
     """Buffers are still cast, without loss; batch norms compute in their own new dtype."""
     precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = wrapped(network(), use_orig_params=use_orig_params, mixed_precision=precision).double()
@@ -173,11 +172,8 @@ def _follows_mixed_precision(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) -> None:
-    run_ranks(2, _follows_mixed_precision, use_orig_params)
-
-
-def _is_too_late(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_params: bool) -> None:
     model = wrapped(network(), use_orig_params=use_orig_params)
     with (
         pytest.raises(StateError, match=r"inside summon_full_params, where"),
@@ -200,11 +196,6 @@ def _is_too_late(use_orig_params: bool) -> None:
     model(batch(torch.float32)).sum().backward()
 
 
-@both_forms
-def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_params: bool) -> None:
-    run_ranks(2, _is_too_late, use_orig_params)
-
-
 def _one_rank_converts() -> str:
     model = wrapped(network())
     with pytest.raises(StateError) as caught:
@@ -219,7 +210,9 @@ def test_conversion_on_one_rank_raises_on_all_ranks() -> None:
     assert all("conversion" in text for text in run_ranks(2, _one_rank_converts))
 
 
-def _copies_and_wraps_again(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_a_converted_model_can_be_copied_and_wrapped_again(use_orig_params: bool) -> None:
     inner = FSDP(network(), use_orig_params=use_orig_params).double()
     copied, plain = copy.deepcopy(inner), network().double()
     around = FSDP(nn.Sequential(inner, nn.Linear(3, 3).double()), use_orig_params=use_orig_params)
@@ -228,8 +221,3 @@ def _copies_and_wraps_again(use_orig_params: bool) -> None:
     train(plain, torch.float64)
     for name, value in plain.state_dict().items():
         assert_close(copied.state_dict()[name], value, name)
-
-
-@both_forms
-def test_a_converted_model_can_be_copied_and_wrapped_again(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_and_wraps_again, use_orig_params)

@@ -36,7 +36,7 @@ from tests.support.parity import (
     trains,
     wide_vectors,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _two_backwards(m: nn.Module, x: Tensor) -> Tensor:
@@ -94,7 +94,14 @@ def _uses(letters: str, m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x, letters).pow(2).mean())
 
 
-def _leaves_a_unit_out(**options: Any) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("allow_unused_units", [False, True])
+@on_ranks(2)
+def test_a_unit_that_no_rank_uses_has_no_gradient(
+    allow_unused_units: bool, use_orig_params: bool
+) -> None:
+    options = {"allow_unused_units": allow_unused_units, "use_orig_params": use_orig_params}
     pair = train(Switch, step=partial(_uses, "a"), **options)
     pair.step(partial(_uses, "ab"))
     pair.step(
@@ -102,21 +109,10 @@ def _leaves_a_unit_out(**options: Any) -> None:
     )  # no gradient, though the optimizer has momentum: it must not move
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("allow_unused_units", [False, True])
-def test_a_unit_that_no_rank_uses_has_no_gradient(
-    allow_unused_units: bool, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        _leaves_a_unit_out,
-        allow_unused_units=allow_unused_units,
-        use_orig_params=use_orig_params,
-    )
-
-
-def _toggles_requires_grad(**options: Any) -> None:
+@both_strategies
+@on_ranks(2)
+def test_requires_grad_may_be_toggled_with_original_parameters(strategy: ShardingStrategy) -> None:
+    options = {"sharding_strategy": strategy}
     pair = train(Stack, use_orig_params=True, **options)
     for trainable in (False, False, True, True):
         for model in (pair.plain, pair.model):
@@ -128,12 +124,8 @@ def _toggles_requires_grad(**options: Any) -> None:
         pair.step(one_backward)
 
 
-@both_strategies
-def test_requires_grad_may_be_toggled_with_original_parameters(strategy: ShardingStrategy) -> None:
-    run_ranks(2, _toggles_requires_grad, sharding_strategy=strategy)
-
-
-def _freezes_some_of_a_unit() -> None:
+@on_ranks(2)
+def test_freezing_some_of_a_flat_parameter_raises_and_whole_units_follow() -> None:
     pair = train(Stack)
     block, inner = pair.model.module.blocks[0], pair.model.module.blocks[0].module.up
 
@@ -160,11 +152,17 @@ def _freezes_some_of_a_unit() -> None:
     pair.step(one_backward)
 
 
-def test_freezing_some_of_a_flat_parameter_raises_and_whole_units_follow() -> None:
-    run_ranks(2, _freezes_some_of_a_unit)
+def _random_vectors(dim: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(4, dim, generator=generator)
 
 
-def _unfreezes(large: bool, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("large", [False, True])
+@on_ranks(2)
+def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(
+    large: bool, use_orig_params: bool
+) -> None:
     """Parameters that are frozen when wrapped and trainable later; one of 64K elements has its own
     gradient hook."""
     dim = 192 if large else DIM
@@ -177,19 +175,6 @@ def _unfreezes(large: bool, use_orig_params: bool) -> None:
             p.requires_grad_(True)
     for _ in range(2):
         pair.step(one_backward, batch=batch)
-
-
-def _random_vectors(dim: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(4, dim, generator=generator)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("large", [False, True])
-def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(
-    large: bool, use_orig_params: bool
-) -> None:
-    run_ranks(2, _unfreezes, large, use_orig_params)
 
 
 @both_forms

@@ -31,7 +31,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Lora, Stack, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 BF16 = torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -118,7 +118,28 @@ def _wrap(module: nn.Module, **options: Any) -> FSDP:
     return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Codes}), **options)
 
 
-def _travels(**options: Any) -> None:
+LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"mixed_precision": LOW},
+    "low gradients": {
+        "mixed_precision": MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+    },
+    "kept": {"sharding_strategy": SHARD_GRAD_OP, "mixed_precision": LOW},
+    "replicated": {"sharding_strategy": NO_SHARD},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
+}
+
+
+@each_value
+@both_forms
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(
+    num_ranks: int, way: str, use_orig_params: bool
+) -> None:
+    options = {"use_orig_params": use_orig_params, **WAYS[way]}
     torch.manual_seed(0)
     model = _wrap(nn.Sequential(Codes(), Codes()), **options)
     optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
@@ -152,30 +173,21 @@ def _travels(**options: Any) -> None:
     _assert_all(model.module[1].module.seen, "the other unit")
 
 
-LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "mixed precision": {"mixed_precision": LOW},
-    "low gradients": {
-        "mixed_precision": MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
-    },
-    "kept": {"sharding_strategy": SHARD_GRAD_OP, "mixed_precision": LOW},
-    "replicated": {"sharding_strategy": NO_SHARD},
-    "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
-}
+def _through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(
-    num_ranks: int, way: str, use_orig_params: bool
+@on_ranks("num_ranks")
+def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
+    num_ranks: int, precision: MixedPrecision | None, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _travels, use_orig_params=use_orig_params, **WAYS[way])
-
-
-def _is_saved(precision: MixedPrecision | None, use_orig_params: bool) -> None:
     options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
     torch.manual_seed(0)
     model = _wrap(nn.Sequential(Codes(), Codes()), **options)
@@ -207,24 +219,9 @@ def _is_saved(precision: MixedPrecision | None, use_orig_params: bool) -> None:
     assert not set(full["state"]) & {f"{index}.{name}" for index in (0, 1) for name in EXPECTED}
 
 
-def _through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@each_value
 @both_forms
-@pytest.mark.parametrize("precision", [None, LOW])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
-    num_ranks: int, precision: MixedPrecision | None, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _is_saved, precision, use_orig_params)
-
-
-def _is_copied(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
     model = _wrap(
@@ -240,11 +237,6 @@ def _is_copied(use_orig_params: bool) -> None:
         each(torch.ones(2, DIM))
         for unit in each.module:
             _assert_all(unit.module.seen, where)
-
-
-@both_forms
-def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
-    run_ranks(2, _is_copied, use_orig_params)
 
 
 # -- subclasses of Parameter
@@ -327,7 +319,32 @@ class PackedLinear(nn.Module):
         return self.linear(F.linear(x, self.weight) * self.gain.squared()).tanh()
 
 
-def _subclasses_survive(use_orig_params: bool, **options: Any) -> None:
+def _rescales(module: nn.Module, args: Any) -> None:
+    for child in module.modules():
+        if isinstance(child, PackedLinear):
+            child.register_forward_pre_hook(_rescale_weight)
+    module._forward_pre_hooks.clear()
+
+
+def _rescale_weight(module: nn.Module, args: Any) -> None:
+    module.weight.scale = 0.03  # type: ignore[union-attr]
+
+
+@each_value
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"sharding_strategy": NO_SHARD}),
+        (2, {"cpu_offload": CPUOffload(offload_params=True)}),
+    ],
+)
+@on_ranks("num_ranks")
+def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
+    num_ranks: int, options: dict[str, Any], use_orig_params: bool
+) -> None:
     build = partial(chain, PackedLinear, PackedLinear)
     pair = make_pair(build, (PackedLinear,), use_orig_params=use_orig_params, **options)
     first = pair.model.module[0].module
@@ -367,35 +384,12 @@ def _subclasses_survive(use_orig_params: bool, **options: Any) -> None:
             )
 
 
-def _rescales(module: nn.Module, args: Any) -> None:
-    for child in module.modules():
-        if isinstance(child, PackedLinear):
-            child.register_forward_pre_hook(_rescale_weight)
-    module._forward_pre_hooks.clear()
-
-
-def _rescale_weight(module: nn.Module, args: Any) -> None:
-    module.weight.scale = 0.03  # type: ignore[union-attr]
-
-
-@each_value
 @both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [
-        (1, {}),
-        (2, {}),
-        (2, {"sharding_strategy": NO_SHARD}),
-        (2, {"cpu_offload": CPUOffload(offload_params=True)}),
-    ],
-)
-def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
-    num_ranks: int, options: dict[str, Any], use_orig_params: bool
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_attributes_set_on_the_original_after_wrapping_reach_forward(
+    num_ranks: int, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _subclasses_survive, use_orig_params, **options)
-
-
-def _attributes_of_the_original(use_orig_params: bool) -> None:
     """Attributes can be set on the parameter object that the user has kept, after wrapping too."""
     module = nn.Sequential(PackedLinear())
     mine = module[0].weight
@@ -409,14 +403,6 @@ def _attributes_of_the_original(use_orig_params: bool) -> None:
     with FSDP.summon_full_params(model):
         assert torch.equal(zero, module[0].linear.bias.detach().tanh().expand(1, -1))
     assert mine.num_calls == 2
-
-
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_attributes_set_on_the_original_after_wrapping_reach_forward(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _attributes_of_the_original, use_orig_params)
 
 
 # -- memory for gradients
@@ -533,7 +519,8 @@ def test_requires_grad_change_takes_effect_at_the_next_forward(
     run_ranks(2, _toggles, use_orig_params, strategy, width)
 
 
-def _toggles_under_no_sync() -> None:
+@on_ranks(2)
+def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
     """Gradients that were accumulated before a unit was frozen are still reduced, as they would
     stay in ``.grad`` without sharding."""
     pair = make_pair(Stack, use_orig_params=True)
@@ -551,7 +538,3 @@ def _toggles_under_no_sync() -> None:
     for name, p in pair.plain.named_parameters():
         if p.requires_grad:
             assert torch.allclose(got[name], p.grad, rtol=1e-5, atol=1e-6), name
-
-
-def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
-    run_ranks(2, _toggles_under_no_sync)

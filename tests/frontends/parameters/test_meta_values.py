@@ -21,7 +21,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms, flat_form, original_form
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 DIM = 8
 
@@ -130,7 +130,9 @@ def assert_trains(model: FSDP, plain: nn.Module) -> None:
 # -- initialised values are used
 
 
-def _fills(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> None:
     def by_init(module: nn.Module) -> None:
         to_empty(module)
         reset = getattr(module, "reset_parameters", None)
@@ -149,12 +151,9 @@ def _fills(use_orig_params: bool) -> None:
                 assert_trains(model, Net())
 
 
-@flat_form
-def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> None:
-    run_ranks(2, _fills, use_orig_params)
-
-
-def _fills_a_part(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_materialized_tensors_keep_their_values(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     inner, plain = on_meta(Net), Net()
     inner.head = copy.deepcopy(plain.head)  # materialised already, with its values
@@ -167,11 +166,6 @@ def _fills_a_part(use_orig_params: bool) -> None:
     assert_trains(model, plain)
 
 
-@both_forms
-def test_materialized_tensors_keep_their_values(use_orig_params: bool) -> None:
-    run_ranks(2, _fills_a_part, use_orig_params)
-
-
 # -- missing values are reported
 
 
@@ -181,7 +175,23 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def _leaves_buffers(use_orig_params: bool) -> None:
+def fill(model: nn.Module) -> None:
+    """Fill in place, as after ``to_empty``."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.copy_(torch.linspace(1.0, 2.0, DIM))
+            elif name.endswith("order"):
+                buffer.copy_(torch.arange(DIM).flip(0))
+            elif name.endswith("mask"):
+                buffer.copy_(torch.arange(DIM) % 2 == 0)
+
+
+@original_form
+@on_ranks(2)
+def test_uninitialized_buffers_are_reported_by_name_until_written(
+    use_orig_params: bool,
+) -> None:
     for units in (True, False):
         for forward in ("train", "no_grad", "eval", "block alone")[: 4 if units else 3]:
             with about((units, forward)):
@@ -203,26 +213,8 @@ def _leaves_buffers(use_orig_params: bool) -> None:
                     assert_trains(model, Net())
 
 
-def fill(model: nn.Module) -> None:
-    """Fill in place, as after ``to_empty``."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name.endswith("inv_freq"):
-                buffer.copy_(torch.linspace(1.0, 2.0, DIM))
-            elif name.endswith("order"):
-                buffer.copy_(torch.arange(DIM).flip(0))
-            elif name.endswith("mask"):
-                buffer.copy_(torch.arange(DIM) % 2 == 0)
-
-
-@original_form
-def test_uninitialized_buffers_are_reported_by_name_until_written(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _leaves_buffers, use_orig_params)
-
-
-def _replaces_buffers() -> None:
+@on_ranks(2)
+def test_replaced_buffers_count_as_initialized() -> None:
     """A buffer may also be replaced or removed."""
     model = wrapped(on_meta(lambda: Net(False)))
     refusal(lambda: model(batch()))
@@ -235,11 +227,11 @@ def _replaces_buffers() -> None:
     assert_trains(model, Net())
 
 
-def test_replaced_buffers_count_as_initialized() -> None:
-    run_ranks(2, _replaces_buffers)
-
-
-def _leaves_parameters(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_uninitialized_parameters_are_reported_until_loaded_or_written(
+    use_orig_params: bool,
+) -> None:
     plain = Net()
     for num_loads in (0, 1):
         model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
@@ -261,14 +253,9 @@ def _leaves_parameters(use_orig_params: bool) -> None:
         assert_trains(model, Net())
 
 
-@both_forms
-def test_uninitialized_parameters_are_reported_until_loaded_or_written(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _leaves_parameters, use_orig_params)
-
-
-def _loads_sharded_state(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) -> None:
     source = wrapped(Net(), use_orig_params=use_orig_params)
     with FSDP.state_dict_type(source, StateDictType.SHARDED_STATE_DICT):
         state = source.state_dict()
@@ -280,11 +267,6 @@ def _loads_sharded_state(use_orig_params: bool) -> None:
     model.train()
     source.train()
     assert_close(model(batch()), source(batch()), "output")
-
-
-@flat_form
-def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) -> None:
-    run_ranks(2, _loads_sharded_state, use_orig_params)
 
 
 def _one_rank_leaves_a_buffer() -> str:
@@ -313,7 +295,9 @@ class Last(nn.Module):
         return x * self.first.sum() + self.last.sum()
 
 
-def _fills_all_but_one(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(3)
+def test_parameter_missing_on_one_rank_is_named_on_all(use_orig_params: bool) -> None:
     def init(module: nn.Module) -> None:
         to_empty(module)
         nn.init.ones_(module.first)
@@ -323,11 +307,6 @@ def _fills_all_but_one(use_orig_params: bool) -> None:
     with FSDP.summon_full_params(model), torch.no_grad():
         model.last.fill_(1.0)
     assert torch.equal(model(torch.ones(2)), torch.full((2,), 100.0))
-
-
-@both_forms
-def test_parameter_missing_on_one_rank_is_named_on_all(use_orig_params: bool) -> None:
-    run_ranks(3, _fills_all_but_one, use_orig_params)
 
 
 # -- values that look suspicious but are valid
@@ -357,7 +336,8 @@ class Strange(nn.Module):
         return self.linear(x)
 
 
-def _fills_with_strange_values() -> None:
+@on_ranks(2)
+def test_integers_booleans_and_infinities_count_as_values() -> None:
     for options in ({}, {"sync_module_states": True}):
         model = FSDP(on_meta(Strange), **options)
         model(batch()).sum().backward()
@@ -369,10 +349,6 @@ def _fills_with_strange_values() -> None:
     plain = nn.Linear(DIM, DIM)
     nn.init.constant_(plain.weight, torch.nan)
     assert FSDP(plain)(batch()).isnan().all()
-
-
-def test_integers_booleans_and_infinities_count_as_values() -> None:
-    run_ranks(2, _fills_with_strange_values)
 
 
 # -- from the first rank
@@ -415,7 +391,9 @@ def test_all_ranks_get_the_values_of_the_first_one(
     run_ranks(3 if len(shape) == 1 else 4, _sends, shape, by_to_empty, use_orig_params)
 
 
-def _sends_nothing(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_missing_values_on_rank_0_are_reported_on_all(use_orig_params: bool) -> None:
     """Rank 0 has left a buffer uninitialised, which is broadcast and reported on all ranks."""
     rank = dist.get_rank()
     inner = on_meta(lambda: Net(False)) if rank == 0 else Net()
@@ -424,11 +402,6 @@ def _sends_nothing(use_orig_params: bool) -> None:
     assert "inv_freq" in text
     fill(model)
     model(batch()).sum().backward()
-
-
-@both_forms
-def test_missing_values_on_rank_0_are_reported_on_all(use_orig_params: bool) -> None:
-    run_ranks(2, _sends_nothing, use_orig_params)
 
 
 class Extreme(nn.Module):
@@ -447,7 +420,8 @@ class Extreme(nn.Module):
         return self.linear(x)
 
 
-def _sends_extremes() -> None:
+@on_ranks(2)
+def test_nan_and_largest_integers_count_as_values_unless_from_meta() -> None:
     for elsewhere in (lambda: Extreme(), lambda: on_meta(Extreme)):
         first = dist.get_rank() == 0
         inner = Extreme() if first else elsewhere()
@@ -463,10 +437,6 @@ def _sends_extremes() -> None:
     assert "unknown" in text and "largest" in text, text
 
 
-def test_nan_and_largest_integers_count_as_values_unless_from_meta() -> None:
-    run_ranks(2, _sends_extremes)
-
-
 # -- back to the meta device
 
 
@@ -477,7 +447,10 @@ SHARD: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def stays(kind: str, is_used: bool) -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("kind", SHARD)
+@on_ranks(2)
+def test_a_sharded_model_is_not_moved_to_the_meta_device(kind: str, is_used: bool) -> None:
     """A model, or one around it, is asked to move to the meta device. Then it moves to where it is,
     and trains."""
     torch.manual_seed(0)
@@ -503,9 +476,3 @@ def stays(kind: str, is_used: bool) -> None:
         assert "'cpu' to 'meta'" in str(raised.value)
     model.to("cpu").float()
     step()
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-@pytest.mark.parametrize("kind", SHARD)
-def test_a_sharded_model_is_not_moved_to_the_meta_device(kind: str, is_used: bool) -> None:
-    run_ranks(2, stays, kind, is_used)

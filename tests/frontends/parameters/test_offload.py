@@ -52,7 +52,7 @@ from tests.support.parity import (
     vectors,
     wide_vectors,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 OFFLOAD: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=True)}
@@ -67,9 +67,26 @@ HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 # -- training
 
 
-def _trains_in_every_way(
-    strategy: ShardingStrategy, use_orig_params: bool, build: Any = Stack
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "use_orig_params"),
+    sample(
+        [
+            (1, NO_SHARD, False),
+            (2, FULL_SHARD, False),
+            (2, SHARD_GRAD_OP, True),
+            (2, NO_SHARD, False),
+            (3, FULL_SHARD, True),
+            (4, HYBRIDS[0], True),
+            (4, HYBRIDS[1], False),
+        ],
+        *(2, 3, 4, 6),
+    ),
+)
+@on_ranks("num_ranks")
+def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
+    build = Stack
     options: dict[str, Any] = {
         "sharding_strategy": strategy,
         "use_orig_params": use_orig_params,
@@ -95,37 +112,13 @@ def _trains_in_every_way(
         pair.compare_and_update(as_a_user=True)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy", "use_orig_params"),
-    sample(
-        [
-            (1, NO_SHARD, False),
-            (2, FULL_SHARD, False),
-            (2, SHARD_GRAD_OP, True),
-            (2, NO_SHARD, False),
-            (3, FULL_SHARD, True),
-            (4, HYBRIDS[0], True),
-            (4, HYBRIDS[1], False),
-        ],
-        *(2, 3, 4, 6),
-    ),
-)
-def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _trains_in_every_way, strategy, use_orig_params)
-
-
 @each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
 def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(
     num_ranks: int, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _odd_sizes, use_orig_params)
-
-
-def _odd_sizes(use_orig_params: bool) -> None:
     build = partial(chain, partial(nn.Linear, DIM, DIM), Odd, Tiny, partial(nn.Linear, DIM, DIM))
     train(build, (Odd, Tiny), num_steps=2, use_orig_params=use_orig_params, **OFFLOAD)
     width = 264
@@ -147,7 +140,13 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
     return torch.randn(4, width, generator=generator)
 
 
-def _others(use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_frozen_parts_and_recomputation_train_as_unsharded(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params, "num_steps": 2, **OFFLOAD}
     train(partial(chain, Lora, Lora, Lora), (Lora,), batch=wide_vectors, **options)
     train(partial(chain, partial(frozen, Block), Block, partial(frozen, Block)), **options)
@@ -158,14 +157,11 @@ def _others(use_orig_params: bool) -> None:
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_frozen_parts_and_recomputation_train_as_unsharded(
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_every_dtype_gives_the_same_bits_as_without_offload(
     num_ranks: int, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _others, use_orig_params)
-
-
-def _as_without_offload(use_orig_params: bool) -> None:
     """Bit by bit, whatever the dtypes."""
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     # One rank without offload gives original parameters their gradients one by one: their norms add
@@ -212,19 +208,17 @@ def _as_without_offload(use_orig_params: bool) -> None:
             assert torch.equal(one, other), fields
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_every_dtype_gives_the_same_bits_as_without_offload(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _as_without_offload, use_orig_params)
-
-
 # -- where data is kept
 
 
-def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pairwise
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     """On one rank the unsharded parameters could alias the shard, but not with offload."""
     torch.manual_seed(0)
     model = FSDP(Stack(2), None, strategy, use_orig_params=use_orig_params, **OFFLOAD)
@@ -255,17 +249,12 @@ def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     assert torch.equal(shard, values), "the state dict is a view of the shard"
 
 
-@pairwise
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@on_ranks("num_ranks")
+def test_no_unsharded_memory_is_left_between_steps(
+    strategy: ShardingStrategy, num_ranks: int
 ) -> None:
-    run_ranks(num_ranks, _aliases_nothing, strategy, use_orig_params)
-
-
-def _freed_between_steps(strategy: ShardingStrategy) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
     for _ in range(2):
         pair.step(one_backward)
@@ -280,13 +269,10 @@ def _freed_between_steps(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_no_unsharded_memory_is_left_between_steps(
+@on_ranks("num_ranks")
+def test_the_next_forward_sees_an_update_of_the_shards(
     strategy: ShardingStrategy, num_ranks: int
 ) -> None:
-    run_ranks(num_ranks, _freed_between_steps, strategy)
-
-
-def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
     """The next forward copies updated shards; a pending backward does not see the update."""
     pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
     x = pair.batches()[0]
@@ -298,18 +284,18 @@ def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
     pair.step(one_backward)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_the_next_forward_sees_an_update_of_the_shards(
-    strategy: ShardingStrategy, num_ranks: int
-) -> None:
-    run_ranks(num_ranks, _an_update_between_forwards, strategy)
-
-
 # -- summon_full_params and state dicts
 
 
-def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)]
+)
+@on_ranks("num_ranks")
+def test_summon_full_params_exposes_copies_and_writes_back_on_request(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, **OFFLOAD)
     copies = dist.get_world_size() if strategy is NO_SHARD else 1
     is_whole = copies == dist.get_world_size()  # then the shown values are the only ones
@@ -343,16 +329,11 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @each_value
 @both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)]
-)
-def test_summon_full_params_exposes_copies_and_writes_back_on_request(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_training_continues_unchanged_after_saving_and_loading(
+    num_ranks: int, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _summons, strategy, use_orig_params)
-
-
-def _saves_and_loads(use_orig_params: bool) -> None:
     for kind, config in (
         (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=use_orig_params)),
         (
@@ -386,19 +367,18 @@ def _saves_and_loads(use_orig_params: bool) -> None:
             assert torch.equal(value, other[name]), f"{name} after loading from {kind.name}"
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_training_continues_unchanged_after_saving_and_loading(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _saves_and_loads, use_orig_params)
-
-
 # -- exceptions
 
 
-def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("pattern", ["s", "n"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_step_after_an_exception_in_backward_works(
+    num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
+) -> None:
     """After an exception in backward, zero_grad drops reduced gradients, and the next step
     works."""
     make = FragileInside if inside else Fragile
@@ -416,14 +396,3 @@ def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> No
         pair.optim.zero_grad()
         pair.step(one_backward)
     pair.step(one_backward, as_a_user=True)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("pattern", ["s", "n"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_step_after_an_exception_in_backward_works(
-    num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _raises_and_goes_on, inside, pattern, use_orig_params)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Named, Record, Stack, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
@@ -36,14 +34,16 @@ from tests.support.parity import (
     make_pair,
     square,
     vectors,
+    whole_gradients,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 NO_SHARD, HYBRID = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
 CPU = torch.device("cpu")
+BOTH = (False, True)
 
 
 class GradientIs(nn.Module):
@@ -60,8 +60,7 @@ class GradientIs(nn.Module):
 
 def _whole(model: FSDP) -> dict[str, Tensor]:
     """The full gradients by name. Collective."""
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad for name, grad in whole_gradients(model).items() if grad is not None}
 
 
 def _meshed(strategy: ShardingStrategy) -> dict[str, Any]:
@@ -76,8 +75,39 @@ def _meshed(strategy: ShardingStrategy) -> dict[str, Any]:
 # -- param_dtype and reduce_dtype
 
 
-def _computes_and_reduces_in(
-    number: int, strategy: ShardingStrategy, shard_dtype: torch.dtype, use_orig_params: bool
+def _of_dtype(dtype: torch.dtype) -> nn.Module:
+    return Stack(2).to(dtype)
+
+
+def _compare_gradients(pair: Pair, dtype: torch.dtype) -> None:
+    got, eps = _whole(pair.model), torch.finfo(dtype).eps
+    for name, p in pair.plain.named_parameters():
+        assert torch.allclose(got[name], p.grad, rtol=eps, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("number", "num_ranks", "strategy", "shard_dtype", "use_orig_params"),
+    sample(
+        [
+            (0, 1, FULL_SHARD, FP32, True),
+            (0, 2, FULL_SHARD, FP32, False),
+            (1, 2, FULL_SHARD, FP32, True),
+            (2, 3, FULL_SHARD, BF16, False),
+            (3, 2, SHARD_GRAD_OP, FP64, True),
+            (4, 3, NO_SHARD, FP32, False),
+            (0, 4, HYBRID, FP32, True),
+            (1, 4, HYBRID, FP32, False),
+        ],
+        *(1, 2, 3, 5, 6),
+    ),
+)
+@on_ranks("num_ranks")
+def test_param_dtype_and_reduce_dtype_are_independent(
+    number: int,
+    num_ranks: int,
+    strategy: ShardingStrategy,
+    shard_dtype: torch.dtype,
+    use_orig_params: bool,
 ) -> None:
     """Compare with a loop that casts weights, inputs and gradients by hand and adds the gradients
     up in float32 or more. Every two dtypes are combined in one of five calls, by ``number``."""
@@ -91,9 +121,9 @@ def _computes_and_reduces_in(
         build = partial(_of_dtype, shard_dtype)
         pair = make_pair(
             build,
-            sharding_strategy=strategy,
             mixed_precision=precision,
             use_orig_params=use_orig_params,
+            **_meshed(strategy),
         )
         group = pair.model._runtime.groups[0]
         batches, losses = [x.to(shard_dtype) for x in pair.batches()], []
@@ -122,99 +152,18 @@ def _computes_and_reduces_in(
             for p in pair.model.parameters()
             if p.numel()
         )
-        if (
-            travels.itemsize == 2 and strategy is NO_SHARD
-        ):  # the replicas send back a sum that is rounded once more
-            _compare_gradients(pair, travels)
-        elif (
-            shard_dtype is BF16
-        ):  # an average between two representable numbers may be rounded either way
-            _compare_gradients(pair, BF16)
+        if travels.itemsize == 2 and strategy is HYBRID:  # replicas add up rounded sums
+            pair.tolerance = 4 * torch.finfo(travels).eps
+            pair.compare_gradients()
+        elif travels.itemsize == 2 and strategy is NO_SHARD:
+            _compare_gradients(pair, travels)  # replicas send back a sum that is rounded once more
+        elif shard_dtype is BF16:
+            _compare_gradients(pair, BF16)  # an average may be rounded either way
         else:
             pair.compare_and_update()
 
 
-def _of_dtype(dtype: torch.dtype) -> nn.Module:
-    return Stack(2).to(dtype)
-
-
-def _compare_gradients(pair: Pair, dtype: torch.dtype) -> None:
-    got, eps = _whole(pair.model), torch.finfo(dtype).eps
-    for name, p in pair.plain.named_parameters():
-        assert torch.allclose(got[name], p.grad, rtol=eps, atol=1e-7), name
-
-
-@pytest.mark.parametrize(
-    ("number", "num_ranks", "strategy", "shard_dtype", "use_orig_params"),
-    sample(
-        [
-            (0, 1, FULL_SHARD, FP32, True),
-            (0, 2, FULL_SHARD, FP32, False),
-            (1, 2, FULL_SHARD, FP32, True),
-            (2, 3, FULL_SHARD, BF16, False),
-            (3, 2, SHARD_GRAD_OP, FP64, True),
-            (4, 3, NO_SHARD, FP32, False),
-        ],
-        1,
-        2,
-        3,
-        5,
-    ),
-)
-def test_param_dtype_and_reduce_dtype_are_independent(
-    number: int,
-    num_ranks: int,
-    strategy: ShardingStrategy,
-    shard_dtype: torch.dtype,
-    use_orig_params: bool,
-) -> None:
-    run_ranks(num_ranks, _computes_and_reduces_in, number, strategy, shard_dtype, use_orig_params)
-
-
-def _trains_in(
-    library: Any, strategy: str, precision: dict[str, Any], use_orig_params: bool, pattern: str
-) -> list[Tensor]:
-    """Losses and whole parameters; a: a backward, s: one with an update."""
-    torch.manual_seed(0)
-    cls = library.FullyShardedDataParallel
-    model = cls(
-        Stack(2),
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
-        sharding_strategy=library.ShardingStrategy[strategy],
-        mixed_precision=library.MixedPrecision(**precision),
-        use_orig_params=use_orig_params,
-        device_id=CPU,
-    )
-    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seen = []
-    for letter in pattern:
-        loss = square(model, vectors(generator))
-        loss.backward()
-        if letter == "s":
-            optim.step()
-            optim.zero_grad()
-            with cls.summon_full_params(model, writeback=False):
-                seen += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
-    return seen
-
-
-def _differs_from_torch(cases: list[tuple[str, dict[str, Any], bool, str]]) -> list[str]:
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
-        for case in cases:
-            theirs, ours = _trains_in(torch_fsdp, *case), _trains_in(fsdp_compat, *case)
-            values = list(zip(theirs, ours, strict=True))
-            assert len(values) > 20
-            found += [
-                f"{case}: value {i} differs by {(a - b).abs().max():.1e}"
-                for i, (a, b) in enumerate(values)
-                if not torch.equal(a, b)
-            ]
-    return found
-
-
+@on_ranks(2)
 def test_training_without_rounding_is_bit_equal_to_torch() -> None:
     precisions: list[dict[str, Any]] = [
         {"param_dtype": BF16, "reduce_dtype": FP32},
@@ -224,13 +173,20 @@ def test_training_without_rounding_is_bit_equal_to_torch() -> None:
         {"param_dtype": FP64},
         {"param_dtype": FP64, "reduce_dtype": FP32},
     ]
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     # With NO_SHARD torch averages an average once more, and rounds once more.
     patterns = {"FULL_SHARD": "sas", "SHARD_GRAD_OP": "sas", "NO_SHARD": "sss"}
-    cases = [
-        (s, p, orig, patterns[s]) for s, p, orig in pairs(strategies, precisions, (False, True))
-    ]
-    assert run_ranks(2, _differs_from_torch, cases) == [[], []]
+    for strategy, precision, original in pairs(list(patterns), precisions, BOTH):
+        options = {"strategy": strategy, "precision": precision, "use_orig_params": original}
+        assert_as_torch(partial(trained, pattern=patterns[strategy], **options), options)
+
+
+@on_ranks(2)
+def test_optimizer_steps_float32_parameters_with_bf16_gradients_like_torch() -> None:
+    low = {"param_dtype": BF16, "keep_low_precision_grads": True}
+    for original, momentum, strategy in pairs(BOTH, (0.0, 0.9), ("FULL_SHARD", "NO_SHARD")):
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+        options = {"strategy": strategy, "optimizer": optimizer, "use_orig_params": original}
+        assert_as_torch(partial(trained, precision=low, **options), options)
 
 
 # -- sums
@@ -264,24 +220,31 @@ ROUNDED_ONCE = [
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), EXACT + ROUNDED_ONCE)
-def test_bf16_gradients_are_added_up_in_float32(
-    strategy: ShardingStrategy, use_orig_params: bool
+@pytest.mark.parametrize(
+    ("reduce_dtype", "given", "num_backwards", "expected"),
+    [
+        # 256 + 1 is 256 in bfloat16: a sum in it loses the three small ones, and the average is 64.
+        (BF16, [256.0, 1.0, 1.0, 1.0], 1, 64.75),
+        # The sum of four is 120,000, beyond 65,504.
+        (FP16, [30000.0] * 4, 1, 30000.0),
+        # Accumulated on the shard, and larger than the largest fp16 number.
+        (FP16, [30000.0] * 4, 3, 90000.0),
+    ],
+)
+def test_gradients_are_added_up_in_float32(
+    reduce_dtype: torch.dtype,
+    given: list[float],
+    num_backwards: int,
+    expected: float,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
-    # 256 + 1 is 256 in bfloat16: a sum in it loses the three small ones, and the average is 64.
-    precision = MixedPrecision(param_dtype=FP32, reduce_dtype=BF16)
-    got = run_ranks(
-        4,
-        _averages,
-        precision,
-        [256.0, 1.0, 1.0, 1.0],
-        strategy,
-        1,
-        use_orig_params=use_orig_params,
-    )
-    allowed = [64.75] if (strategy, use_orig_params) in EXACT else [64.5, 64.75, 65.0]
+    precision = MixedPrecision(param_dtype=FP32, reduce_dtype=reduce_dtype)
+    options = {"use_orig_params": use_orig_params}
+    got = run_ranks(4, _averages, precision, given, strategy, num_backwards, **options)
     assert got == [got[0]] * 4
-    assert len(got[0]) == 1
-    assert got[0][0] in allowed
+    rounded = expected == 64.75 and (strategy, use_orig_params) in ROUNDED_ONCE
+    assert got[0] in ([[64.5], [64.75], [65.0]] if rounded else [[expected]])
 
 
 @each_value
@@ -294,22 +257,6 @@ def test_gradients_of_a_bf16_model_are_added_up_in_float32(
     got = run_ranks(4, _averages, precision, [256.0, 1.0, 1.0, 1.0], strategy, 1, BF16)
     assert got == [got[0]] * 4
     assert got[0] in ([64.5], [65.0])  # the neighbours of 64.75
-
-
-@pytest.mark.parametrize(("strategy", "use_orig_params"), EXACT + ROUNDED_ONCE)
-def test_fp16_gradients_near_its_limit_do_not_overflow(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    # The sum of four is 120,000, beyond 65,504.
-    precision = MixedPrecision(param_dtype=FP32, reduce_dtype=FP16)
-    options = {"use_orig_params": use_orig_params}
-    assert (
-        run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 1, **options) == [[30000.0]] * 4
-    )
-    # Twice the same, accumulated on the shard, and larger than the largest fp16 number.
-    assert (
-        run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 3, **options) == [[90000.0]] * 4
-    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -339,28 +286,6 @@ def _accumulates_in_fp16(use_orig_params: bool) -> list[float]:
 @both_forms
 def test_accumulated_fp16_gradients_are_divided_once(use_orig_params: bool) -> None:
     assert run_ranks(4, _accumulates_in_fp16, use_orig_params) == [[57344.0]] * 4
-
-
-def _fp16_against_float32(use_orig_params: bool) -> None:
-    low = MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
-    high = MixedPrecision(param_dtype=FP16, reduce_dtype=FP32)
-    one, other = (
-        make_pair(Stack, mixed_precision=p, use_orig_params=use_orig_params).model
-        for p in (low, high)
-    )
-    x = vectors(torch.Generator().manual_seed(dist.get_rank()))
-    for model in (one, other):
-        square(model, x).backward()
-    got, expected = _whole(one), _whole(other)
-    for name, value in expected.items():
-        assert torch.allclose(got[name], value, rtol=2 * torch.finfo(FP16).eps, atol=1e-6), name
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_fp16_reduction_is_as_precise_as_fp16_allows(num_ranks: int, use_orig_params: bool) -> None:
-    run_ranks(num_ranks, _fp16_against_float32, use_orig_params)
 
 
 # -- keep_low_precision_grads
@@ -443,55 +368,11 @@ def test_keep_low_precision_grads_keeps_the_reduce_dtype(
         )
 
 
-def _steps_from_low_grads(
-    library: Any, use_orig_params: bool, momentum: float, strategy: str
-) -> list[Tensor]:
-    torch.manual_seed(0)
-    cls = library.FullyShardedDataParallel
-    model = cls(
-        Stack(2),
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
-        sharding_strategy=library.ShardingStrategy[strategy],
-        mixed_precision=library.MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True),
-        use_orig_params=use_orig_params,
-        device_id=CPU,
-    )
-    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seen = []
-    for _ in range(2):
-        loss = square(model, vectors(generator))
-        loss.backward()
-        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
-        optim.step()
-        optim.zero_grad()
-        with cls.summon_full_params(model, writeback=False):
-            seen += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
-    return seen
-
-
-def _low_grads_against_torch() -> list[str]:
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
-        for case in pairs((False, True), (0.0, 0.9), ("FULL_SHARD", "NO_SHARD")):
-            theirs, ours = (
-                _steps_from_low_grads(library, *case) for library in (torch_fsdp, fsdp_compat)
-            )
-            for index, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
-                assert got.dtype == wanted.dtype
-                if not torch.equal(got, wanted):
-                    found.append(
-                        f"{case}, value {index} differs by {(got - wanted).abs().max():.1e}"
-                    )
-    return found
-
-
-def test_optimizer_steps_float32_parameters_with_bf16_gradients_like_torch() -> None:
-    assert run_ranks(2, _low_grads_against_torch) == [[], []]
-
-
-def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_low_precision_gradients_work_with_frozen_parts_and_copies(
+    use_orig_params: bool,
+) -> None:
     precision = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
     torch.manual_seed(0)
     module = Stack(2)
@@ -526,14 +407,8 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
     assert {p.grad.dtype for p in model.blocks[0].parameters() if p.grad is not None} == {BF16}
 
 
-@both_forms
-def test_low_precision_gradients_work_with_frozen_parts_and_copies(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _low_grads_of_frozen_copies_and_earlier_ones, use_orig_params)
-
-
-def _writes_low_grads_back() -> None:
+@on_ranks(2)
+def test_low_precision_gradients_can_be_changed_in_summon_full_params() -> None:
     for use_orig_params in (False, True):
         precision = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
         model = FSDP(GradientIs(), mixed_precision=precision, use_orig_params=use_orig_params)
@@ -545,10 +420,6 @@ def _writes_low_grads_back() -> None:
         (grad,) = _whole(model).values()
         assert grad.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
-
-
-def test_low_precision_gradients_can_be_changed_in_summon_full_params() -> None:
-    run_ranks(2, _writes_low_grads_back)
 
 
 # -- inputs
@@ -630,7 +501,8 @@ def test_floating_point_inputs_are_cast_if_requested(
     ]
 
 
-def _gradients_of_inputs() -> None:
+@on_ranks(2)
+def test_inputs_that_are_cast_get_gradients_of_their_own_dtype() -> None:
     """The cast is part of the graph: the user's tensor gets a gradient of its own dtype."""
     model = FSDP(GradientIs(), mixed_precision=MixedPrecision(param_dtype=BF16))
     with FSDP.summon_full_params(model):
@@ -641,10 +513,6 @@ def _gradients_of_inputs() -> None:
     assert x.grad.dtype == FP32
     assert x.grad.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert model.module.computed_in == BF16
-
-
-def test_inputs_that_are_cast_get_gradients_of_their_own_dtype() -> None:
-    run_ranks(2, _gradients_of_inputs)
 
 
 # -- buffers
@@ -699,7 +567,12 @@ CAST = {
 }
 
 
-def _buffers_are_cast() -> None:
+def assert_close_bf16(got: Tensor, expected: Tensor) -> None:
+    assert torch.allclose(got, expected, rtol=torch.finfo(BF16).eps)
+
+
+@on_ranks(2)
+def test_buffers_are_cast_for_computation_and_saved_in_their_own_dtype() -> None:
     plain, model = _two(mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16))
     inner = model.module[0].module
     assert (
@@ -740,15 +613,8 @@ def _buffers_are_cast() -> None:
     assert inner.seen == CAST, "load_state_dict(assign=True) put other tensors there"
 
 
-def assert_close_bf16(got: Tensor, expected: Tensor) -> None:
-    assert torch.allclose(got, expected, rtol=torch.finfo(BF16).eps)
-
-
-def test_buffers_are_cast_for_computation_and_saved_in_their_own_dtype() -> None:
-    run_ranks(2, _buffers_are_cast)
-
-
-def _only_buffers_are_cast() -> None:
+@on_ranks(2)
+def test_every_unit_casts_its_own_buffers() -> None:
     """buffer_dtype alone leaves parameters and inputs unchanged, also where units differ."""
     _, model = _two(mixed_precision=MixedPrecision(buffer_dtype=FP64))
     out = model(torch.ones(2, DIM))
@@ -769,10 +635,6 @@ def _only_buffers_are_cast() -> None:
     assert (second["table"], second["only.offset"]) == (FP64, FP64)
 
 
-def test_every_unit_casts_its_own_buffers() -> None:
-    run_ranks(2, _only_buffers_are_cast)
-
-
 class Counts(nn.Module):
     """Adds to a buffer in place."""
 
@@ -787,7 +649,8 @@ class Counts(nn.Module):
         return self.linear(x) + self.alias
 
 
-def _shares_buffers() -> None:
+@on_ranks(2)
+def test_a_buffer_that_several_modules_share_stays_shared() -> None:
     shared = torch.zeros(())
     module = nn.Sequential(Counts(shared), Counts(shared))
     model = FSDP(
@@ -813,8 +676,31 @@ def _shares_buffers() -> None:
         assert found == dict.fromkeys(("0.total", "0.alias", "1.total", "1.alias"), (FP32, 6.0))
 
 
-def test_a_buffer_that_several_modules_share_stays_shared() -> None:
-    run_ranks(2, _shares_buffers)
+def _in_inference_mode(module: Any) -> None:
+    with torch.inference_mode():
+        module.total.add_(1)
+
+
+def _by_the_ranks_together(module: Any) -> None:
+    module.total.copy_(module.total / dist.get_world_size() + 1 / dist.get_world_size())
+    dist.all_reduce(module.total)
+
+
+def _by_numpy(module: Any) -> None:
+    module.total.view(torch.int16).numpy()[:] = (module.total + 1).view(torch.int16).numpy()
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda m: m.total.add_(1),
+    "by index": lambda m: m.total.__setitem__(slice(None), m.total + 1),
+    "by data": lambda m: m.total.data.add_(1),
+    "by new data": lambda m: setattr(m.total, "data", m.total + 1),
+    "another tensor": lambda m: setattr(m, "total", m.total + 1),
+    "another tensor of its first dtype": lambda m: setattr(m, "total", m.total.float() + 1),
+    "by numpy": _by_numpy,
+    "by the ranks together": _by_the_ranks_together,
+    "in inference mode": _in_inference_mode,
+}
 
 
 class Writes(nn.Module):
@@ -830,43 +716,13 @@ class Writes(nn.Module):
         if not self.training:
             return self.linear(x.to(self.linear.weight.dtype)) + self.total[0]
         with torch.no_grad():
-            if self.how == "in place":
-                self.total += 1
-            elif self.how == "by index":
-                self.total[:] = self.total + 1
-            elif self.how == "by data":
-                self.total.data.add_(1)
-            elif self.how == "by new data":
-                self.total.data = self.total + 1
-            elif self.how == "another tensor":
-                self.total = self.total + 1
-            elif self.how == "another tensor of its first dtype":
-                self.total = self.total.float() + 1
-            elif self.how == "by numpy":
-                self.total.view(torch.int16).numpy()[:] = (self.total + 1).view(torch.int16).numpy()
-            elif self.how == "by the ranks together":
-                self.total.copy_(self.total / dist.get_world_size() + 1 / dist.get_world_size())
-                dist.all_reduce(self.total)
-            else:
-                with torch.inference_mode():
-                    self.total.add_(1)
+            WRITTEN[self.how](self)
         return self.linear(x) + self.total[0].to(x.dtype)
 
 
-WRITTEN = (
-    "in place",
-    "by index",
-    "by data",
-    "by new data",
-    "another tensor",
-    "another tensor of its first dtype",
-    "by numpy",
-    "by the ranks together",
-    "in inference mode",
-)
-
-
-def _writes_buffers(how: str) -> None:
+@pytest.mark.parametrize("how", WRITTEN)
+@on_ranks(2)
+def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval(how: str) -> None:
     torch.manual_seed(0)
     with _environment():
         model = FSDP(nn.Sequential(Writes(how)), mixed_precision=LOW)
@@ -897,12 +753,8 @@ def _writes_buffers(how: str) -> None:
     assert torch.allclose(model.state_dict()["0.total"], values + 1, rtol=1e-2)
 
 
-@pytest.mark.parametrize("how", WRITTEN)
-def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval(how: str) -> None:
-    run_ranks(2, _writes_buffers, how)
-
-
-def _keeps_what_a_cast_would_lose() -> None:
+@on_ranks(1)
+def test_a_state_dict_before_the_first_forward_has_the_values_of_buffers_unrounded() -> None:
     plain, model = _two(mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16))
     expected = plain.state_dict()
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
@@ -917,10 +769,6 @@ def _keeps_what_a_cast_would_lose() -> None:
             "0.ignored.offset",
         ):
             assert torch.equal(state[name], expected[name]), f"{name} in {kind.name}"
-
-
-def test_a_state_dict_before_the_first_forward_has_the_values_of_buffers_unrounded() -> None:
-    run_ranks(1, _keeps_what_a_cast_would_lose)
 
 
 # -- _module_classes_to_ignore
@@ -1003,14 +851,10 @@ def _batch_norms_as_with_ddp(
         assert torch.allclose(state[name].double(), value.double(), rtol=1e-4, atol=1e-5), name
 
 
-def _all_norms(cases: list[tuple[Any, ...]]) -> None:
-    for case in cases:
-        _batch_norms_as_with_ddp(*case)
-
-
 @each_value
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("policy", [False, True])
+@on_ranks(2)
 def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(
     policy: bool, strategy: ShardingStrategy
 ) -> None:
@@ -1019,7 +863,8 @@ def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(
         for affine, layer in itertools.product((False, True), repeat=2)
         if (affine is layer) is (policy is (strategy is NO_SHARD))  # covers every pair
     ]
-    run_ranks(2, _all_norms, cases)
+    for case in cases:
+        _batch_norms_as_with_ddp(*case)
 
 
 class Fussy(nn.Module):
@@ -1044,7 +889,8 @@ class HoldsFussy(nn.Module):
         return self.fussy(self.linear(x))
 
 
-def _leaves_classes_alone() -> None:
+@on_ranks(1)
+def test_ignored_module_classes_are_ignored_with_their_submodules() -> None:
     for policy in (None, ModuleWrapPolicy({nn.Linear}), ModuleWrapPolicy({HoldsFussy})):
         precision = MixedPrecision(
             param_dtype=BF16, buffer_dtype=BF16, _module_classes_to_ignore=[Fussy]
@@ -1057,10 +903,6 @@ def _leaves_classes_alone() -> None:
         assert model(torch.ones(1, DIM)).dtype == BF16
         seen = [m.seen for m in model.modules() if isinstance(m, Fussy)]
         assert seen == [(FP32, FP32, FP32)] * 2
-
-
-def test_ignored_module_classes_are_ignored_with_their_submodules() -> None:
-    run_ranks(1, _leaves_classes_alone)
 
 
 # -- FSDP_USE_FULL_PREC_IN_EVAL
@@ -1108,7 +950,31 @@ def _unsharded(model: FSDP, build: Callable[[], nn.Module]) -> nn.Module:
     return plain
 
 
-def _evaluates_in_full_precision(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def _assert_at_rest(model: FSDP) -> None:
+    for group in model._runtime.groups:
+        assert group.resident_nbytes == 0, f"{group.name} holds {group.resident_nbytes} bytes"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "use_orig_params"),
+    sample(
+        [
+            (1, FULL_SHARD, True),
+            (2, FULL_SHARD, False),
+            (3, FULL_SHARD, True),
+            (2, SHARD_GRAD_OP, False),
+            (2, SHARD_GRAD_OP, True),
+            (2, NO_SHARD, False),
+        ],
+        0,
+        3,
+        4,
+    ),
+)
+@on_ranks("num_ranks")
+def test_full_precision_eval_is_bit_equal_to_unsharded(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     build = partial(Stack, 2)
     model = _evaluating(build, **options)
@@ -1157,38 +1023,37 @@ def _evaluates_in_full_precision(strategy: ShardingStrategy, use_orig_params: bo
         assert low(x).dtype == BF16
 
 
-def _assert_at_rest(model: FSDP) -> None:
-    for group in model._runtime.groups:
-        assert group.resident_nbytes == 0, f"{group.name} holds {group.resident_nbytes} bytes"
+def _adds_gradients_of_both_modes(model: FSDP, x: Tensor) -> None:
+    """A parameter has gradients in two dtypes when post-backward takes them."""
+    grads, losses = [], []
+    for mode in (True, False):
+        model.train(mode)
+        square(model, x).backward()
+        grads.append(_whole(model))
+        model.zero_grad()
+        losses.append(square(model, x))
+    model.train()
+    (losses[0].float() + losses[1]).backward()
+    for name, found in _whole(model).items():
+        one, other = grads[0][name], grads[1][name]
+        rounding = float((one.abs() + other.abs()).max()) * torch.finfo(BF16).eps
+        torch.testing.assert_close(found, one + other, rtol=0.0, atol=rounding, msg=name)
+    model.zero_grad()
 
 
+@each_value
+@both_forms
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy", "use_orig_params"),
-    sample(
-        [
-            (1, FULL_SHARD, True),
-            (2, FULL_SHARD, False),
-            (3, FULL_SHARD, True),
-            (2, SHARD_GRAD_OP, False),
-            (2, SHARD_GRAD_OP, True),
-            (2, NO_SHARD, False),
-        ],
-        0,
-        3,
-        4,
-    ),
+    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
 )
-def test_full_precision_eval_is_bit_equal_to_unsharded(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _evaluates_in_full_precision, strategy, use_orig_params)
-
-
-def _evaluates_with_gradients(
-    strategy: ShardingStrategy, reduce_dtype: torch.dtype, **options: Any
+@pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
+@on_ranks("num_ranks")
+def test_evaluation_with_gradients_computes_them_in_full_precision(
+    reduce_dtype: torch.dtype, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """In evaluation mode gradients are computed in float32, and still reduced in
     ``reduce_dtype``."""
+    options = {"use_orig_params": use_orig_params}
     build = partial(Stack, 2)
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
     model = _evaluating(build, precision, sharding_strategy=strategy, **options)
@@ -1214,43 +1079,8 @@ def _evaluates_with_gradients(
     _adds_gradients_of_both_modes(model, x[dist.get_rank()])
 
 
-def _adds_gradients_of_both_modes(model: FSDP, x: Tensor) -> None:
-    """A parameter has gradients in two dtypes when post-backward takes them."""
-    grads, losses = [], []
-    for mode in (True, False):
-        model.train(mode)
-        square(model, x).backward()
-        grads.append(_whole(model))
-        model.zero_grad()
-        losses.append(square(model, x))
-    model.train()
-    (losses[0].float() + losses[1]).backward()
-    for name, found in _whole(model).items():
-        one, other = grads[0][name], grads[1][name]
-        rounding = float((one.abs() + other.abs()).max()) * torch.finfo(BF16).eps
-        torch.testing.assert_close(found, one + other, rtol=0.0, atol=rounding, msg=name)
-    model.zero_grad()
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
-)
-@pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
-def test_evaluation_with_gradients_computes_them_in_full_precision(
-    reduce_dtype: torch.dtype, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(
-        num_ranks,
-        _evaluates_with_gradients,
-        strategy,
-        reduce_dtype,
-        use_orig_params=use_orig_params,
-    )
-
-
-def _evaluates_buffers_in_full_precision() -> None:
+@on_ranks(2)
+def test_evaluation_in_full_precision_uses_buffers_in_full_precision() -> None:
     """Buffers that bf16 could not hold, and a batch norm whose statistics are used."""
     for build in (
         Table,
@@ -1285,10 +1115,6 @@ def _evaluates_buffers_in_full_precision() -> None:
         assert [b.dtype for name, b in model.named_buffers() if "table" in name] == [BF16]
 
 
-def test_evaluation_in_full_precision_uses_buffers_in_full_precision() -> None:
-    run_ranks(2, _evaluates_buffers_in_full_precision)
-
-
 class Sees(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1304,7 +1130,15 @@ class Sees(nn.Module):
         return FP32 if not self.inner.training else BF16
 
 
-def _mixes_modes(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
+)
+@on_ranks("num_ranks")
+def test_each_unit_computes_in_the_precision_of_its_own_mode(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     model = _evaluating(Sees, sharding_strategy=strategy, use_orig_params=use_orig_params)
     x = vectors(torch.Generator().manual_seed(dist.get_rank()))
     optim = torch.optim.SGD(model.parameters(), 0.1)
@@ -1335,17 +1169,6 @@ def _mixes_modes(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         optim.zero_grad()
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
-)
-def test_each_unit_computes_in_the_precision_of_its_own_mode(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _mixes_modes, strategy, use_orig_params)
-
-
 class Recomputes(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -1354,7 +1177,11 @@ class Recomputes(Stack):
         return self.head(x)
 
 
-def _evaluates_between(allow_unused_units: bool) -> None:
+@pytest.mark.parametrize("allow_unused_units", [False, True])
+@on_ranks(2)
+def test_eval_between_forward_and_backward_does_not_change_recomputation(
+    allow_unused_units: bool,
+) -> None:
     """Recomputation after an evaluation; two forwards of different precision before their
     backwards."""
     build = partial(Recomputes, 2)
@@ -1379,13 +1206,6 @@ def _evaluates_between(allow_unused_units: bool) -> None:
         dist.all_reduce(total)
         assert_close(got[name], total / dist.get_world_size(), name)
     _assert_at_rest(model)
-
-
-@pytest.mark.parametrize("allow_unused_units", [False, True])
-def test_eval_between_forward_and_backward_does_not_change_recomputation(
-    allow_unused_units: bool,
-) -> None:
-    run_ranks(2, _evaluates_between, allow_unused_units)
 
 
 def _switches_mode_before_backward(evaluation: bool) -> dict[str, list[float]]:

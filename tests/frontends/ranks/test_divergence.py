@@ -33,7 +33,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED
 
 PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
@@ -366,32 +366,6 @@ class Net(nn.Module):
         return self.down(self.up(self.blocks(x)))
 
 
-def differs(front_end: str, expected: dict[str, str]) -> None:
-    """Rank 1 builds another model than the others. Then all build the same one and train it."""
-    for change, difference in expected.items():
-        mine = change if dist.get_rank() == 1 else ""
-        options: dict[str, Any] = {}
-        if front_end != "fully_shard":
-            syncs = front_end == "flat, synchronised"
-            options = {"sync_module_states": syncs, "process_group": dist.new_group()}
-        if front_end != "fully_shard" and mine == "strategy":
-            options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
-        if front_end == "fully_shard" and mine == "strategy":
-            options["reshard_after_forward"] = False
-        if front_end == "fully_shard" and mine == "precision":
-            options["mp_policy"] = OURS.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        if front_end != "fully_shard" and mine == "precision":
-            options["mixed_precision"] = MixedPrecision(reduce_dtype=torch.bfloat16)
-        with pytest.raises(UsageError) as caught:
-            sharded(front_end, Net(mine), **options)(torch.ones(2, DIM)).sum().backward()
-        message = str(caught.value)
-        assert message.startswith("The models of the ranks differ."), message
-        assert difference in message, f"{difference!r} is not in\n{message}"
-        assert f"at {__file__}" in message
-    model = sharded(front_end, Net())
-    model(torch.ones(2, DIM)).sum().backward()
-
-
 def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
     if front_end == "fully_shard":
         found: nn.Module = shard_all(model, library=OURS, **options)
@@ -428,10 +402,34 @@ FULLY_SHARD_DIFFERENCES = {
     ],
     ids=["flat", "flat, synchronised", "fully_shard"],
 )
+@on_ranks(3)
 def test_models_that_differ_are_refused_before_anything_is_sent(
     front_end: str, own: dict[str, str]
 ) -> None:
-    run_ranks(3, differs, front_end, DIFFERENCES | own)
+    """Rank 1 builds another model than the others. Then all build the same one and train it."""
+    expected = DIFFERENCES | own
+    for change, difference in expected.items():
+        mine = change if dist.get_rank() == 1 else ""
+        options: dict[str, Any] = {}
+        if front_end != "fully_shard":
+            syncs = front_end == "flat, synchronised"
+            options = {"sync_module_states": syncs, "process_group": dist.new_group()}
+        if front_end != "fully_shard" and mine == "strategy":
+            options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
+        if front_end == "fully_shard" and mine == "strategy":
+            options["reshard_after_forward"] = False
+        if front_end == "fully_shard" and mine == "precision":
+            options["mp_policy"] = OURS.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        if front_end != "fully_shard" and mine == "precision":
+            options["mixed_precision"] = MixedPrecision(reduce_dtype=torch.bfloat16)
+        with pytest.raises(UsageError) as caught:
+            sharded(front_end, Net(mine), **options)(torch.ones(2, DIM)).sum().backward()
+        message = str(caught.value)
+        assert message.startswith("The models of the ranks differ."), message
+        assert difference in message, f"{difference!r} is not in\n{message}"
+        assert f"at {__file__}" in message
+    model = sharded(front_end, Net())
+    model(torch.ones(2, DIM)).sum().backward()
 
 
 def has_experts_of_its_own() -> list[float]:

@@ -45,7 +45,7 @@ from tests.support.parity import (
     train,
     trains,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
@@ -195,7 +195,14 @@ def test_evaluation_may_come_between_forward_and_backward(
     run_ranks(2, trains, Stack, step=partial(_evaluates_between, mode), sharding_strategy=strategy)
 
 
-def _changes_weights_after_a_forward(**options: Any) -> None:
+@each_value
+@both_forms
+@both_strategies
+@on_ranks(2)
+def test_weights_changed_after_a_forward_without_backward_are_seen(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     pair = make_pair(Stack, **options)
     for _ in range(2):
         x = pair.batches()[0]
@@ -209,18 +216,12 @@ def _changes_weights_after_a_forward(**options: Any) -> None:
 @each_value
 @both_forms
 @both_strategies
-def test_weights_changed_after_a_forward_without_backward_are_seen(
-    strategy: ShardingStrategy, use_orig_params: bool
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@on_ranks(2)
+def test_evaluation_sees_new_weights_and_leaves_nothing(
+    mode: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    run_ranks(
-        2,
-        _changes_weights_after_a_forward,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
-
-
-def _evaluates_after_each_step(mode: str, **options: Any) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     pair = train(Stack, num_steps=1, **options)
     for seed in range(3):
         pair.step(one_backward)
@@ -228,22 +229,6 @@ def _evaluates_after_each_step(mode: str, **options: Any) -> None:
         with CONTEXTS[mode]():
             assert_close(pair.model(x), pair.plain(x), "evaluation")
         pair.assert_idle()
-
-
-@each_value
-@both_forms
-@both_strategies
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_sees_new_weights_and_leaves_nothing(
-    mode: str, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        _evaluates_after_each_step,
-        mode,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
 
 
 def _begins_in_inference_mode(**options: Any) -> None:
@@ -300,7 +285,8 @@ def test_one_backward_may_pass_several_models(
     run_ranks(2, trains, use_orig_params=use_orig_params)
 
 
-def _answers_what_it_was_made_with() -> None:
+@on_ranks(1)
+def test_a_wrapped_module_reports_its_settings() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Tanh()), mixed_precision=precision)
     inner = model.module[0]
@@ -308,7 +294,3 @@ def _answers_what_it_was_made_with() -> None:
     assert model.compute_device == inner.compute_device == torch.device("cpu")
     assert (model._is_root, inner._is_root) == (True, False)
     assert (model._has_params, inner._has_params) == (False, True)
-
-
-def test_a_wrapped_module_reports_its_settings() -> None:
-    run_ranks(1, _answers_what_it_was_made_with)

@@ -20,7 +20,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block
 from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 pytestmark = pytest.mark.slow
@@ -107,7 +107,9 @@ CASES = [  # how, backend, strategy, number of steps
 ]
 
 
-def _compiles_blocks_then_wraps(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2, timeout=180)
+def test_blocks_compiled_and_then_wrapped_give_what_eager_gives(use_orig_params: bool) -> None:
     for how, backend, strategy, num_steps in CASES[:1] if use_orig_params else sample(CASES[1:], 0):
         with about((how, strategy)), counted():
             plain, inner, compiler = network(), network(), Backend(backend)
@@ -131,12 +133,9 @@ def _compiles_blocks_then_wraps(use_orig_params: bool) -> None:
             assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-@both_forms
-def test_blocks_compiled_and_then_wrapped_give_what_eager_gives(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_blocks_then_wraps, use_orig_params, timeout=180)
-
-
-def _compiles_wrapped_blocks(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True])
+@on_ranks(2, timeout=180)
+def test_modules_inside_of_units_may_be_compiled_after_wrapping(use_orig_params: bool) -> None:
     """Wrap first, then compile the modules inside the units."""
     with counted():
         plain, compiler = network(), Backend("aot_eager")
@@ -151,11 +150,8 @@ def _compiles_wrapped_blocks(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [True])
-def test_modules_inside_of_units_may_be_compiled_after_wrapping(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_wrapped_blocks, use_orig_params, timeout=180)
-
-
-def _compiles_checkpointed_blocks(use_orig_params: bool) -> None:
+@on_ranks(2, timeout=180)
+def test_compiled_blocks_may_recompute_their_activations(use_orig_params: bool) -> None:
     with counted():
         plain, inner, compiler = network(Checkpointed), network(Checkpointed), Backend("aot_eager")
         for block in inner.blocks:
@@ -169,12 +165,9 @@ def _compiles_checkpointed_blocks(use_orig_params: bool) -> None:
         assert 1 <= compiler.num_graphs <= 4, compiler.num_graphs
 
 
-@pytest.mark.parametrize("use_orig_params", [True])
-def test_compiled_blocks_may_recompute_their_activations(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_checkpointed_blocks, use_orig_params, timeout=180)
-
-
-def _recomputes_compiled_blocks(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False])
+@on_ranks(2, timeout=180)
+def test_compiled_blocks_may_be_recomputed(use_orig_params: bool) -> None:
     """A checkpoint around the unit, a compiled block in it."""
     with counted():
         plain, inner, compiler = network(), network(), Backend("aot_eager")
@@ -198,12 +191,9 @@ def _recomputes_compiled_blocks(use_orig_params: bool) -> None:
         assert compiler.num_graphs <= 4, compiler.num_graphs
 
 
-@pytest.mark.parametrize("use_orig_params", [False])
-def test_compiled_blocks_may_be_recomputed(use_orig_params: bool) -> None:
-    run_ranks(2, _recomputes_compiled_blocks, use_orig_params, timeout=180)
-
-
-def _compiles_in_low_precision(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True])
+@on_ranks(2, timeout=180)
+def test_compiled_blocks_compute_in_the_dtype_of_the_unit(use_orig_params: bool) -> None:
     outputs = []
     for compiled in (False, True):
         with counted():
@@ -226,15 +216,18 @@ def _compiles_in_low_precision(use_orig_params: bool) -> None:
         assert_close(got, expected, "output or gradient")
 
 
-@pytest.mark.parametrize("use_orig_params", [True])
-def test_compiled_blocks_compute_in_the_dtype_of_the_unit(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_in_low_precision, use_orig_params, timeout=180)
-
-
 # -- around
 
 
-def _compiles_the_wrapped_model(use_orig_params: bool) -> None:
+def _like(model: FSDP) -> Net:
+    plain = network()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@both_forms
+@on_ranks(2, timeout=180)
+def test_a_wrapped_model_that_is_compiled_gives_what_eager_gives(use_orig_params: bool) -> None:
     for how, backend, strategy, num_steps in sample(CASES[1:], 1) if use_orig_params else CASES[:1]:
         with about((how, strategy)), counted():
             plain, compiler, policy = network(), Backend(backend), ModuleWrapPolicy({Block})
@@ -255,18 +248,9 @@ def _compiles_the_wrapped_model(use_orig_params: bool) -> None:
             assert compiler.num_graphs - first <= 2, "compiled again and again"
 
 
-def _like(model: FSDP) -> Net:
-    plain = network()
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
-@both_forms
-def test_a_wrapped_model_that_is_compiled_gives_what_eager_gives(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_the_wrapped_model, use_orig_params, timeout=180)
-
-
-def _compiles_a_train_step(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False])
+@on_ranks(2, timeout=180)
+def test_a_function_that_calls_the_model_may_be_compiled(use_orig_params: bool) -> None:
     """Compile the code around the model: the loss, and the call."""
     with counted():
         plain, compiler = network(), Backend("aot_eager")
@@ -289,20 +273,12 @@ def _compiles_a_train_step(use_orig_params: bool) -> None:
         assert compiler.num_graphs <= 8, compiler.num_graphs
 
 
-@pytest.mark.parametrize("use_orig_params", [False])
-def test_a_function_that_calls_the_model_may_be_compiled(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_a_train_step, use_orig_params, timeout=180)
-
-
 # -- with a C++ compiler
 
 
-def _uses_inductor() -> None:
+@on_ranks(2, timeout=240)
+def test_the_default_backend_gives_what_eager_gives() -> None:
     with counted():
         plain, inner = network().blocks[0], network().blocks[0]
         inner.compile(fullgraph=True)
         trains(*[FSDP(inner, use_orig_params=True)] * 2, plain, 3)
-
-
-def test_the_default_backend_gives_what_eager_gives() -> None:
-    run_ranks(2, _uses_inductor, timeout=240)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,16 +22,25 @@ from fsdp_compat import (
     MixedPrecision,
     ShardingStrategy,
     StateError,
-    UsageError,
     register_fsdp_forward_method,
 )
 from fsdp_compat._comm.transport import Kind
-from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support import parity
 from tests.support.cases import about
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, both_forms, flat_form, original_form
-from tests.support.ranks import run_ranks
+from tests.support.parity import (
+    Pair,
+    assert_close,
+    backward,
+    both_forms,
+    flat_form,
+    make_pair,
+    original_form,
+    seeded,
+    sequences,
+)
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 DIM, NUM_TOKENS = 8, 13
@@ -157,34 +165,28 @@ def wrapped(*methods: str, synced: bool | None = None, **options: Any) -> FSDP:
 def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
     """Assert that the call has left nothing behind. After a forward with gradients, backward is
     expected."""
-    if mode == "grad":
-        return
-    for unit in model._runtime.units:
-        assert (
-            unit.residency is Residency.SHARDED
-            and not unit.view.shows_unsharded
-            and not unit.running
-        ), unit.label
-        assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
-        for group in unit.groups:
-            assert not any(
-                comm.ranks > 1 and comm.connections.sent for comm in (group.shard, group.replica)
-            ), f"{unit.label} sends"
+    if mode != "grad":
+        parity.assert_idle(model._runtime)
 
 
-def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
-    """Train both for some steps from the same parameters. Collective."""
-    optims = [torch.optim.SGD(module.parameters(), 0.1) for module in (model, plain)]
-    for seed in range(num_steps):
-        x = tokens(seed)
-        for module, optim in zip((model, plain), optims, strict=True):
-            module(x).pow(2).mean().backward()
-            optim.step()
-            optim.zero_grad()
-    state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        assert_close(state[name], value, name)
-    assert_idle(model)
+def pair_of(plain: nn.Module, model: FSDP, **options: Any) -> Pair:
+    return Pair(plain, model, batch=_some_tokens, **options)
+
+
+def _some_tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(NUM_TOKENS, (2, 3), generator=generator)
+
+
+def assert_trains(model: FSDP, plain: nn.Module) -> None:
+    """Train both for a step from the same parameters. Collective."""
+    pair = pair_of(plain, model)
+    pair.step()
+    pair.assert_state_equal()
+
+
+def assert_same_gradients(model: FSDP, plain: nn.Module) -> None:
+    """Where all ranks have had the same batch."""
+    Pair(plain, model).compare_gradients()
 
 
 GRADIENTS: dict[str, Callable[[], Any]] = {
@@ -197,7 +199,13 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 # -- registered methods equal the unwrapped ones
 
 
-def _generates(use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "use_orig_params"), sample([(1, True), (2, False), (3, False), (4, True)], 1, 3)
+)
+@on_ranks("num_ranks", timeout=120)
+def test_a_registered_method_returns_what_it_returned_unwrapped(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     rank = dist.get_rank()
     cases: list[dict[str, Any]] = [{"sharding_strategy": FULL_SHARD}]
     if dist.get_world_size() == 2:
@@ -246,16 +254,11 @@ def _generates(use_orig_params: bool) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "use_orig_params"), sample([(1, True), (2, False), (3, False), (4, True)], 1, 3)
-)
-def test_a_registered_method_returns_what_it_returned_unwrapped(
-    num_ranks: int, use_orig_params: bool
+@flat_form
+@on_ranks(3)
+def test_synced_method_allows_different_numbers_of_calls(
+    use_orig_params: bool,
 ) -> None:
-    run_ranks(num_ranks, _generates, use_orig_params, timeout=120)
-
-
-def _generates_as_asked(use_orig_params: bool) -> None:
     rank, plain = dist.get_rank(), decoder()
     for synced in (True, False, None):
         model = wrapped("generate", "inner_units", synced=synced, use_orig_params=use_orig_params)
@@ -274,13 +277,6 @@ def _generates_as_asked(use_orig_params: bool) -> None:
                 )
                 assert_idle(model, name)
         assert_trains(model, decoder())
-
-
-@flat_form
-def test_synced_method_allows_different_numbers_of_calls(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(3, _generates_as_asked, use_orig_params)
 
 
 def _counts_gathers(synced: bool) -> list[int]:
@@ -307,8 +303,13 @@ def test_call_inside_a_synced_method_gathers_each_unit_once() -> None:
 # -- gradients
 
 
-def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    rank, ranks, plain = dist.get_rank(), dist.get_world_size(), decoder()
+@each_value
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@on_ranks(2)
+def test_gradients_through_a_registered_method_equal_unsharded(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     model = wrapped(
         "encode",
         "other_order",
@@ -316,70 +317,30 @@ def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -
         use_orig_params=use_orig_params,
         sharding_strategy=strategy,
     )
-    optims = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in (model, plain)]
-    steps: list[Callable[[Any, Tensor], Tensor]] = [
+    pair = pair_of(decoder(), model)
+    losses: list[Callable[[Any, Tensor], Tensor]] = [
         lambda m, x: m.encode(x).pow(2).mean(),
         lambda m, x: m.other_order(x, 2).pow(2).mean(),
         lambda m, x: m.scores(x)["scores"].pow(2).mean(),
         lambda m, x: m.encode(x).pow(2).mean() + m(x).pow(2).mean(),
         lambda m, x: m(x).pow(2).mean() * m.encode(x).mean(),
     ]
-    for number, step in enumerate(steps):
-        batches = [tokens(10 * number + r) for r in range(ranks)]
-        losses = [step(plain, x) for x in batches]
-        (sum(losses) / ranks).backward()
-        loss = step(model, batches[rank])
-        loss.backward()
-        assert_close(loss, losses[rank], f"loss {number}")
-        assert_idle(model)
-        expected = dict(plain.named_parameters())
-        with FSDP.summon_full_params(model, with_grads=True):
-            for name, parameter in model.named_parameters():
-                grad, wanted = parameter.grad, expected[name].grad
-                if grad is not None or wanted is not None:
-                    zeros = torch.zeros_like(parameter)
-                    assert_close(
-                        zeros if grad is None else grad,
-                        zeros if wanted is None else wanted,
-                        f"step {number}: {name}",
-                    )
-        for p in plain.parameters():  # momentum depends on it; a unit has gradients as a whole
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+    for loss in losses:
+        pair.step(lambda m, x, loss=loss: backward(loss(m, x)), zeros=True)
 
 
-@each_value
 @both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_gradients_through_a_registered_method_equal_unsharded(
-    strategy: ShardingStrategy, use_orig_params: bool
+@on_ranks(2)
+def test_synced_method_has_gradients_if_ranks_make_the_same_calls(
+    use_orig_params: bool,
 ) -> None:
-    run_ranks(2, _trains_through_methods, strategy, use_orig_params)
-
-
-def _trains_synced(use_orig_params: bool) -> None:
     plain = decoder()
     model = wrapped("encode", synced=True, use_orig_params=use_orig_params)
     for _ in range(2):
         plain.encode(tokens()).pow(2).mean().backward()
         model.encode(tokens()).pow(2).mean().backward()
-    expected = dict(plain.named_parameters())
-    with FSDP.summon_full_params(model, with_grads=True):
-        for name, parameter in model.named_parameters():
-            if expected[name].grad is not None:
-                assert_close(parameter.grad, expected[name].grad, name)
+    assert_same_gradients(model, plain)
     assert_idle(model)
-
-
-@both_forms
-def test_synced_method_has_gradients_if_ranks_make_the_same_calls(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _trains_synced, use_orig_params)
 
 
 class Caller(nn.Module):
@@ -394,12 +355,16 @@ class Caller(nn.Module):
         return self.head(self.body.encode(x))
 
 
-def _calls_a_method_in_forward(synced: bool | None, use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    plain = Caller()
-    torch.manual_seed(0)
+@each_value
+@both_forms
+@pytest.mark.parametrize("synced", [None, True, False])
+@on_ranks(2)
+def test_registered_method_of_a_nested_wrapper_works_inside_forward(
+    synced: bool | None, use_orig_params: bool
+) -> None:
+    plain = seeded(Caller)
     model = FSDP(
-        Caller(),
+        seeded(Caller),
         auto_wrap_policy=ModuleWrapPolicy({Decoder, *UNITS}),
         use_orig_params=use_orig_params,
     )
@@ -414,21 +379,8 @@ def _calls_a_method_in_forward(synced: bool | None, use_orig_params: bool) -> No
     assert_idle(model)
     for module in (model, plain):
         module(tokens()).pow(2).mean().backward()
-    expected = dict(plain.named_parameters())
-    with FSDP.summon_full_params(model, with_grads=True):
-        for name, parameter in model.named_parameters():
-            if expected[name].grad is not None:
-                assert_close(parameter.grad, expected[name].grad, name)
+    assert_same_gradients(model, plain)
     assert_idle(model)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("synced", [None, True, False])
-def test_registered_method_of_a_nested_wrapper_works_inside_forward(
-    synced: bool | None, use_orig_params: bool
-) -> None:
-    run_ranks(2, _calls_a_method_in_forward, synced, use_orig_params)
 
 
 # -- exceptions
@@ -450,12 +402,8 @@ class Stops(Decoder):
 
 def _raises_on_one_rank(use_orig_params: bool) -> None:
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain = Stops()
-    torch.manual_seed(0)
-    model = FSDP(
-        Stops(), auto_wrap_policy=ModuleWrapPolicy(set(UNITS)), use_orig_params=use_orig_params
-    )
+    pair = make_pair(Stops, UNITS, use_orig_params=use_orig_params)
+    plain, model = pair.plain, pair.model
     register_fsdp_forward_method(model, "generate")
     for stopping, stop in ((1, 0), (0, 1), (2, 2)):
         model.module.stop = stop if rank == stopping else -1
@@ -500,20 +448,13 @@ class Named(nn.Module):
         return x + 1
 
 
-def _registers() -> None:
+@on_ranks(2)
+def test_registration_leaves_plain_modules_and_the_users_own_unchanged() -> None:
     module = Named()
     register_fsdp_forward_method(module, "encode")  # not wrapped: no effect
     register_fsdp_forward_method(module, "no such method")
     assert "encode" not in vars(module)
     model = FSDP(module)
-    for name in ("no_such_method", "linear_", "forward", "state_dict", "parameters", "no_sync"):
-        with about(name), pytest.raises(UsageError, match=re.escape(repr(name))):
-            register_fsdp_forward_method(model, name)
-    for bad in ((model, 3), (3, "encode")):
-        with about(bad), pytest.raises(UsageError, match="needs a module and a method name"):
-            register_fsdp_forward_method(*bad)
-    with pytest.raises(UsageError, match="'yes'"):
-        register_fsdp_forward_method(model, "encode", synced="yes")
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "encode", synced=False)  # the last one counts
     register_fsdp_forward_method(model, "constant")
@@ -524,11 +465,8 @@ def _registers() -> None:
     assert str(inspect.signature(model.encode)) == "(x: 'Tensor') -> 'Tensor'"
 
 
-def test_invalid_registration_raises_and_plain_modules_are_unchanged() -> None:
-    run_ranks(2, _registers)
-
-
-def _forwards_an_instance_attribute() -> None:
+@on_ranks(2)
+def test_function_set_on_the_module_instance_can_be_registered() -> None:
     """PEFT and other libraries set functions on module instances."""
     plain, inner = decoder(), decoder()
     for module in (plain, inner):
@@ -540,11 +478,11 @@ def _forwards_an_instance_attribute() -> None:
         _ = model.broken
 
 
-def test_function_set_on_the_module_instance_can_be_registered() -> None:
-    run_ranks(2, _forwards_an_instance_attribute)
-
-
-def _yields(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_registered_generator_runs_every_step_unsharded(
+    use_orig_params: bool,
+) -> None:
     plain = decoder()
     model = wrapped("sampled", "stages", use_orig_params=use_orig_params)
     with torch.no_grad():
@@ -562,24 +500,15 @@ def _yields(use_orig_params: bool) -> None:
     assert_idle(model)
     for module in (model, plain):
         sum(x.pow(2).mean() for x in module.stages(tokens(), 3)).backward()
-    grads = {name: p.grad for name, p in plain.named_parameters()}
-    with FSDP.summon_full_params(model, with_grads=True):
-        for name, parameter in model.named_parameters():
-            if grads[name] is not None:
-                assert_close(parameter.grad, grads[name], name)
+    assert_same_gradients(model, plain)
     model.zero_grad()
     plain.zero_grad()
     assert_trains(model, plain)
 
 
-@flat_form
-def test_registered_generator_runs_every_step_unsharded(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _yields, use_orig_params)
-
-
-def _casts(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_a_registered_method_computes_in_the_dtype_of_forward(use_orig_params: bool) -> None:
     plain = decoder()
     model = wrapped(
         "encode",
@@ -589,11 +518,6 @@ def _casts(use_orig_params: bool) -> None:
     got = model.encode(tokens())
     assert got.dtype is torch.bfloat16
     assert torch.equal(got, copy.deepcopy(plain).bfloat16().encode(tokens()))
-
-
-@both_forms
-def test_a_registered_method_computes_in_the_dtype_of_forward(use_orig_params: bool) -> None:
-    run_ranks(2, _casts, use_orig_params)
 
 
 # -- without registration: the error
@@ -643,72 +567,58 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _uses_sharded_parameters(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None:
     model, plain = wrapped(use_orig_params=use_orig_params), decoder()
     inner, x = model.module, torch.randn(2, DIM)
-    root, layer = "the root unit (a Decoder)", "unit 'layers.1'"
+    head, layer, mlp = inner.head, inner.layers[1], inner.layers[1].mlp
+    in_layer = "scale" if use_orig_params else "norm.weight"
+    uses: list[tuple[Callable[[], Any], str]] = [
+        (lambda: inner(tokens()), "embed.weight"),
+        (lambda: model.encode(tokens()), "embed.weight"),
+        (lambda: model.generate(tokens(), 1), "embed.weight"),
+        (lambda: head(x), "head.weight"),
+        (lambda: layer.module.norm(x), "norm.weight"),
+        (lambda: layer.module(x), in_layer),
+        (lambda: mlp.up(x), "up.weight"),
+        (lambda: mlp.module(x), "up.weight"),
+    ]
+    if not use_orig_params:  # otherwise it is the user's own parameter, which holds a part
+        uses += [
+            (lambda: F.linear(x, head.weight), "head.weight"),
+            (lambda: head.bias + torch.randn(NUM_TOKENS), "head.bias"),
+            (lambda: torch.randn(NUM_TOKENS) + head.bias, "head.bias"),
+            (lambda: x * layer.scale, "scale"),
+            (lambda: head.bias.sum(), "head.bias"),
+            (lambda: head.weight[0], "head.weight"),
+            (lambda: x @ mlp.up.weight.T, "up.weight"),
+            (lambda: torch.cat([x, head.weight]), "head.weight"),
+            (lambda: head.weight.data, "head.weight"),
+            (lambda: head.weight.grad, "head.weight"),
+            (lambda: head.weight.requires_grad, "head.weight"),
+            (lambda: head.weight.copy_(torch.zeros(NUM_TOKENS, DIM)), "head.weight"),
+            (lambda: nn.init.zeros_(head.weight), "head.weight"),
+            (lambda: list(head.weight), "head.weight"),
+            (lambda: len(head.weight), "head.weight"),
+            (lambda: float(layer.scale), "scale"),
+            (lambda: torch.stack([head.bias]), "head.bias"),
+            (lambda: torch.linalg.norm(head.weight), "head.weight"),
+            (lambda: inner.scores(tokens()), "embed.weight"),
+        ]
+    units = {"embed": "the root unit (a Decoder)", "head": "the root unit (a Decoder)"}
+    units |= {"up": "unit 'layers.1.mlp'", "scale": "unit 'layers.1'", "norm": "unit 'layers.1'"}
     for training in (True, False):
         model.train(training)
         for name, context in MODES.items():
             with about((training, name)), context():
-                uses: list[tuple[Callable[[], Any], str, str]] = [
-                    (lambda: inner(tokens()), "embed.weight", root),
-                    (lambda: model.encode(tokens()), "embed.weight", root),
-                    (lambda: model.generate(tokens(), 1), "embed.weight", root),
-                    (lambda: inner.head(x), "head.weight", root),
-                    (lambda: inner.layers[1].module.norm(x), "norm.weight", layer),
-                    (
-                        lambda: inner.layers[1].module(x),
-                        "scale" if use_orig_params else "norm.weight",
-                        layer,
-                    ),
-                    (lambda: inner.layers[1].mlp.up(x), "up.weight", "unit 'layers.1.mlp'"),
-                    (lambda: inner.layers[1].mlp.module(x), "up.weight", "unit 'layers.1.mlp'"),
-                ]
-                if (
-                    not use_orig_params
-                ):  # otherwise it is the user's own parameter, which holds a part
-                    uses += [
-                        (lambda: F.linear(x, inner.head.weight), "head.weight", root),
-                        (lambda: inner.head.bias + torch.randn(NUM_TOKENS), "head.bias", root),
-                        (lambda: torch.randn(NUM_TOKENS) + inner.head.bias, "head.bias", root),
-                        (lambda: x * inner.layers[1].scale, "scale", layer),
-                        (lambda: inner.head.bias.sum(), "head.bias", root),
-                        (lambda: inner.head.weight[0], "head.weight", root),
-                        (
-                            lambda: x @ inner.layers[1].mlp.up.weight.T,
-                            "up.weight",
-                            "unit 'layers.1.mlp'",
-                        ),
-                        (lambda: torch.cat([x, inner.head.weight]), "head.weight", root),
-                        (lambda: inner.head.weight.data, "head.weight", root),
-                        (lambda: inner.head.weight.grad, "head.weight", root),
-                        (lambda: inner.head.weight.requires_grad, "head.weight", root),
-                        (
-                            lambda: inner.head.weight.copy_(torch.zeros(NUM_TOKENS, DIM)),
-                            "head.weight",
-                            root,
-                        ),
-                        (lambda: nn.init.zeros_(inner.head.weight), "head.weight", root),
-                        (lambda: list(inner.head.weight), "head.weight", root),
-                        (lambda: len(inner.head.weight), "head.weight", root),
-                        (lambda: float(inner.layers[1].scale), "scale", layer),
-                        (lambda: torch.stack([inner.head.bias]), "head.bias", root),
-                        (lambda: torch.linalg.norm(inner.head.weight), "head.weight", root),
-                        (lambda: inner.scores(tokens()), "embed.weight", root),
-                    ]
-                for number, (use, parameter, unit) in enumerate(uses):
+                for number, (use, parameter) in enumerate(uses):
                     with about(number):
-                        assert_refuses(use, parameter, unit)
+                        assert_refuses(use, parameter, units[parameter.split(".")[0]])
                 if name != "autocast":
                     assert_close(model(tokens()), plain(tokens()), "after the errors")
     model.train()
     assert_trains(model, plain)
-
-
-@both_forms
-def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None:
-    run_ranks(2, _uses_sharded_parameters, use_orig_params)
 
 
 class Scale(nn.Module):
@@ -720,7 +630,8 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-def _calls_with_parts_that_fit() -> None:
+@on_ranks(2)
+def test_calls_that_would_compute_with_parts_are_refused() -> None:
     """One rank holds one element of the scale, and each rank one row of the weight."""
     for build, parameter in (
         (Scale, "scale"),
@@ -739,18 +650,19 @@ def _calls_with_parts_that_fit() -> None:
                 assert_close(model.module(x), plain(x), "while parameters are whole")
 
 
-def test_calls_that_would_compute_with_parts_are_refused() -> None:
-    run_ranks(2, _calls_with_parts_that_fit)
-
-
-def _reads_other_units(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@on_ranks(2)
+def test_parameters_of_another_unit_raise_inside_forward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     x = torch.randn(DIM, DIM)
     for what in ("weight", "bias", "scale", "module", "after"):
-        torch.manual_seed(0)
-        plain = Reads("nothing")
-        torch.manual_seed(0)
         options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-        model = FSDP(Reads(what), auto_wrap_policy=ModuleWrapPolicy({Mlp}), **options)
+        pair = make_pair(partial(Reads, what), (Mlp,), **options)
+        plain, model = pair.plain, pair.model
+        plain.what = "nothing"
         for name, context in GRADIENTS.items():
             with about((what, name)), context():
                 parameter = "down.bias" if what in ("bias", "scale") else "up.weight"
@@ -762,23 +674,11 @@ def _reads_other_units(strategy: ShardingStrategy, use_orig_params: bool) -> Non
         assert_close(model(x), plain(x), "after the error")
         for module in (model, plain):
             module(x).pow(2).mean().backward()
-        with FSDP.summon_full_params(model, with_grads=True):
-            for (name, got), wanted in zip(
-                model.named_parameters(), plain.parameters(), strict=True
-            ):
-                assert_close(got.grad, wanted.grad, name)
+        assert_same_gradients(model, plain)
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-def test_parameters_of_another_unit_raise_inside_forward(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(2, _reads_other_units, strategy, use_orig_params)
-
-
-def _reads_parts_outside(use_orig_params: bool = True) -> None:
+@on_ranks(2)
+def test_use_orig_params_allows_reads_and_writes_between_steps() -> None:
     """With use_orig_params=True parameters are the user's own objects between steps, and optimizers
     and logging read and write them."""
     model, plain = wrapped(use_orig_params=True), decoder()
@@ -796,11 +696,20 @@ def _reads_parts_outside(use_orig_params: bool = True) -> None:
     assert_trains(model, plain)
 
 
-def test_use_orig_params_allows_reads_and_writes_between_steps() -> None:
-    run_ranks(2, _reads_parts_outside)
+@on_ranks(2)
+def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
+    model = wrapped()
+    head = copy.deepcopy(model.module.head)
+    for use in (lambda: head(torch.zeros(2, DIM)), lambda: head.weight * 2):
+        with pytest.raises(StateError, match=r"'head\.weight' was used while its unit is sharded"):
+            use()
+    whole = wrapped(use_orig_params=True).module.head
+    with pytest.raises(StateError, match="was used while its unit is sharded"):
+        copy.deepcopy(whole)(torch.zeros(2, DIM))
 
 
-def _asks_the_placeholder() -> None:
+@on_ranks(2)
+def test_placeholder_has_shape_dtype_and_device() -> None:
     model = wrapped()
     weight, bias = model.module.head.weight, model.module.layers[0].mlp.up.bias
     assert (weight.shape, weight.dtype, weight.device) == (
@@ -839,26 +748,9 @@ def _asks_the_placeholder() -> None:
     assert not hasattr(weight, "__array_interface__")  # not mistaken for an array
 
 
-def _copies_inner_modules() -> None:
-    model = wrapped()
-    head = copy.deepcopy(model.module.head)
-    for use in (lambda: head(torch.zeros(2, DIM)), lambda: head.weight * 2):
-        with pytest.raises(StateError, match=r"'head\.weight' was used while its unit is sharded"):
-            use()
-    whole = wrapped(use_orig_params=True).module.head
-    with pytest.raises(StateError, match="was used while its unit is sharded"):
-        copy.deepcopy(whole)(torch.zeros(2, DIM))
-
-
-def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
-    run_ranks(2, _copies_inner_modules)
-
-
-def test_placeholder_has_shape_dtype_and_device() -> None:
-    run_ranks(2, _asks_the_placeholder)
-
-
-def _keeps_signatures(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     for _ in range(2):
         for module, names in (
@@ -871,23 +763,47 @@ def _keeps_signatures(use_orig_params: bool) -> None:
         model(tokens()).sum().backward()
 
 
-@both_forms
-def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> None:
-    run_ranks(2, _keeps_signatures, use_orig_params)
-
-
 # -- modules of torch that read parameters of others
 
 
-def _encodes(
-    use_orig_params: bool, units: tuple[type[nn.Module], ...], build: Callable[[], nn.Module]
+def _layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
+
+
+def _encoder() -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(_layer(), 2)
+
+
+def _rnn(kind: type[nn.RNNBase]) -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), kind(DIM, DIM, num_layers=2, batch_first=True))
+
+
+def _first_output(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x)
+    return backward((output[0] if isinstance(output, tuple) else output).pow(2).mean())
+
+
+TRANSFORMERS: list[Any] = [
+    (_layer, (nn.Linear,)),
+    (_layer, (nn.LayerNorm, nn.MultiheadAttention)),
+    (_encoder, (nn.TransformerEncoderLayer,)),
+    (_encoder, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
+    (_encoder, (nn.Linear, nn.LayerNorm)),
+    (partial(_rnn, nn.LSTM), (nn.LSTM,)),
+    (partial(_rnn, nn.GRU), (nn.GRU, nn.Linear)),
+]
+
+
+@each_value
+@both_forms
+@pytest.mark.parametrize("number", range(len(TRANSFORMERS)))
+@on_ranks(2)
+def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
+    number: int, use_orig_params: bool
 ) -> None:
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    model = FSDP(
-        build(), auto_wrap_policy=ModuleWrapPolicy(set(units)), use_orig_params=use_orig_params
-    )
+    build, units = TRANSFORMERS[number]
+    pair = make_pair(build, units, batch=sequences, use_orig_params=use_orig_params)
+    plain, model = pair.plain, pair.model
     assert len(FSDP.fsdp_modules(model)) > 1
     x = torch.randn(3, 5, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
     mask = torch.zeros(3, 5, dtype=torch.bool)
@@ -910,56 +826,14 @@ def _encodes(
                     )  # masked positions are undefined
                     assert_close(got[keep], wanted[keep], "output")
                     assert_idle(model, name)
-    for module in (model, plain):
-        output = module(x)
-        (output[0] if isinstance(output, tuple) else output).pow(2).mean().backward()
-    grads = [p.grad for p in plain.parameters()]
-    for grad in grads:
-        dist.all_reduce(grad)
-        grad.div_(dist.get_world_size())
-    with FSDP.summon_full_params(model, with_grads=True):
-        for (name, got), wanted in zip(model.named_parameters(), grads, strict=True):
-            assert_close(got.grad, wanted, f"gradient of {name}")
+    pair.step(_first_output)
 
 
-def _layer() -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
-
-
-def _encoder() -> nn.TransformerEncoder:
-    return nn.TransformerEncoder(_layer(), 2)
-
-
-def _rnn(kind: type[nn.RNNBase]) -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), kind(DIM, DIM, num_layers=2, batch_first=True))
-
-
-TRANSFORMERS: list[Any] = [
-    (_layer, (nn.Linear,)),
-    (_layer, (nn.LayerNorm, nn.MultiheadAttention)),
-    (_encoder, (nn.TransformerEncoderLayer,)),
-    (_encoder, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
-    (_encoder, (nn.Linear, nn.LayerNorm)),
-    (partial(_rnn, nn.LSTM), (nn.LSTM,)),
-    (partial(_rnn, nn.GRU), (nn.GRU, nn.Linear)),
-]
-
-
-@each_value
 @both_forms
-@pytest.mark.parametrize("number", range(len(TRANSFORMERS)))
-def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
-    number: int, use_orig_params: bool
-) -> None:
-    build, units = TRANSFORMERS[number]
-    run_ranks(2, _encodes, use_orig_params, units, build)
-
-
-def _attends(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    plain = nn.MultiheadAttention(DIM, 2, batch_first=True)
-    torch.manual_seed(0)
-    model = FSDP(nn.MultiheadAttention(DIM, 2, batch_first=True), use_orig_params=use_orig_params)
+@on_ranks(2)
+def test_attention_alone_can_be_the_model(use_orig_params: bool) -> None:
+    build = partial(nn.MultiheadAttention, DIM, 2, batch_first=True)
+    plain, model = seeded(build), FSDP(seeded(build), use_orig_params=use_orig_params)
     x = torch.randn(3, 5, DIM)
     for training in (True, False):
         model.train(training)
@@ -974,22 +848,10 @@ def _attends(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_attention_alone_can_be_the_model(use_orig_params: bool) -> None:
-    run_ranks(2, _attends, use_orig_params)
-
-
-def _calls_an_rnn_inside(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    model = FSDP(
-        _rnn(nn.LSTM), auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}), use_orig_params=use_orig_params
-    )
-    torch.manual_seed(0)
-    plain, x = _rnn(nn.LSTM), torch.randn(3, 5, DIM)
+@on_ranks(2)
+def test_rnn_inside_a_unit_raises_if_called_alone(use_orig_params: bool) -> None:
+    pair = make_pair(partial(_rnn, nn.LSTM), (nn.LSTM,), use_orig_params=use_orig_params)
+    plain, model, x = pair.plain, pair.model, torch.randn(3, 5, DIM)
     for _ in range(2):
         assert_refuses(lambda: model[1].module(x), "weight_ih_l0", "unit '1'")
         assert_close(model(x)[0], plain(x)[0], "after the error")
-
-
-@both_forms
-def test_rnn_inside_a_unit_raises_if_called_alone(use_orig_params: bool) -> None:
-    run_ranks(2, _calls_an_rnn_inside, use_orig_params)

@@ -32,7 +32,7 @@ from tests.support.parity import (
     trains,
     wide_vectors,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 # -- losses from elsewhere
 
@@ -151,22 +151,15 @@ def _two_blocks(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m.blocks[1](m.blocks[0](x)).pow(2).mean())
 
 
-def _calls_units_without_their_root(**options: Any) -> None:
+@each_value
+@both_forms
+@both_strategies
+@on_ranks(2)
+def test_a_unit_may_be_called_without_its_root(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     pair = train(Stack, **options)
     for _ in range(2):
         pair.step(_two_blocks)
     pair.step(one_backward)
-
-
-@each_value
-@both_forms
-@both_strategies
-def test_a_unit_may_be_called_without_its_root(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        _calls_units_without_their_root,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )

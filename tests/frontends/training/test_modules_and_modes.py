@@ -41,7 +41,7 @@ from tests.support.parity import (
     tokens,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _trains(*args: Any, **kwargs: Any) -> None:
@@ -80,7 +80,9 @@ def test_autocast_casts_the_weights_of_this_step(
 # -- torch.compile
 
 
-def _compiles_the_modules_of_units(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2, timeout=120)
+def test_units_may_be_compiled(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     for block in pair.model.blocks:
         block.compile(backend="aot_eager")
@@ -88,7 +90,9 @@ def _compiles_the_modules_of_units(use_orig_params: bool) -> None:
         pair.step(one_backward)
 
 
-def _wraps_compiled_modules(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2, timeout=120)
+def test_compiled_modules_may_be_units(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     plain = Blocks(compiled=False)
     torch.manual_seed(0)
@@ -98,16 +102,6 @@ def _wraps_compiled_modules(use_orig_params: bool) -> None:
     assert len(FSDP.fsdp_modules(pair.model)) == 3
     for _ in range(3):
         pair.step(one_backward)
-
-
-@both_forms
-def test_units_may_be_compiled(use_orig_params: bool) -> None:
-    run_ranks(2, _compiles_the_modules_of_units, use_orig_params, timeout=120)
-
-
-@both_forms
-def test_compiled_modules_may_be_units(use_orig_params: bool) -> None:
-    run_ranks(2, _wraps_compiled_modules, use_orig_params, timeout=120)
 
 
 # -- modules of torch
@@ -154,7 +148,9 @@ def test_an_attention_may_be_a_unit(use_orig_params: bool) -> None:
     )
 
 
-def _evaluates_transformer_layers(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_the_fast_path_of_a_transformer_layer_sees_whole_weights(use_orig_params: bool) -> None:
     """In eval mode a layer reads its children's weights without calling them."""
     build = partial(chain, encoder_layer, encoder_layer)
     pair = train(
@@ -167,11 +163,6 @@ def _evaluates_transformer_layers(use_orig_params: bool) -> None:
         with context():
             assert_close(pair.model(x), pair.plain(x), f"output with {context.__name__}")
     pair.step(one_backward, batch=sequences)
-
-
-@both_forms
-def test_the_fast_path_of_a_transformer_layer_sees_whole_weights(use_orig_params: bool) -> None:
-    run_ranks(2, _evaluates_transformer_layers, use_orig_params)
 
 
 # -- a forward of an instance
@@ -192,7 +183,11 @@ def _forwards_of_instances(model: nn.Module) -> list[Any]:
     return [block.up.forward for block in model.blocks]
 
 
-def _trains_with_forwards_of_instances(when: str, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
+@on_ranks(2)
+def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:
     before = when == "before wrapping"
     pair = make_pair(
         lambda: _scale_outputs(Stack()) if before else Stack(), use_orig_params=use_orig_params
@@ -207,10 +202,3 @@ def _trains_with_forwards_of_instances(when: str, use_orig_params: bool) -> None
         forwards = _forwards_of_instances(pair.model)
         pair.step(one_backward)
         assert _forwards_of_instances(pair.model) == forwards
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
-def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:
-    run_ranks(2, _trains_with_forwards_of_instances, when, use_orig_params)

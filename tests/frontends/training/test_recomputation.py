@@ -42,7 +42,7 @@ from tests.support.parity import (
     square,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 both_kinds = pytest.mark.parametrize("reentrant", [False, True])
 early_or_not = pytest.mark.parametrize("early_stop", [False, True])
@@ -136,16 +136,13 @@ def test_a_checkpoint_may_be_around_the_root(reentrant: bool, strategy: Sharding
     )
 
 
-def _wraps_in_checkpoint_wrappers(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_checkpoint_wrappers_may_be_put_into_a_wrapped_model(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     apply_activation_checkpointing(pair.model, check_fn=lambda module: isinstance(module, Block))
     for _ in range(2):
         pair.step()
-
-
-@both_forms
-def test_checkpoint_wrappers_may_be_put_into_a_wrapped_model(use_orig_params: bool) -> None:
-    run_ranks(2, _wraps_in_checkpoint_wrappers, use_orig_params)
 
 
 # -- selective checkpoints, which save what a policy says

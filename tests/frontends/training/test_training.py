@@ -32,7 +32,7 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, one_backward, square, tokens, train, trains
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -232,15 +232,12 @@ def test_backward_holds_two_whole_units_and_no_step_holds_more_than_the_one_befo
         assert most <= 2
 
 
-def _state_between_steps(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_the_storage_of_whole_parameters_is_empty_between_steps(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     for _ in range(2):
         pair.step(one_backward)
         assert (
             pair.model._runtime.groups[0].memory.all_gather_output.untyped_storage().nbytes() == 0
         )
-
-
-@both_forms
-def test_the_storage_of_whole_parameters_is_empty_between_steps(use_orig_params: bool) -> None:
-    run_ranks(2, _state_between_steps, use_orig_params)

@@ -20,10 +20,15 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms, make_pair, one_backward
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def _answers() -> None:
+def clean(name: str) -> str:
+    return name.removeprefix("_fsdp_wrapped_module.")
+
+
+@on_ranks(2)
+def test_attributes_equal_those_of_torch() -> None:
     """Enum members are compared by name, because each package has its own enums."""
     for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST"):
         for flag in (False, True):
@@ -78,15 +83,9 @@ def _answers() -> None:
     assert seen == ["FORWARD_BACKWARD"]
 
 
-def clean(name: str) -> str:
-    return name.removeprefix("_fsdp_wrapped_module.")
-
-
-def test_attributes_equal_those_of_torch() -> None:
-    run_ranks(2, _answers)
-
-
-def _sets(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_attributes_set_by_clients_have_no_effect(use_orig_params: bool) -> None:
     """Set and call what Composer, litgpt and verl use to make torch initialize again."""
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
@@ -102,11 +101,8 @@ def _sets(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_attributes_set_by_clients_have_no_effect(use_orig_params: bool) -> None:
-    run_ranks(2, _sets, use_orig_params)
-
-
-def _moves_shards_as_verl(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
     """Offload and reload, with verl's own assertions."""
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
@@ -142,22 +138,14 @@ def _moves_shards_as_verl(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
-    run_ranks(2, _moves_shards_as_verl, use_orig_params)
-
-
-def _outlives_its_model(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_a_handle_does_not_keep_its_model(use_orig_params: bool) -> None:
     model = FSDP(Block(), use_orig_params=use_orig_params)
     handle = model._handle
     del model
     gc.collect()
     with pytest.raises(StateError, match="garbage-collected"):
         _ = handle.flat_param
-
-
-@both_forms
-def test_a_handle_does_not_keep_its_model(use_orig_params: bool) -> None:
-    run_ranks(2, _outlives_its_model, use_orig_params)
 
 
 def upcast(model: nn.Module, cls: type[Any]) -> None:
@@ -170,7 +158,11 @@ def upcast(model: nn.Module, cls: type[Any]) -> None:
                 module._handle._orig_param_dtype = torch.float32
 
 
-def _upcasts(use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -> None:
     inner = Stack(2).bfloat16()
     torch.manual_seed(1)
     for p in inner.parameters():
@@ -204,14 +196,9 @@ def _upcasts(use_orig_params: bool) -> None:
         model._handle._orig_param_dtype = torch.bfloat16
 
 
-@each_value
 @both_forms
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -> None:
-    run_ranks(ranks, _upcasts, use_orig_params)
-
-
-def _takes_what_the_flat_parameter_was_given(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_upcast_keeps_the_values_set_by_the_client(use_orig_params: bool) -> None:
     model = FSDP(nn.Linear(DIM, DIM).bfloat16(), use_orig_params=use_orig_params)
     flat = model._flat_param
     flat.data = flat.data.float() + 2**-20  # not representable in bfloat16
@@ -220,8 +207,3 @@ def _takes_what_the_flat_parameter_was_given(use_orig_params: bool) -> None:
     assert torch.equal(model._runtime.groups[0].store.shard[: flat.numel()], flat.data)
     assert all(bool((value * 2**19 % 1 != 0).any()) for value in model.state_dict().values())
     dist.barrier()
-
-
-@both_forms
-def test_upcast_keeps_the_values_set_by_the_client(use_orig_params: bool) -> None:
-    run_ranks(2, _takes_what_the_flat_parameter_was_given, use_orig_params)

@@ -34,8 +34,8 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, chain
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, both_forms, flat_form, original_form
-from tests.support.ranks import run_ranks
+from tests.support.parity import Pair, assert_close, both_forms, flat_form, original_form, seeded
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -131,54 +131,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
 }
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return build()
-
-
 def make(name: str, **options: Any) -> tuple[nn.Module, FSDP]:
     build, units = MODELS[name]
     return seeded(build), FSDP(seeded(build), auto_wrap_policy=ModuleWrapPolicy(units), **options)
 
 
-def batch(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the same batch on all ranks; otherwise batch norm would see only its rank's part."""
-    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-class Trains:
-    """A sharded model and an equal unsharded one."""
-
-    def __init__(self, plain: nn.Module, model: nn.Module) -> None:
-        self.plain, self.model = plain, model
-        self.optims = [
-            torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.05, momentum=0.9)
-            for m in (plain, model)
-        ]
-
-    def step(self, seed: int) -> None:
-        """Run a step of both, and compare gradients and state."""
-        for module in (self.plain, self.model):
-            module(batch(seed)).float().pow(2).mean().backward()
-        expected = dict(self.plain.named_parameters())
-        with FSDP.summon_full_params(self.model, with_grads=True):
-            shown = {clean_name(name): p for name, p in self.model.named_parameters()}
-            assert list(shown) == list(expected)
-            for name, p in expected.items():
-                assert (p.grad is None) or shown[name].grad is not None, f"no gradient of {name}"
-                if p.grad is not None:
-                    assert_close(shown[name].grad, p.grad, f"gradient of {name}")
-        for optim in self.optims:
-            optim.step()
-            optim.zero_grad()
-        self.assert_state_equal()
-
-    def assert_state_equal(self) -> None:
-        state, expected = self.model.state_dict(), self.plain.state_dict()
-        assert list(state) == list(expected)
-        for name, value in expected.items():
-            assert state[name].dtype == value.dtype
-            assert_close(state[name], value, name)
+# The same batch on all ranks; otherwise batch norm would see only its rank's part.
+pair_of = partial(Pair, data_ranks=1)
 
 
 def storages(model: nn.Module) -> set[int]:
@@ -226,10 +189,10 @@ def _copies(name: str, some_ways: tuple[Callable[[Any], Any], ...], use_orig_par
     for way in some_ways:
         with about(way.__name__):
             plain, model = make(name, use_orig_params=use_orig_params)
-            first = Trains(plain, model)
-            first.step(0)
+            first = pair_of(plain, model)
+            first.step()
             names, parameters = layout_of(model), list(model.parameters())
-            second = Trains(copy.deepcopy(plain), way(model))
+            second = pair_of(copy.deepcopy(plain), way(model))
             assert type(second.model) is FSDP and second.model.check_is_root()
             assert layout_of(second.model) == names == layout_of(model), (
                 "parameters in the same order"
@@ -246,11 +209,11 @@ def _copies(name: str, some_ways: tuple[Callable[[Any], Any], ...], use_orig_par
             assert_apart(model, second.model)
             second.assert_state_equal()
             assert repr(second.model) == repr(model)
-            first.step(1)  # with different data and optimizer state
-            second.step(11)
+            first.step()  # with different data and optimizer state
+            second.step()
             first.assert_state_equal()
-            third = Trains(copy.deepcopy(second.plain), way(second.model))  # a copy of a copy
-            third.step(5)
+            third = pair_of(copy.deepcopy(second.plain), way(second.model))  # a copy of a copy
+            third.step()
             second.assert_state_equal()
             state, expected = sharded_state(third.model), third.model.state_dict()
             second.model.load_state_dict(state)
@@ -277,7 +240,9 @@ def test_copies_on_any_number_of_ranks(num_ranks: int, use_orig_params: bool) ->
     run_ranks(num_ranks, _copies, "mixed", (by_deepcopy, by_torch_save), use_orig_params)
 
 
-def _copies_with_options(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
     for options in (
         {"sharding_strategy": SHARD_GRAD_OP},
         {"sharding_strategy": NO_SHARD},
@@ -291,12 +256,12 @@ def _copies_with_options(use_orig_params: bool) -> None:
                 model = FSDP(inner, ignored_modules=[inner.head], use_orig_params=use_orig_params)
             else:
                 plain, model = make("stack", use_orig_params=use_orig_params, **options)
-            first = Trains(plain, model)
-            first.step(0)
-            second = Trains(copy.deepcopy(plain), copy.deepcopy(model))
-            third = Trains(copy.deepcopy(plain), by_pickle(model))
+            first = pair_of(plain, model)
+            first.step()
+            second = pair_of(copy.deepcopy(plain), copy.deepcopy(model))
+            third = pair_of(copy.deepcopy(plain), by_pickle(model))
             for trains in (first, second, third):
-                trains.step(1)
+                trains.step()
             assert (
                 second.model.sharding_strategy
                 is model.sharding_strategy
@@ -304,31 +269,25 @@ def _copies_with_options(use_orig_params: bool) -> None:
             )
 
 
-@original_form
-def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_with_options, use_orig_params)
-
-
-def _copies_hybrid(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(4)
+def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     plain, model = make(
         "stack", use_orig_params=use_orig_params, sharding_strategy=HYBRID, device_mesh=mesh
     )
-    first = Trains(plain, model)
-    first.step(0)
+    first = pair_of(plain, model)
+    first.step()
     for way in TWO_WAYS:
-        second = Trains(copy.deepcopy(plain), way(model))
+        second = pair_of(copy.deepcopy(plain), way(model))
         assert second.model.process_group is model.process_group
-        second.step(1)
-    first.step(3)
+        second.step()
+    first.step()
 
 
-@flat_form
-def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool) -> None:
-    run_ranks(4, _copies_hybrid, use_orig_params)
-
-
-def _copies_low_precision(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_a_copy_computes_in_the_dtypes_of_the_original(use_orig_params: bool) -> None:
     precision = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
     )
@@ -351,31 +310,25 @@ def _copies_low_precision(use_orig_params: bool) -> None:
             assert got is None or torch.equal(got, expected)
 
 
-@original_form
-def test_a_copy_computes_in_the_dtypes_of_the_original(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_low_precision, use_orig_params)
-
-
-def _copies_parts_of_a_model(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_a_nested_instance_may_be_copied_alone(use_orig_params: bool) -> None:
     plain, model = make("nested", use_orig_params=use_orig_params)
-    Trains(plain, model).step(0)
+    pair_of(plain, model).step()
     # A nested instance alone becomes a root.
     for way in TWO_WAYS:
         block = way(model.blocks[0])
         assert block.check_is_root() and not model.blocks[0].check_is_root()
         assert len(FSDP.fsdp_modules(block)) == 3
-        trains = Trains(copy.deepcopy(plain.blocks[0]), block)
-        trains.step(1)
+        trains = pair_of(copy.deepcopy(plain.blocks[0]), block)
+        trains.step()
         assert_apart(model, block)
-    Trains(plain, model).step(2)
+    pair_of(plain, model).step()
 
 
-@flat_form
-def test_a_nested_instance_may_be_copied_alone(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_parts_of_a_model, use_orig_params)
-
-
-def _copies_containers(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -> None:
     for way in TWO_WAYS:
         plain, model = seeded(Container), seeded(Container)
         policy = ModuleWrapPolicy({Block})
@@ -394,14 +347,13 @@ def _copies_containers(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_containers, use_orig_params)
-
-
-def _copies_the_inner_module(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_copy_of_the_summoned_inner_module_is_a_plain_module(
+    use_orig_params: bool,
+) -> None:
     """Inside summon_full_params, a copy of the inner module is a plain module."""
     plain, model = make("mixed inside", use_orig_params=use_orig_params)
-    Trains(plain, model).step(0)
+    pair_of(plain, model).step()
     with FSDP.summon_full_params(model):
         block = copy.deepcopy(model.module[0].module)
     with FSDP.summon_full_params(model, writeback=False):
@@ -418,20 +370,15 @@ def _copies_the_inner_module(use_orig_params: bool) -> None:
         assert all(p.grad is not None for p in module.parameters() if p.requires_grad and p.numel())
     again = FSDP(block, use_orig_params=use_orig_params)
     again(batch(1)).sum().backward()
-    Trains(plain, model).step(2)
-
-
-@both_forms
-def test_copy_of_the_summoned_inner_module_is_a_plain_module(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _copies_the_inner_module, use_orig_params)
+    pair_of(plain, model).step()
 
 
 # -- ties
 
 
-def _keeps_ties(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_tied_weights_stay_tied(use_orig_params: bool) -> None:
     for way in WAYS:
         _, model = make("tied and nested", use_orig_params=use_orig_params)
         other = way(model)
@@ -442,11 +389,6 @@ def _keeps_ties(use_orig_params: bool) -> None:
                 assert inner.first.weight is inner.second.weight
                 assert inner.inside[0].weight is inner.inside[1].weight
         assert list(other.state_dict()) == list(model.state_dict())
-
-
-@both_forms
-def test_tied_weights_stay_tied(use_orig_params: bool) -> None:
-    run_ranks(2, _keeps_ties, use_orig_params)
 
 
 # -- attributes and hooks that users have added
@@ -477,7 +419,9 @@ class Noting(nn.Module):
         return self.inner(x) + 1
 
 
-def _copies_what_users_added(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_hooks_attributes_and_registered_methods_are_copied(use_orig_params: bool) -> None:
     for way in WAYS:
         with about(way.__name__):
             inner = Noting()
@@ -517,11 +461,6 @@ def _copies_what_users_added(use_orig_params: bool) -> None:
             assert list(other.state_dict()) == list(model.state_dict())
 
 
-@both_forms
-def test_hooks_attributes_and_registered_methods_are_copied(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_what_users_added, use_orig_params)
-
-
 def _halved(state: list[int], grad: Tensor, output: Tensor) -> None:
     """Average by half of the sum over the ranks."""
     state.append(1)
@@ -529,7 +468,9 @@ def _halved(state: list[int], grad: Tensor, output: Tensor) -> None:
     output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()] / 2)
 
 
-def _copies_a_comm_hook(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_copy_keeps_the_communication_hook(use_orig_params: bool) -> None:
     _, model = make("nested", use_orig_params=use_orig_params)
     calls: list[int] = []
     model.register_comm_hook(calls, _halved)
@@ -548,15 +489,12 @@ def _copies_a_comm_hook(use_orig_params: bool) -> None:
         other.register_comm_hook(calls, _halved)
 
 
-@both_forms
-def test_copy_keeps_the_communication_hook(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_a_comm_hook, use_orig_params)
-
-
 # -- moments of copying
 
 
-def _copies_at_other_moments(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_copy_works_at_any_point_between_steps(use_orig_params: bool) -> None:
     plain, model = make("stack", use_orig_params=use_orig_params)
 
     def forward_without_backward() -> None:
@@ -599,32 +537,28 @@ def _copies_at_other_moments(use_orig_params: bool) -> None:
         for moment in moments[(number + use_orig_params) % 2 :: 2]:
             with about((way.__name__, moment.__name__)):
                 moment()
-                other = Trains(copy.deepcopy(plain), way(model))
+                other = pair_of(copy.deepcopy(plain), way(model))
                 other.plain.zero_grad()
-                other.step(1)
+                other.step()
                 model.zero_grad()
                 plain.zero_grad()
                 for module in (model, plain):
                     module(batch(2)).pow(2).mean().backward()
-                Trains(plain, model).assert_state_equal()
+                pair_of(plain, model).assert_state_equal()
                 model.zero_grad()
 
 
-@flat_form
-def test_copy_works_at_any_point_between_steps(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_at_other_moments, use_orig_params)
-
-
-def _copies_in_no_sync(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_copy_does_not_affect_accumulated_gradients(use_orig_params: bool) -> None:
     plain, model = make("stack", use_orig_params=use_orig_params)
     with model.no_sync():
         model(batch(0)).pow(2).mean().backward()
         other = copy.deepcopy(model)
         for unit in other._runtime.units:
             assert unit.residency is Residency.SHARDED
-    Trains(copy.deepcopy(plain), other).step(
-        1
-    )  # the copy begins without the accumulated gradients of the original
+    # The copy begins without the accumulated gradients of the original.
+    pair_of(copy.deepcopy(plain), other).step()
     model(batch(1)).pow(2).mean().backward()
     for seed in (0, 1):
         plain(batch(seed)).pow(2).mean().backward()
@@ -634,12 +568,9 @@ def _copies_in_no_sync(use_orig_params: bool) -> None:
             assert_close(parameter.grad, expected[name].grad, f"accumulated gradient of {name}")
 
 
-@both_forms
-def test_copy_does_not_affect_accumulated_gradients(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_in_no_sync, use_orig_params)
-
-
-def _copies_after_a_failed_backward(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_copy_works_after_an_exception_in_backward(use_orig_params: bool) -> None:
     def fragile() -> nn.Sequential:
         return chain(Block, Fragile, Block)
 
@@ -655,14 +586,9 @@ def _copies_after_a_failed_backward(use_orig_params: bool) -> None:
             model(batch(0)).sum().backward()
         model[1].module.fault_in_backward = False
         other = way(model)
-        for trains in (Trains(copy.deepcopy(plain), other), Trains(plain, model)):
+        for trains in (pair_of(copy.deepcopy(plain), other), pair_of(plain, model)):
             trains.model.zero_grad()
-            trains.step(1)
-
-
-@original_form
-def test_copy_works_after_an_exception_in_backward(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_after_a_failed_backward, use_orig_params)
+            trains.step()
 
 
 class CopiesItself(nn.Module):
@@ -676,7 +602,9 @@ class CopiesItself(nn.Module):
         return self.linear(x)
 
 
-def _copies_where_it_cannot(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_copies_inside_forward_or_summon_raise(use_orig_params: bool) -> None:
     inner = CopiesItself()
     model = FSDP(inner, use_orig_params=use_orig_params)
     for what, way in (
@@ -698,11 +626,6 @@ def _copies_where_it_cannot(use_orig_params: bool) -> None:
         assert torch.equal(model(batch(0)), before)
 
 
-@both_forms
-def test_copies_inside_forward_or_summon_raise(use_orig_params: bool) -> None:
-    run_ranks(2, _copies_where_it_cannot, use_orig_params)
-
-
 class NoCopy:
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("cannot be copied")
@@ -711,7 +634,9 @@ class NoCopy:
         raise RuntimeError("cannot be copied")
 
 
-def _fails_to_copy(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
     plain, model = make("nested", use_orig_params=use_orig_params)
     names = layout_of(model)
     model.module.head.odd = NoCopy()
@@ -719,29 +644,30 @@ def _fails_to_copy(use_orig_params: bool) -> None:
         with pytest.raises(RuntimeError, match="cannot be copied"):
             way(model)
         assert layout_of(model) == names
-        Trains(plain, model).step(0)
+        pair_of(plain, model).step()
     del model.module.head.odd
     for way in TWO_WAYS:
-        Trains(copy.deepcopy(plain), way(model)).step(1)
-
-
-@flat_form
-def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
-    run_ranks(2, _fails_to_copy, use_orig_params)
+        pair_of(copy.deepcopy(plain), way(model)).step()
 
 
 # -- moving averages, optimizers
 
 
-def _averages(name: str, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
+@on_ranks(2)
+def test_moving_average_over_parameter_pairs_equals_unsharded(
+    name: str, use_orig_params: bool
+) -> None:
     plain, model = make(name, use_orig_params=use_orig_params)
     ema, plain_ema = (copy.deepcopy(m).eval().requires_grad_(False) for m in (model, plain))
     assert all(p.requires_grad is False for p in ema.parameters()) and any(
         p.requires_grad for p in model.parameters()
     )
-    trains = Trains(plain, model)
-    for seed in range(2):
-        trains.step(seed)
+    trains = pair_of(plain, model)
+    for _ in range(2):
+        trains.step()
         with torch.no_grad():
             for averaged, current in ((plain_ema, plain), (ema, model)):
                 for e, p in zip(averaged.parameters(), current.parameters(), strict=True):
@@ -759,19 +685,12 @@ def _averages(name: str, use_orig_params: bool) -> None:
         ):
             assert_close(value, wanted, key)
         assert_close(ema(batch(9)), plain_ema(batch(9)), "evaluation of the average")
-    trains.step(9)
+    trains.step()
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
-def test_moving_average_over_parameter_pairs_equals_unsharded(
-    name: str, use_orig_params: bool
-) -> None:
-    run_ranks(2, _averages, name, use_orig_params)
-
-
-def _averages_by_torch(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_torch_averaged_model_equals_unsharded(use_orig_params: bool) -> None:
     for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"use_buffers": True}):
         with about(options):
             plain, model = make(
@@ -779,9 +698,9 @@ def _averages_by_torch(use_orig_params: bool) -> None:
                 use_orig_params=use_orig_params,
             )
             averages = [AveragedModel(module, **options) for module in (plain, model)]
-            trains = Trains(plain, model)
-            for seed in range(2):
-                trains.step(seed)
+            trains = pair_of(plain, model)
+            for _ in range(2):
+                trains.step()
                 for average, current in zip(averages, (plain, model), strict=True):
                     average.update_parameters(current)
             expected, state = averages[0].module.state_dict(), averages[1].module.state_dict()
@@ -795,49 +714,46 @@ def _averages_by_torch(use_orig_params: bool) -> None:
             wrapper_state = averages[1].state_dict()
             assert set(wrapper_state) == set(averages[0].state_dict())
             averages[1].load_state_dict(wrapper_state)
-            trains.step(8)
+            trains.step()
 
 
-@original_form
-def test_torch_averaged_model_equals_unsharded(use_orig_params: bool) -> None:
-    run_ranks(2, _averages_by_torch, use_orig_params)
-
-
-def _copies_with_an_optimizer() -> None:
-    for way in (by_deepcopy,):
-        with about(way.__name__):
-            plain, model = make("mixed inside", use_orig_params=True)
-            trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
-            optims = [torch.optim.Adam(parameters, lr=0.01) for parameters in trainable]
-
-            def step(modules: Any, optims: Any, seed: int) -> None:
-                for module, optim in zip(modules, optims, strict=True):
-                    module(batch(seed)).pow(2).mean().backward()
-                    optim.step()
-                    optim.zero_grad()
-
-            step((plain, model), optims, 0)
-            both = way((model, optims[1]))
-            plain_both = copy.deepcopy((plain, optims[0]))
-            held = {id(p) for group in both[1].param_groups for p in group["params"]}
-            assert held == {id(p) for p in both[0].parameters() if p.requires_grad}, "of the copy"
-            assert both[1].state.keys() == {
-                p for p in both[0].parameters() if p.requires_grad and p.numel()
-            }
-            for seed in (1, 2):
-                step((plain_both[0], both[0]), (plain_both[1], both[1]), seed)
-                step((plain, model), optims, 10 + seed)
-            for one, other in ((plain_both[0], both[0]), (plain, model)):
-                state = other.state_dict()
-                for key, value in one.state_dict().items():
-                    assert_close(state[key], value, key)
-
-
+@on_ranks(2)
 def test_model_and_optimizer_can_be_copied_together() -> None:
-    run_ranks(2, _copies_with_an_optimizer)
+    plain, model = make("mixed inside", use_orig_params=True)
+    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
+    optims = [torch.optim.Adam(parameters, lr=0.01) for parameters in trainable]
+
+    def step(modules: Any, optims: Any, seed: int) -> None:
+        for module, optim in zip(modules, optims, strict=True):
+            module(batch(seed)).pow(2).mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+    step((plain, model), optims, 0)
+    both = copy.deepcopy((model, optims[1]))
+    plain_both = copy.deepcopy((plain, optims[0]))
+    held = {id(p) for group in both[1].param_groups for p in group["params"]}
+    assert held == {id(p) for p in both[0].parameters() if p.requires_grad}, "of the copy"
+    assert both[1].state.keys() == {
+        p for p in both[0].parameters() if p.requires_grad and p.numel()
+    }
+    for seed in (1, 2):
+        step((plain_both[0], both[0]), (plain_both[1], both[1]), seed)
+        step((plain, model), optims, 10 + seed)
+    for one, other in ((plain_both[0], both[0]), (plain, model)):
+        state = other.state_dict()
+        for key, value in one.state_dict().items():
+            assert_close(state[key], value, key)
 
 
-def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@ways
+@on_ranks(2)
+def test_copied_optimizer_trains_its_model_or_raises(
+    way: Callable[[Any], Any], use_orig_params: bool
+) -> None:
+    """If the copy has new parameters, the step raises."""
     plain, model = make("nested", use_orig_params=use_orig_params)
     optim, plain_optim = (
         torch.optim.SGD(model.parameters(), 0.1),
@@ -855,16 +771,6 @@ def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: b
         return
     for key, value in other.state_dict().items():
         assert_close(value, plain.state_dict()[key], key)
-
-
-@each_value
-@both_forms
-@ways
-def test_copied_optimizer_trains_its_model_or_raises(
-    way: Callable[[Any], Any], use_orig_params: bool
-) -> None:
-    """If the copy has new parameters, the step raises."""
-    run_ranks(2, _copies_an_optimizer_and_steps, way, use_orig_params)
 
 
 # -- size
@@ -911,22 +817,21 @@ def _hands_a_pickle_over(use_orig_params: bool) -> bytes:
     return pickle.dumps(model)
 
 
-def _takes_a_pickle(packed: list[bytes], use_orig_params: bool) -> None:
+def _takes_its_pickle(packed: list[bytes]) -> None:
     model = pickle.loads(packed[dist.get_rank()])
     plain = seeded(MODELS["nested"][0])
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.fill_(0.25)
-    trains = Trains(plain, model)
+    trains = pair_of(plain, model)
     trains.assert_state_equal()
-    for seed in range(2):
-        trains.step(seed)
+    for _ in range(2):
+        trains.step()
 
 
 @original_form
 def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_params: bool) -> None:
-    packed = run_ranks(2, _hands_a_pickle_over, use_orig_params)
-    run_ranks(2, _takes_a_pickle, packed, use_orig_params)
+    run_ranks(2, _takes_its_pickle, run_ranks(2, _hands_a_pickle_over, use_orig_params))
 
 
 def _loads_another_ranks_pickle(packed: bytes, strategy: ShardingStrategy | None) -> str:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import UsageError, fully_shard
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def _sharded(kind: str) -> nn.Module:
@@ -23,7 +23,14 @@ def _sharded(kind: str) -> nn.Module:
     return FSDP(inner, use_orig_params=kind == "original")
 
 
-def _wrap_in_ddp(kind: str) -> None:
+def _local(parameter: Any) -> torch.Tensor:
+    value = parameter.detach()
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+@pytest.mark.parametrize("kind", ["flat", "original", "fully_shard"])
+@on_ranks(2)
+def test_ddp_refuses_sharded_parameters_unless_it_ignores_them(kind: str) -> None:
     x = torch.full((2, 4), float(dist.get_rank()))
     sharded = _sharded(kind)
     before = [_local(p).clone() for p in sharded.parameters()]
@@ -43,13 +50,3 @@ def _wrap_in_ddp(kind: str) -> None:
     dist.all_gather_object(grads, model[1].weight.grad)
     assert torch.equal(*grads)
     assert all(p.grad is not None for p in sharded.parameters() if _local(p).numel())
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    value = parameter.detach()
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-@pytest.mark.parametrize("kind", ["flat", "original", "fully_shard"])
-def test_ddp_refuses_sharded_parameters_unless_it_ignores_them(kind: str) -> None:
-    run_ranks(2, _wrap_in_ddp, kind)

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.pairwise import pairwise
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 FSDP = FullyShardedDataParallel
 
@@ -27,7 +27,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _memory_of_originals(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool) -> None:
     model = network()
     whole = sum(p.numel() for p in model.parameters())
     originals = [weakref.ref(p) for p in model.parameters()]
@@ -46,12 +48,8 @@ def _memory_of_originals(use_orig_params: bool) -> None:
     assert sum(held.values()) <= 4 * (whole // 2 + 32), "the parameters that are left hold shards"
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool) -> None:
-    run_ranks(2, _memory_of_originals, use_orig_params)
-
-
-def _memory_of_originals_during_wrapping() -> None:
+@on_ranks(2)
+def test_whole_parameters_are_let_go_unit_by_unit() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, device="meta"))
     first = [weakref.ref(p) for p in model[0].parameters()]
     alive = []
@@ -65,11 +63,9 @@ def _memory_of_originals_during_wrapping() -> None:
     assert alive == [False, False], "the first unit is sharded before the second gets its values"
 
 
-def test_whole_parameters_are_let_go_unit_by_unit() -> None:
-    run_ranks(2, _memory_of_originals_during_wrapping)
-
-
-def _prints(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
     expected = repr(network())
     model = FSDP(
         network(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
@@ -83,11 +79,8 @@ def _prints(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
-    run_ranks(2, _prints, use_orig_params)
-
-
-def _gradients_from_before(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_existing_gradients_are_added_to(use_orig_params: bool) -> None:
     model, plain = network(), network()
     for module in (model, plain):
         module(torch.ones(2, 8)).sum().backward()
@@ -100,11 +93,8 @@ def _gradients_from_before(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_existing_gradients_are_added_to(use_orig_params: bool) -> None:
-    run_ranks(2, _gradients_from_before, use_orig_params)
-
-
-def _inner_state_dict(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: bool) -> None:
     model = FSDP(network(), use_orig_params=use_orig_params)
     for inner in (model.module, model.module[0]):
         for call in (inner.state_dict, lambda inner=inner: inner.load_state_dict({}, strict=False)):
@@ -117,12 +107,8 @@ def _inner_state_dict(use_orig_params: bool) -> None:
     model.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: bool) -> None:
-    run_ranks(2, _inner_state_dict, use_orig_params)
-
-
-def _wrapped_under_another_default_device() -> None:
+@on_ranks(2)
+def test_gradients_are_averaged_whatever_the_default_device_was_when_wrapping() -> None:
     model, plain = network(), network()
     with torch.device("meta"):
         sharded = FSDP(model, use_orig_params=True)
@@ -131,10 +117,6 @@ def _wrapped_under_another_default_device() -> None:
     with FSDP.summon_full_params(sharded, with_grads=True):
         for got, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, wanted.grad)
-
-
-def test_gradients_are_averaged_whatever_the_default_device_was_when_wrapping() -> None:
-    run_ranks(2, _wrapped_under_another_default_device)
 
 
 def trained(model: FullyShardedDataParallel) -> dict[str, Any]:
@@ -146,7 +128,8 @@ def trained(model: FullyShardedDataParallel) -> dict[str, Any]:
     return model.state_dict()
 
 
-def _groups_of_all_kinds() -> None:
+@on_ranks(4)
+def test_groups_of_some_ranks_and_of_all_do_not_disturb_each_other() -> None:
     rank = dist.get_rank()
     expected = network()
     optimizer = torch.optim.SGD(expected.parameters(), 0.1)
@@ -174,10 +157,6 @@ def _groups_of_all_kinds() -> None:
         assert whole is (rank % 2 == 0)
 
 
-def test_groups_of_some_ranks_and_of_all_do_not_disturb_each_other() -> None:
-    run_ranks(4, _groups_of_all_kinds)
-
-
 class TiedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +170,9 @@ class TiedBlocks(nn.Module):
         return x * self.scales[0]
 
 
-def _containers_own_nothing(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     plain = TiedBlocks()
     torch.manual_seed(0)
@@ -201,11 +182,6 @@ def _containers_own_nothing(use_orig_params: bool) -> None:
     with FSDP.summon_full_params(model, with_grads=True):
         for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, wanted.grad)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
-    run_ranks(2, _containers_own_nothing, use_orig_params)
 
 
 class WithOwnParameters(nn.Module):
@@ -290,7 +266,8 @@ def test_a_graph_holds_its_model_for_one_backward() -> None:
         assert "garbage-collected" in message
 
 
-def _connections_after_the_end() -> None:
+@on_ranks(2)
+def test_connections_close_with_the_process_group_although_the_model_lives_on() -> None:
     model = FSDP(network())
     model(torch.ones(2, 8)).sum().backward()
     communicator = model._runtime.groups[0].shard
@@ -303,7 +280,3 @@ def _connections_after_the_end() -> None:
     with pytest.raises(StateError, match="was destroyed") as caught:
         model(torch.ones(2, 8))
     assert all(fact in str(caught.value) for fact in ("expected:", "got:", "where:", "to do:"))
-
-
-def test_connections_close_with_the_process_group_although_the_model_lives_on() -> None:
-    run_ranks(2, _connections_after_the_end)

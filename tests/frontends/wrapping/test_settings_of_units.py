@@ -4,7 +4,6 @@ equals unsharded training."""
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,10 +31,11 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
 from tests.support.pairwise import each_value, pairs
-from tests.support.parity import Pair, both_forms, flat_form, original_form, square, vectors
-from tests.support.ranks import run_ranks
+from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded, square
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -49,10 +49,7 @@ NESTED = partial(Stack, 2, Outer)  # two Outers of two Inners each, in a root
 
 
 def _two_copies(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    return plain, build()
+    return seeded(build), seeded(build)
 
 
 def _train(pair: Pair, num_steps: int = 2) -> Pair:
@@ -175,7 +172,14 @@ class Computes(nn.Module):
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.bfloat16]
 
 
-def _mixes_dtypes(by_hand: bool, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@on_ranks(2)
+def test_every_unit_computes_in_the_dtype_it_was_given(
+    strategy: ShardingStrategy, by_hand: bool, use_orig_params: bool
+) -> None:
     plain, model = _two_copies(lambda: nn.Sequential(*(Computes() for _ in DTYPES)))
     precisions = {}
     for dtype, unit, ours in zip(DTYPES, plain, model, strict=True):
@@ -202,16 +206,6 @@ def _mixes_dtypes(by_hand: bool, strategy: ShardingStrategy, use_orig_params: bo
             *DTYPES,
         ]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_every_unit_computes_in_the_dtype_it_was_given(
-    strategy: ShardingStrategy, by_hand: bool, use_orig_params: bool
-) -> None:
-    run_ranks(2, _mixes_dtypes, by_hand, strategy, use_orig_params)
 
 
 class Normed(nn.Module):
@@ -249,68 +243,25 @@ def _low_in_some(library: Any, module: nn.Module) -> bool | dict[str, Any]:
     return False
 
 
-def _trains_like_this(library: Any, name: str, use_orig_params: bool) -> list[dict[str, Tensor]]:
-    """Return the loss, the whole parameters and the buffers of each step."""
-    torch.manual_seed(0)
-    low = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    build, policy, precision = {
-        "units that differ": (
-            DIFFERENT,
-            library.wrap.CustomPolicy(partial(_low_in_some, library)),
-            None,
-        ),
-        "batch norms": (Normed, library.wrap.ModuleWrapPolicy({nn.Linear}), low),
-    }[name]
-    options = {
-        "mixed_precision": precision,
-        "use_orig_params": use_orig_params,
-        "device_id": torch.device("cpu"),
-    }
-    model = library.FullyShardedDataParallel(build(), auto_wrap_policy=policy, **options)
-    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seen = []
-    for _ in range(2):
-        loss = square(model, vectors(generator))
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        seen.append(
-            {
-                "loss": loss.detach(),
-                **{name: value.clone() for name, value in model.state_dict().items()},
-            }
-        )
-    return seen
-
-
-def _differences(name: str, use_orig_params: bool) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch's FSDP warns of its own state dicts, and of batch norms
-        theirs, ours = (
-            _trains_like_this(library, name, use_orig_params)
-            for library in (torch_fsdp, fsdp_compat)
-        )
-    found = []
-    for step, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
-        assert sorted(got) == sorted(wanted)
-        found += [
-            f"step {step}: {key}"
-            for key, value in wanted.items()
-            if not torch.equal(got[key], value)
-        ]
-    return found
-
-
 @each_value
 @both_forms
 @pytest.mark.parametrize("name", ["units that differ", "batch norms"])
+@on_ranks(2)
 def test_units_with_different_settings_are_bit_equal_to_torch(
     name: str, use_orig_params: bool
 ) -> None:
-    assert run_ranks(2, _differences, name, use_orig_params) == [[], []]
+    options: dict[str, Any] = {
+        "units that differ": {
+            "build": DIFFERENT,
+            "policy": lambda library: library.wrap.CustomPolicy(partial(_low_in_some, library)),
+        },
+        "batch norms": {
+            "build": Normed,
+            "units": {nn.Linear},
+            "precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+        },
+    }[name]
+    assert_as_torch(partial(trained, with_state=True, use_orig_params=use_orig_params, **options))
 
 
 # -- prefetching, which changes the timing and never the values
@@ -349,7 +300,8 @@ def test_every_way_to_prefetch_gives_the_same_bits(
     run_ranks(4 if strategy is HYBRID else 2, _prefetches_in_every_way, strategy, use_orig_params)
 
 
-def _prefetches_differently_by_unit() -> None:
+@on_ranks(2)
+def test_units_with_different_prefetching_train_as_unsharded() -> None:
     """The root's setting applies to all units."""
     settings = itertools.cycle(
         itertools.product((*BackwardPrefetch, None), (False, True), (False, True))
@@ -373,14 +325,12 @@ def _prefetches_differently_by_unit() -> None:
         )
 
 
-def test_units_with_different_prefetching_train_as_unsharded() -> None:
-    run_ranks(2, _prefetches_differently_by_unit)
-
-
 # -- the ranks
 
 
-def _names_its_ranks(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(3)
+def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     larger = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "other"))
     first: dict[str, Any] = {}
@@ -409,12 +359,8 @@ def _names_its_ranks(use_orig_params: bool) -> None:
             assert strategy is NO_SHARD or _state(pair) == first
 
 
-@original_form
-def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) -> None:
-    run_ranks(3, _names_its_ranks, use_orig_params)
-
-
-def _gives_units_groups_of_their_own() -> None:
+@on_ranks(2)
+def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
     """By hand and by policy; inner units over a group of their own with the same ranks, and over a
     mesh."""
     group, mesh = dist.new_group(), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -430,14 +376,12 @@ def _gives_units_groups_of_their_own() -> None:
     _train(Pair(plain, FSDP(model, auto_wrap_policy=policy)))
 
 
-def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
-    run_ranks(2, _gives_units_groups_of_their_own)
-
-
 # -- torch's own objects
 
 
-def _takes_torchs_settings(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
     """In the constructor and in the answers of a policy of torch's; the two forms together have
     every strategy. Everything computes in float32 anyway."""
     options = _options()
@@ -471,11 +415,6 @@ def _takes_torchs_settings(use_orig_params: bool) -> None:
         _train(Pair(plain, model))
 
 
-@flat_form
-def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
-    run_ranks(2, _takes_torchs_settings, use_orig_params)
-
-
 def _is_outer_or_inner(module: nn.Module) -> bool:
     return isinstance(module, (Outer, Inner))
 
@@ -499,7 +438,8 @@ def _policies(library: Any) -> dict[str, Any]:
     }
 
 
-def _follows_torchs_policies() -> None:
+@on_ranks(2)
+def test_torch_policies_wrap_the_same_modules() -> None:
     for (name, ours), theirs in zip(
         _policies(fsdp_compat.wrap).items(), _policies(torch_wrap).values(), strict=True
     ):
@@ -514,10 +454,6 @@ def _follows_torchs_policies() -> None:
         got = [path for path, m in pair.model.named_modules() if isinstance(m, FSDP)]
         assert got == wanted, name
         assert len(got) > 1, name
-
-
-def test_torch_policies_wrap_the_same_modules() -> None:
-    run_ranks(2, _follows_torchs_policies)
 
 
 def _wraps_by_torchs_context() -> int:
@@ -536,7 +472,8 @@ def test_torch_wrap_accepts_our_class() -> None:
     assert run_ranks(2, _wraps_by_torchs_context) == [3, 3]
 
 
-def _sets_torchs_state_dict_types() -> None:
+@on_ranks(2)
+def test_torch_state_dict_types_and_configs_are_accepted() -> None:
     _, model = _two_copies(NESTED)
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Outer}))
     full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -573,7 +510,3 @@ def _sets_torchs_state_dict_types() -> None:
         model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
     )
     assert FSDP.get_state_dict_type(model) == default
-
-
-def test_torch_state_dict_types_and_configs_are_accepted() -> None:
-    run_ranks(2, _sets_torchs_state_dict_types)

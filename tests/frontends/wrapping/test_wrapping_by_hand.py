@@ -39,7 +39,7 @@ from tests.support.parity import (
     square,
     trains,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _two_copies(build: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
@@ -119,7 +119,10 @@ def test_instances_nested_by_hand_train_as_unsharded(
     assert run_ranks(2, wraps, use_orig_params=use_orig_params) == [num_units] * 2
 
 
-def _trains_first_and_is_then_nested(**options: Any) -> None:
+@both_forms
+@on_ranks(2)
+def test_former_root_can_become_nested(use_orig_params: bool) -> None:
+    options = {"use_orig_params": use_orig_params}
     plain, model = _two_copies()
     part = FSDP(model.blocks[0], **options)
     model.blocks[0] = part
@@ -130,11 +133,6 @@ def _trains_first_and_is_then_nested(**options: Any) -> None:
                 p.sub_(0 if p.grad is None else p.grad)
         own.zero_grad()
     _train(Pair(plain, FSDP(model, **options)))
-
-
-@both_forms
-def test_former_root_can_become_nested(use_orig_params: bool) -> None:
-    run_ranks(2, _trains_first_and_is_then_nested, use_orig_params=use_orig_params)
 
 
 # -- policies
@@ -191,7 +189,14 @@ class _Counted(Stack):
         return super().forward(x) * self.scale + self.offset
 
 
-def _starts_from_the_first_rank(num_replicas: int, **options: Any) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+@on_ranks("num_ranks")
+def test_sync_module_states_broadcasts_from_rank_0(
+    num_ranks: int, num_replicas: int, use_orig_params: bool
+) -> None:
+    options = {"use_orig_params": use_orig_params}
     torch.manual_seed(0)
     plain = _Counted()
     torch.manual_seed(dist.get_rank())
@@ -206,16 +211,8 @@ def _starts_from_the_first_rank(num_replicas: int, **options: Any) -> None:
     )
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
-def test_sync_module_states_broadcasts_from_rank_0(
-    num_ranks: int, num_replicas: int, use_orig_params: bool
-) -> None:
-    run_ranks(num_ranks, _starts_from_the_first_rank, num_replicas, use_orig_params=use_orig_params)
-
-
-def _syncs_what_is_not_laid_out_in_order() -> None:
+@on_ranks(2)
+def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
     rank = dist.get_rank()
     model = nn.Linear(4, 6)
     model.weight = nn.Parameter((torch.arange(24.0).view(4, 6) + 100 * rank).t())
@@ -225,10 +222,6 @@ def _syncs_what_is_not_laid_out_in_order() -> None:
     assert torch.equal(state["weight"], torch.arange(24.0).view(4, 6).t())
     assert torch.equal(state["expanded"], torch.zeros(3, 5))
     assert torch.equal(state["transposed"], torch.arange(6.0).view(3, 2).t())
-
-
-def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
-    run_ranks(2, _syncs_what_is_not_laid_out_in_order)
 
 
 def _fill(module: nn.Module) -> None:
@@ -301,9 +294,18 @@ def test_every_way_to_prefetch_trains_as_unsharded(
 # -- ignored
 
 
-def _ignores(kind: str, **options: Any) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize(
+    "kind", ["modules", "states that are modules", "states that are parameters"]
+)
+@on_ranks(2)
+def test_ignored_parameters_stay_unsharded_and_unsynchronized(
+    kind: str, use_orig_params: bool
+) -> None:
     """Ignored parameters keep their shape and device, and their gradient is that of the local
     batch."""
+    options = {"use_orig_params": use_orig_params}
     plain, model = _two_copies()
     head, norm = model.head, model.blocks[1].norm
     options |= {
@@ -344,19 +346,11 @@ def _ignores(kind: str, **options: Any) -> None:
     pair.assert_state_equal()
 
 
-@each_value
 @both_forms
-@pytest.mark.parametrize(
-    "kind", ["modules", "states that are modules", "states that are parameters"]
-)
-def test_ignored_parameters_stay_unsharded_and_unsynchronized(
-    kind: str, use_orig_params: bool
-) -> None:
-    run_ranks(2, _ignores, kind, use_orig_params=use_orig_params)
-
-
-def _shares_a_subgroup(**options: Any) -> None:
+@on_ranks(4)
+def test_two_process_groups_train_two_models_independently(use_orig_params: bool) -> None:
     """Train two groups of two ranks, each with its own model and data."""
+    options = {"use_orig_params": use_orig_params}
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     which = dist.get_rank() // 2
     pair = make_pair(Stack, seed=which, process_group=groups[which], **options)
@@ -368,11 +362,6 @@ def _shares_a_subgroup(**options: Any) -> None:
             p.grad /= 2
         backward(square(pair.model, batches[dist.get_rank() % 2]))
         pair.compare_and_update()
-
-
-@both_forms
-def test_two_process_groups_train_two_models_independently(use_orig_params: bool) -> None:
-    run_ranks(4, _shares_a_subgroup, use_orig_params=use_orig_params)
 
 
 def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, Any]:
@@ -411,7 +400,11 @@ def _refusing_an_instance(library: Any, name: str) -> str:
     return "nothing"
 
 
-def _ignores_as_torch(name: str) -> None:
+@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
+@on_ranks(2)
+def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
+    name: str,
+) -> None:
     for use_orig_params in (False, True):
         theirs, ours = (
             _ignoring_all(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat)
@@ -425,13 +418,6 @@ def _ignores_as_torch(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
-def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
-    name: str,
-) -> None:
-    run_ranks(2, _ignores_as_torch, name)
-
-
 # -- what is likely a mistake
 
 
@@ -443,7 +429,9 @@ def _warnings_of(*args: Any, **options: Any) -> list[str]:
     return [str(w.message) for w in found]
 
 
-def _likely_mistakes() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_likely_mistakes_of_wrapping_are_warned_of(num_ranks: int) -> None:
     blocks = {Block}
     for policy in (ModuleWrapPolicy({nn.Conv2d}), size_based_auto_wrap_policy):
         [text] = _warnings_of(Stack(), auto_wrap_policy=policy)
@@ -466,8 +454,3 @@ def _likely_mistakes() -> None:
         assert "will be trained there" in text
         assert not _warnings_of(Block(), device_id=torch.device("cpu"))
     assert not _warnings_of(Block()), "a world of one rank changes nothing"
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_likely_mistakes_of_wrapping_are_warned_of(num_ranks: int) -> None:
-    run_ranks(num_ranks, _likely_mistakes)
