@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fsdp_compat.checkpoint._named_groups import managed_parts
 from fsdp_compat.checkpoint._publishing import make_fresh
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.memory import NewBytes
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
@@ -543,75 +543,52 @@ class Complex(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex128))
 
 
-Outcome = tuple[str, str]  # kind of the error, its text
-
-
-def outcome(call: Callable[[], object]) -> Outcome:
-    try:
-        call()
-    except FsdpCompatError as error:
-        kind = (
-            UsageError
-            if isinstance(error, UsageError)
-            else CheckpointError
-            if isinstance(error, CheckpointError)
-            else FsdpCompatError
-        )
-        return kind.__name__, str(error)
-    except Exception as error:
-        return f"raw {type(error).__name__}", str(error)
-    return "nothing", ""
-
-
 def assert_refused(
-    outcomes: list[dict[str, Outcome]], expected: dict[str, tuple[str, str]]
+    cases: dict[str, tuple[type[FsdpCompatError], str, Callable[[], object]]],
 ) -> None:
-    """Every rank raised what is expected: its kind, and a piece of its text, together with the four
-    facts."""
-    wrong = {}
-    for name, (kind, text) in expected.items():
-        for rank, found in enumerate(outcomes):
-            facts = all(
-                f"{fact}:" in found[name][1] for fact in ("expected", "got", "where", "to do")
-            )
-            if found[name][0] != kind or text not in found[name][1] or not facts:
-                wrong[f"{name}, rank {rank}"] = found[name]
-    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
-    assert all(set(found) == set(expected) for found in outcomes)
+    """Each call raises, on every rank: the kind, with a piece of its text and the four facts."""
+    for name, (kind, text, call) in cases.items():
+        with about(name), pytest.raises(kind) as raised:
+            call()
+        said = str(raised.value)
+        facts = all(f"{fact}:" in said for fact in ("expected", "got", "where", "to do"))
+        assert text in said and facts, f"{name}: {said}"
+        dist.barrier()
 
 
 def _by_rank(first: Any, second: Any) -> Any:
     return first if dist.get_rank() == 0 else second
 
 
-def _with_header(content: bytes, change: Callable[[bytes], bytes], behind: bytes = b"") -> bytes:
-    stop = 8 + int.from_bytes(content[:8], "little")
-    header = change(content[8:stop])
-    return len(header).to_bytes(8, "little") + header + behind + content[stop:]
+def _no_space(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# What the safetensors library refuses as well.
-ODD_FILES: dict[str, Callable[[bytes], bytes]] = {
-    "a byte at the end": lambda content: content + b"x",
-    "a byte before the tensors": lambda content: _with_header(content, bytes, b"x"),
-    "UTF-16": lambda content: _with_header(
-        content, lambda header: header.decode().encode("utf-16")
-    ),
-    "a byte order mark": lambda content: _with_header(
-        content, lambda header: b"\xef\xbb\xbf" + header
-    ),
-    "a field twice": lambda content: _with_header(
-        content, lambda text: text.replace(b'"dtype":', b'"dtype":"F32","dtype":', 1)
-    ),
+def _index(**files: Any) -> bytes:
+    names = dict.fromkeys(Small().state_dict(), "model.safetensors")
+    return json.dumps(
+        {"weight_map": names | {n.replace("_", "."): f for n, f in files.items()}}
+    ).encode()
+
+
+INVALID = "The index cannot be read"
+WRONG_INDICES: dict[str, tuple[bytes, str]] = {
+    "no file": (_index(a_bias="other.safetensors"), "no file other.safetensors"),
+    "lost": (_index(c_bias="model.safetensors"), "'c.bias' in model.safetensors"),
+    "odd map": (_index(a_bias=["model.safetensors"]), INVALID),
+    "elsewhere": (_index(a_bias="../good/model.safetensors"), INVALID),
+    "no weight_map": (b"{}", INVALID),
+    "no json": (b"{", INVALID),
+    "a list": (b"[]", INVALID),
+    "deep": (b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}", INVALID),
+    "wide": (b'{"weight_map":[' + b"[]," * 1_100_000 + b"[]]}", INVALID),
+    "UTF-16": ('{"weight_map": {}}'.encode("utf-16"), INVALID),
+    "name twice": (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', INVALID),
 }
-ODD_INDICES: dict[str, bytes] = {
-    "deep index": b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "wide index": b'{"weight_map":[' + b"[]," * 1_100_000 + b"[]]}",
-    "index in UTF-16": '{"weight_map": {}}'.encode("utf-16"),
-    "name twice in the index": b'{"weight_map": {"a.bias": "model.safetensors", "a.bias": '
-    b'"other.safetensors"}}',
-    "index of files elsewhere": b'{"weight_map": {"a.bias": "../good/model.safetensors"}}',
-    "index that is a list": b"[]",
+WRONG_FILES: dict[str, Callable[[bytes], bytes]] = {
+    "a byte at the end": lambda content: content + b"x",
+    "truncated": lambda content: content[:-1],
+    "pickled": lambda content: b"\x80\x04" + content,
 }
 
 
@@ -628,335 +605,178 @@ def _wrong_files(folder: Path) -> None:
     for name, tensors in files.items():
         (folder / name).mkdir()
         save_file(tensors, folder / name / "model.safetensors")
-    for name in (
-        "truncated",
-        "no file",
-        "no weight_map",
-        "no json",
-        "stray",
-        "lost",
-        "twice",
-        "odd map",
-        "pickled",
-    ):
+    for name in ("stray", "twice", *WRONG_INDICES, *WRONG_FILES):
         shutil.copytree(folder / "good", folder / name)
-    whole = (folder / "good" / "model.safetensors").read_bytes()
-    (folder / "truncated" / "model.safetensors").write_bytes(whole[:-1])
-    (folder / "pickled" / "model.safetensors").write_bytes(b"\x80\x04" + whole)
-    names = dict.fromkeys(good, "model.safetensors")
-    (folder / "no file" / INDEX).write_text(
-        json.dumps({"weight_map": names | {"a.bias": "other.safetensors"}})
-    )
-    (folder / "no weight_map" / INDEX).write_text("{}")
-    (folder / "no json" / INDEX).write_text("{")
-    (folder / "odd map" / INDEX).write_text(
-        json.dumps({"weight_map": names | {"a.bias": ["model.safetensors"]}})
-    )
-    (folder / "lost" / INDEX).write_text(
-        json.dumps({"weight_map": names | {"c.bias": "model.safetensors"}})
-    )
-    for name, text in ODD_INDICES.items():
-        shutil.copytree(folder / "good", folder / name)
+    for name, (text, _) in WRONG_INDICES.items():
         (folder / name / INDEX).write_bytes(text)
-    for name, change in ODD_FILES.items():
-        (folder / name).mkdir()
+    whole = (folder / "good" / "model.safetensors").read_bytes()
+    for name, change in WRONG_FILES.items():
         (folder / name / "model.safetensors").write_bytes(change(whole))
-    for name, file in (
-        ("FIFO", "model.safetensors"),
-        ("FIFO in a directory", "other.safetensors"),
-        ("index FIFO", INDEX),
-    ):
+    fifos = {"FIFO": "model", "FIFO in a directory": "other", "index FIFO": INDEX}
+    for name, file in fifos.items():
         (folder / name).mkdir()
-        os.mkfifo(folder / name / file)
+        os.mkfifo((folder / name / file).with_suffix(".json" if file == INDEX else ".safetensors"))
     save_file({"a.bias": torch.zeros(2)}, folder / "twice" / "second.safetensors")
     save_file({"c.bias": torch.zeros(2)}, folder / "stray" / "second.safetensors")
     (folder / "empty").mkdir()
 
 
-def _refused_loads(folder: Path) -> dict[str, Outcome]:
+def _refused_loads(folder: Path) -> None:
     if dist.get_rank() == 0:
         _wrong_files(folder)
     dist.barrier()
     good = folder / "good"
     model = FSDP(Small(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     replicas = FSDP(Small(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    names = (
-        "missing",
-        "unexpected",
-        "shape",
-        "buffer shape",
-        "no buffer",
-        "truncated",
-        "no file",
-        "no weight_map",
-        "no json",
-        "odd map",
-    )
-    calls: dict[str, Callable[[], object]] = {
-        **{
-            name: (lambda path=folder / name: load_safetensors(path, model))
-            for name in (*names, "lost", "twice", "stray")
-        },
-        **{
-            name: (lambda path=folder / name: load_safetensors(path, model))
-            for name in (*ODD_FILES, *ODD_INDICES)
-        },
-        **{
-            name: (lambda path=folder / name: load_safetensors(path, model))
-            for name in ("FIFO in a directory", "index FIFO")
-        },
-        "FIFO": lambda: load_safetensors(folder / "FIFO" / "model.safetensors", model),
-        "pickled": lambda: load_safetensors(folder / "pickled" / "model.safetensors", model),
-        "empty": lambda: load_safetensors(folder / "empty", model),
-        "nowhere": lambda: load_safetensors(folder / "nowhere", model),
-        "no such index": lambda: load_safetensors(folder / "good" / INDEX, model),
-        "long path": lambda: load_safetensors("x" * 300, model),
-        "path": lambda: load_safetensors(3, model),  # type: ignore[arg-type]
-        "dtype": lambda: load_safetensors(good, model, dtype=torch.int32),
-        "dtype by name": lambda: load_safetensors(good, model, dtype="float32"),  # type: ignore[arg-type]
-        "rename": lambda: load_safetensors(good, model, rename={"a": "b"}),  # type: ignore[arg-type]
-        "progress": lambda: load_safetensors(good, model, progress="yes"),  # type: ignore[arg-type]
-        "two for one name": lambda: load_safetensors(
-            good, model, rename=lambda name: name.replace("a.bias", "b.bias")
-        ),
-        "rename gives a number": lambda: load_safetensors(good, model, rename=len),  # type: ignore[arg-type]
-        "no wrapping": lambda: load_safetensors(good, nn.Linear(1, 1)),
-        "one rank's path": lambda: load_safetensors(_by_rank(good, folder / "nowhere"), model),
-        "one rank's dtype": lambda: load_safetensors(
-            good, model, dtype=_by_rank(torch.int32, torch.bfloat16)
-        ),
-        "other dtypes": lambda: load_safetensors(
-            good, replicas, dtype=_by_rank(None, torch.bfloat16)
-        ),
-        "other weights": lambda: load_safetensors(_by_rank(good, folder / "shape"), replicas),
+
+    def load(path: Any, into: nn.Module = model, **arguments: Any) -> Callable[[], object]:
+        return lambda: load_safetensors(path, into, **arguments)
+
+    by_path: dict[Any, str] = {
+        "missing": "missing: a.bias",
+        "unexpected": "not in the model: a.extra",
+        "shape": "b.weight: shape [4] in the checkpoint, [2, 2] in the model",
+        "buffer shape": "count: shape [4] in the checkpoint, [3] in the model",
+        "no buffer": "missing: count",
+        **dict.fromkeys(WRONG_FILES, "is not a safetensors file, or not a complete one"),
+        **{name: said for name, (_, said) in WRONG_INDICES.items()},
+        "FIFO/model.safetensors": "No checkpoint was recognised",
+        "FIFO in a directory": "No weights found",
+        "index FIFO": "is not a regular file",
+        "twice": "'a.bias'",
+        "stray": "not in the model: c.bias",
+        "empty": "an empty directory",
+        "nowhere": "There is no checkpoint at this path",
+        f"good/{INDEX}": "There is no checkpoint at this path",
+        "x" * 300: "x" * 300,
     }
-    found = {name: outcome(call) for name, call in calls.items()}
+    floating = "a floating-point dtype, or None"
+    half = torch.bfloat16
+    by_argument: dict[str, tuple[str, Callable[[], object]]] = {
+        "path": ("argument 'path' of checkpoint.load_safetensors", load(3)),
+        "dtype": (floating, load(good, dtype=torch.int32)),
+        "dtype by name": (floating, load(good, dtype="float32")),
+        "rename": ("a function of a name, or None", load(good, rename={"a": "b"})),
+        "progress": ("True or False", load(good, progress="yes")),
+        "one name": ("'b.bias'", load(good, rename=lambda n: n.replace("a.bias", "b.bias"))),
+        "rename gives a number": ("the result of rename", load(good, rename=len)),
+        "no wrapping": ("The model is not wrapped", load(good, nn.Linear(1, 1))),
+        "one rank's dtype": (floating, load(good, dtype=_by_rank(torch.int32, half))),
+    }
+    by_rank = {
+        "one rank's path": ("nowhere", load(_by_rank(good, folder / "nowhere"))),
+        "other dtypes": ("all ranks", load(good, replicas, dtype=_by_rank(None, half))),
+        "other weights": ("b.weight: shape [4]", load(_by_rank(good, folder / "shape"), replicas)),
+    }
+    assert_refused({n: (CheckpointError, said, load(folder / n)) for n, said in by_path.items()})
+    assert_refused({name: (UsageError, *case) for name, case in by_argument.items()})
+    assert_refused({name: (CheckpointError, *case) for name, case in by_rank.items()})
     for its in (model, replicas):
-        assert all(
-            torch.equal(value, torch.ones_like(value)) for value in full_state(its).values()
-        ), "nothing has changed"
-
+        assert all((value == 1).all() for value in full_state(its).values()), "nothing has changed"
     with FSDP.summon_full_params(model):
-        found["summoned"] = outcome(lambda: load_safetensors(good, model))
-
-    def broken(*_: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
+        assert_refused({"summoned": (FsdpCompatError, "summon_full_params", load(good))})
+    partly = "the model and its optimizer may be partly changed"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(os, "preadv", broken)
-        found["disk"] = outcome(lambda: load_safetensors(good, model))
-        if dist.get_rank() == 1:
-            patch.setattr(
-                os, "preadv", lambda *_: 0
-            )  # as of a file that was truncated after it was looked at
-        found["truncated later"] = outcome(lambda: load_safetensors(good, model))
+            patch.setattr(os, "preadv", _no_space)
+        assert_refused({"disk": (CheckpointError, "No space left on device", load(good))})
+        if dist.get_rank() == 1:  # as of a file that was truncated after it was looked at
+            patch.setattr(os, "preadv", lambda *_: 0)
+        assert_refused({"truncated later": (CheckpointError, partly, load(good))})
     load_safetensors(good, model)
-    assert all(
-        torch.equal(value, torch.full_like(value, 2)) for value in full_state(model).values()
-    ), "and the ranks are in step"
-    return found
+    values = full_state(model).values()
+    assert all((value == 2).all() for value in values), "and the ranks are in step"
 
 
 def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    assert_refused(
-        run_ranks(2, _refused_loads, tmp_path),
-        {
-            "missing": ("CheckpointError", "missing: a.bias"),
-            "unexpected": ("CheckpointError", "not in the model: a.extra"),
-            "shape": (
-                "CheckpointError",
-                "b.weight: shape [4] in the checkpoint, [2, 2] in the model",
-            ),
-            "buffer shape": (
-                "CheckpointError",
-                "count: shape [4] in the checkpoint, [3] in the model",
-            ),
-            "no buffer": ("CheckpointError", "missing: count"),
-            "truncated": (
-                "CheckpointError",
-                "model.safetensors is not a safetensors file, or not a complete one",
-            ),
-            "pickled": (
-                "CheckpointError",
-                "model.safetensors is not a safetensors file, or not a complete one",
-            ),
-            "no file": ("CheckpointError", "no file other.safetensors"),
-            "no weight_map": ("CheckpointError", "The index cannot be read"),
-            "no json": ("CheckpointError", "The index cannot be read"),
-            "odd map": ("CheckpointError", "The index cannot be read"),
-            "lost": ("CheckpointError", "'c.bias' in model.safetensors"),
-            **{name: ("CheckpointError", "is not a safetensors file") for name in ODD_FILES},
-            **{name: ("CheckpointError", "The index cannot be read") for name in ODD_INDICES},
-            "FIFO": ("CheckpointError", "No checkpoint was recognised"),
-            "FIFO in a directory": ("CheckpointError", "No weights found"),
-            "index FIFO": ("CheckpointError", "is not a regular file"),
-            "twice": ("CheckpointError", "'a.bias'"),
-            "stray": ("CheckpointError", "not in the model: c.bias"),
-            "empty": ("CheckpointError", "an empty directory"),
-            "nowhere": ("CheckpointError", "There is no checkpoint at this path"),
-            "no such index": ("CheckpointError", "There is no checkpoint at this path"),
-            "long path": ("CheckpointError", "x" * 300),
-            "path": ("UsageError", "argument 'path' of checkpoint.load_safetensors"),
-            "dtype": ("UsageError", "a floating-point dtype, or None"),
-            "dtype by name": ("UsageError", "a floating-point dtype, or None"),
-            "rename": ("UsageError", "a function of a name, or None"),
-            "progress": ("UsageError", "True or False"),
-            "two for one name": ("UsageError", "'b.bias'"),
-            "rename gives a number": ("UsageError", "the result of rename"),
-            "no wrapping": ("UsageError", "The model is not wrapped"),
-            "one rank's path": ("CheckpointError", "nowhere"),
-            "one rank's dtype": ("UsageError", "a floating-point dtype, or None"),
-            "other dtypes": ("CheckpointError", "all ranks"),
-            "other weights": ("CheckpointError", "b.weight: shape [4]"),
-            "summoned": ("FsdpCompatError", "summon_full_params"),
-            "disk": ("CheckpointError", "Input/output error"),
-            "truncated later": (
-                "CheckpointError",
-                "the model and its optimizer may be partly changed",
-            ),
-        },
-    )
+    run_ranks(2, _refused_loads, tmp_path)
 
 
-def _refused_saves(folder: Path) -> dict[str, Outcome]:
+def _refused_saves(folder: Path) -> None:
     model = FSDP(Small(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    new = folder / "new"
-    if dist.get_rank() == 0:
-        for name in ("there", "index", "parts"):
+    new, rank = folder / "new", dist.get_rank()
+    old = {
+        "there": "model.safetensors",
+        "index": INDEX,
+        "parts": "model-00001-of-00002.safetensors",
+    }
+    if rank == 0:
+        for name, file in old.items():
             (folder / name).mkdir()
-        (folder / "there" / "model.safetensors").write_text("old")
-        (folder / "index" / INDEX).write_text("old")
-        (folder / "parts" / "model-00001-of-00002.safetensors").write_text("old")
+            (folder / name / file).write_text("old")
         (folder / "file").write_text("old")
         (folder / "mine" / "0").mkdir(parents=True)
         (folder / "mine" / "1").mkdir()
     dist.barrier()
-    mine = Path(f"{folder}/mine/{dist.get_rank()}")  # as if on disks of their own
-    calls: dict[str, Callable[[], object]] = {
-        "there": lambda: save_safetensors(folder / "there", model),
-        "an existing index": lambda: save_safetensors(folder / "index", model),
-        "existing parts": lambda: save_safetensors(folder / "parts", model, max_file_nbytes=40),
-        "below a file": lambda: save_safetensors(folder / "file" / "deeper", model),
-        "a file": lambda: save_safetensors(folder / "file", model),
-        "long path": lambda: save_safetensors("x" * 300, model),
-        "path": lambda: save_safetensors(None, model),  # type: ignore[arg-type]
-        "dtype": lambda: save_safetensors(new, model, dtype=torch.int8),
-        "dtype without a name": lambda: save_safetensors(new, model, dtype=torch.float8_e8m0fnu),
-        "parameter without a name": lambda: save_safetensors(new, FSDP(Complex())),
-        "rename": lambda: save_safetensors(new, model, rename="prefix"),  # type: ignore[arg-type]
-        "two for one name": lambda: save_safetensors(
-            new, model, rename=lambda name: name.replace("a.bias", "b.bias")
-        ),
-        "rename gives a number": lambda: save_safetensors(new, model, rename=len),  # type: ignore[arg-type]
-        "a name of the format": lambda: save_safetensors(
-            new, model, rename=lambda n: "__metadata__" if n == "count" else n
+
+    def save(path: Any = new, its: nn.Module = model, **arguments: Any) -> Callable[[], object]:
+        return lambda: save_safetensors(path, its, **arguments)
+
+    floating, number = "a floating-point dtype, or None", "a number of bytes, at least 1"
+    swapped = {"a.bias": "b.bias", "b.bias": "a.bias"}
+    refused: dict[str, tuple[str, Callable[[], object]]] = {
+        **{name: ("which are never overwritten", save(folder / name)) for name in old},
+        "path": ("argument 'path' of checkpoint.save_safetensors", save(None)),
+        "dtype": (floating, save(dtype=torch.int8)),
+        "dtype without a name": ("torch.float8_e8m0fnu", save(dtype=torch.float8_e8m0fnu)),
+        "parameter without a name": ("leave it out", save(its=FSDP(Complex()))),
+        "rename": ("a function of a name, or None", save(rename="prefix")),
+        "one name": ("'b.bias'", save(rename=lambda name: name.replace("a.bias", "b.bias"))),
+        "rename gives a number": ("the result of rename", save(rename=len)),
+        "a name of the format": (
+            "__metadata__",
+            save(rename=lambda n: "__metadata__" if n == "count" else n),
         ),
         **{
-            f"max_file_nbytes {value!r}": (
-                lambda value=value: save_safetensors(new, model, max_file_nbytes=value)
-            )
+            f"max_file_nbytes {value!r}": (number, save(max_file_nbytes=value))
             for value in (0, -1, True, 1e9, "5GB", None)
         },
-        "no wrapping": lambda: save_safetensors(new, nn.Linear(1, 1)),
-        "other sizes": lambda: save_safetensors(new, model, max_file_nbytes=_by_rank(10_000, 40)),
-        "other dtypes": lambda: save_safetensors(
-            new, model, dtype=_by_rank(torch.bfloat16, torch.float16)
-        ),
-        "other names": lambda: save_safetensors(
-            new, model, rename=_by_rank(None, lambda name: f"model.{name}")
-        ),
-        "other order": lambda: save_safetensors(
-            new,
-            model,
-            rename=_by_rank(None, lambda n: {"a.bias": "b.bias", "b.bias": "a.bias"}.get(n, n)),
-        ),
-        "one rank's argument": lambda: save_safetensors(
-            new, model, max_file_nbytes=_by_rank(10_000, 0)
-        ),
-        "other file systems": lambda: save_safetensors(mine, model),
+        "no wrapping": ("The model is not wrapped", save(its=nn.Linear(1, 1))),
+        "other sizes": ("all ranks", save(max_file_nbytes=_by_rank(10_000, 40))),
+        "other dtypes": ("all ranks", save(dtype=_by_rank(torch.bfloat16, torch.float16))),
+        "other names": ("all ranks", save(rename=_by_rank(None, lambda n: f"model.{n}"))),
+        "other order": ("all ranks", save(rename=_by_rank(None, lambda n: swapped.get(n, n)))),
+        "one rank's argument": (number, save(max_file_nbytes=_by_rank(10_000, 0))),
     }
-    found = {name: outcome(call) for name, call in calls.items()}
-
+    mine = folder / "mine" / str(rank)  # as if on disks of their own
+    failing: dict[str, tuple[str, Callable[[], object]]] = {
+        "below a file": ("NotADirectoryError", save(folder / "file" / "deeper")),
+        "a file": ("FileExistsError", save(folder / "file")),
+        "long path": ("x" * 300, save("x" * 300)),
+        "other file systems": (str(folder / "mine" / "1"), save(mine)),
+    }
+    assert_refused({name: (UsageError, *case) for name, case in refused.items()})
+    assert_refused({name: (CheckpointError, *case) for name, case in failing.items()})
     with FSDP.summon_full_params(model):
-        found["summoned"] = outcome(lambda: save_safetensors(new, model))
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    failures: list[tuple[str, int, Any, str]] = [
-        ("disk", 1, os, "pwrite"),
-        ("first disk", 0, os, "pwrite"),
-    ]
-    failures += [("sync", 1, os, "fsync"), ("name", 0, Path, "rename")]
-    for name, rank, owner, method in failures:
+        assert_refused({"summoned": (FsdpCompatError, "summon_full_params", save())})
+    calls: list[tuple[int, Any, str]] = [(1, os, "pwrite"), (0, os, "pwrite"), (1, os, "fsync")]
+    for failed, owner, method in [*calls, (0, Path, "rename")]:
         with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == rank:
-                patch.setattr(owner, method, full)
-            found[name] = outcome(lambda: save_safetensors(new, model))
+            if rank == failed:
+                patch.setattr(owner, method, _no_space)
+            assert_refused({method: (CheckpointError, "No space left on device", save())})
 
     def without_the_last(groups: Any) -> Iterator[Any]:
         *parts, last = managed_parts(groups)
         yield from (*parts, dataclasses.replace(last, is_written_here=False))
 
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
+        if rank == 1:
             patch.setattr(_safetensors_save, "managed_parts", without_the_last)
-        found["bytes without a writer"] = outcome(lambda: save_safetensors(new, model))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        assert names_in(folder / "there") == ["model.safetensors"]
-        assert (folder / "there" / "model.safetensors").read_text() == "old"
-        assert names_in(folder / "index") == [INDEX]
-        assert names_in(folder / "parts") == ["model-00001-of-00002.safetensors"]
+        assert_refused({"unwritten": (CheckpointError, "bytes written by all ranks", save())})
+    if rank == 0:
+        for name, file in old.items():
+            assert names_in(folder / name) == [file]
+            assert (folder / name / file).read_text() == "old"
         assert not new.exists() or not names_in(new)
         assert not [path for path in (folder / "mine").rglob("*") if path.is_file()]
     dist.barrier()
-    assert [file.name for file in save_safetensors(new, model)] == ["model.safetensors"], (
-        "and the ranks are in step"
-    )
-    return found
+    files = [file.name for file in save_safetensors(new, model)]
+    assert files == ["model.safetensors"], "and the ranks are in step"
 
 
 def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
-    exists = "which are never overwritten"
-    differs = "all ranks"
-    assert_refused(
-        run_ranks(2, _refused_saves, tmp_path),
-        {
-            "there": ("UsageError", exists),
-            "an existing index": ("UsageError", exists),
-            "existing parts": ("UsageError", exists),
-            "below a file": ("CheckpointError", "NotADirectoryError"),
-            "a file": ("CheckpointError", "FileExistsError"),
-            "long path": ("CheckpointError", "x" * 300),
-            "path": ("UsageError", "argument 'path' of checkpoint.save_safetensors"),
-            "dtype": ("UsageError", "a floating-point dtype, or None"),
-            "dtype without a name": ("UsageError", "torch.float8_e8m0fnu"),
-            "parameter without a name": ("UsageError", "leave it out"),
-            "rename": ("UsageError", "a function of a name, or None"),
-            "two for one name": ("UsageError", "'b.bias'"),
-            "rename gives a number": ("UsageError", "the result of rename"),
-            "a name of the format": ("UsageError", "__metadata__"),
-            **{
-                f"max_file_nbytes {value!r}": ("UsageError", "a number of bytes, at least 1")
-                for value in (0, -1, True, 1e9, "5GB", None)
-            },
-            "no wrapping": ("UsageError", "The model is not wrapped"),
-            "other sizes": ("UsageError", differs),
-            "other dtypes": ("UsageError", differs),
-            "other names": ("UsageError", differs),
-            "other order": ("UsageError", differs),
-            "one rank's argument": ("UsageError", "a number of bytes, at least 1"),
-            "other file systems": ("CheckpointError", str(tmp_path / "mine" / "1")),
-            "summoned": ("FsdpCompatError", "summon_full_params"),
-            "disk": ("CheckpointError", "No space left on device"),
-            "first disk": ("CheckpointError", "No space left on device"),
-            "sync": ("CheckpointError", "No space left on device"),
-            "name": ("CheckpointError", "No space left on device"),
-            "bytes without a writer": ("CheckpointError", "bytes written by all ranks"),
-        },
-    )
+    run_ranks(2, _refused_saves, tmp_path)
 
 
 def _after_a_killed_save(folder: Path) -> None:
@@ -973,21 +793,3 @@ def test_a_save_removes_what_killed_ones_left_and_nothing_of_those_that_run(
     tmp_path: Path,
 ) -> None:
     run_ranks(1, _after_a_killed_save, tmp_path)
-
-
-def _progress(folder: Path, capture: Path) -> str:
-    with open(capture / str(dist.get_rank()), "w+") as text, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", text)
-        model = FSDP(Small())
-        save_safetensors(folder / "new", model, progress=True)
-        load_safetensors(folder / "new", model, progress=True)
-        text.seek(0)
-        return text.read()
-
-
-def test_bytes_and_rate_are_shown_on_the_first_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _progress, tmp_path, tmp_path)
-    assert "save weights: 100%" in first
-    assert "load weights: 100%" in first
-    assert "B/s" in first
-    assert second == ""
