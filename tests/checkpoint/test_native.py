@@ -67,6 +67,14 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         }
 
 
+def assert_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, Any]
+) -> None:
+    found = whole_state(model, optimizer)
+    assert_same(found["model"], expected["model"])
+    assert_same_optim(found["optim"], expected["optim"])
+
+
 def num_sent(model: FSDP) -> int:
     comms = {
         id(comm): comm for group in model._runtime.groups for comm in (group.shard, group.replica)
@@ -103,9 +111,7 @@ def _read(folder: str, config: Config, kind: str, expected: dict[str, Any]) -> N
     extra = checkpoint.load(path, model, optimizer)
     assert num_sent(model) == before
     assert extra == {"rank": dist.get_rank() if dist.get_world_size() == expected["ranks"] else 0}
-    found = whole_state(model, optimizer)
-    assert_same(found["model"], expected["model"])
-    assert_same_optim(found["optim"], expected["optim"])
+    assert_state(model, optimizer, expected)
     storages = [
         value.untyped_storage().nbytes() - value.nbytes
         for entry in optimizer.state.values()
@@ -395,51 +401,37 @@ def _save_one(folder: str, step: int = STEPS, seed: int = 0) -> None:
     checkpoint.save(folder, model, optimizer, torch.arange(5), step=step)
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+def _with_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"x")
-
-
-def _replace(path: Path, make: Callable[[Path], object]) -> None:
-    path.unlink()
-    make(path)
+def _instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda path: (path.unlink(), make(path))
 
 
 def _foreign(path: Path) -> None:
     shutil.copy(path.parent.parent / "other" / f"step-{STEPS:08d}" / path.name, path)
 
 
-DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "a flipped bit": ("rank-00001.safetensors", _flip),
-    "a truncated file": ("rank-00000.safetensors", _truncate),
-    "a longer file": ("rank-00000.safetensors", _lengthen),
-    "a missing file": ("rank-00002.safetensors", Path.unlink),
-    "an empty file": ("rank-00001.safetensors", lambda path: path.write_bytes(b"")),
+_flip = _with_bytes(
+    lambda old: old[: len(old) // 2] + bytes([old[len(old) // 2] ^ 4]) + old[len(old) // 2 + 1 :]
+)
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": _flip,
+    "a truncated file": _with_bytes(lambda content: content[:-1]),
+    "a longer file": _with_bytes(lambda content: content + b"x"),
+    "a missing file": Path.unlink,
+    "a FIFO": _instead(os.mkfifo),
+}
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    **{name: ("rank-00001.safetensors", change) for name, change in CHANGES.items()},
+    "an empty file": ("rank-00001.safetensors", _with_bytes(lambda _: b"")),
     "a file of another checkpoint": ("rank-00001.safetensors", _foreign),
+    "a directory": ("rank-00001.safetensors", _instead(os.mkdir)),
     "a flipped bit in the manifest": ("manifest.json", _flip),
-    "a truncated manifest": ("manifest.json", _truncate),
+    "a truncated manifest": ("manifest.json", CHANGES["a truncated file"]),
     "no manifest": ("manifest.json", Path.unlink),
-    "a FIFO instead of a file": (
-        "rank-00001.safetensors",
-        lambda path: _replace(path, os.mkfifo),
-    ),
-    "a FIFO instead of the manifest": (
-        "manifest.json",
-        lambda path: _replace(path, os.mkfifo),
-    ),
-    "a directory instead of a file": (
-        "rank-00001.safetensors",
-        lambda path: _replace(path, os.mkdir),
-    ),
+    "a FIFO instead of the manifest": ("manifest.json", _instead(os.mkfifo)),
 }
 
 
@@ -477,36 +469,20 @@ def test_damage_is_named_on_all_ranks_and_nothing_changes(tmp_path: Path) -> Non
 
 # -- what changes while it is loaded
 
-CHANGES: dict[str, Callable[[Path], None]] = {
-    "a flipped bit": _flip,
-    "a truncated file": _truncate,
-    "a longer file": _lengthen,
-    "a missing file": Path.unlink,
-    "a FIFO": lambda path: _replace(path, os.mkfifo),
-}
-
 
 def _load_changing(folder: str) -> None:
     """The files change when all ranks have checked them, and before any has copied a byte out of
     them."""
     model, optimizer = build(ORIGINAL, seed=1)
     train(model, optimizer, range(1))
-    path, file = (
-        Path(folder) / f"step-{STEPS:08d}",
-        Path(folder) / f"step-{STEPS:08d}" / "rank-00001.safetensors",
-    )
+    path = Path(folder) / f"step-{STEPS:08d}"
+    file = path / "rank-00001.safetensors"
     good, together = file.read_bytes(), Ranks.agree
 
     def held() -> list[Tensor]:
         parameters = list(model.parameters())
-        return [
-            *parameters,
-            *(
-                value
-                for each in parameters
-                for _, value in sorted(optimizer.state.get(each, {}).items())
-            ),
-        ]
+        states = (sorted(optimizer.state.get(each, {}).items()) for each in parameters)
+        return [*parameters, *(value for state in states for _, value in state)]
 
     before = [value.detach().clone() for value in held()]
     checkpoint.load(path, model, optimizer)
@@ -515,7 +491,7 @@ def _load_changing(folder: str) -> None:
         for value, old in zip(held(), before, strict=True):
             value.data.copy_(old)
 
-        def checked_by_all(*args: Any, change: Callable[[Path], None] = change) -> Any:
+        def checked_by_all(*args: Any, change: Callable[[Path], object] = change) -> Any:
             found = together(*args)
             Ranks.agree = together  # type: ignore[method-assign]
             if dist.get_rank() == 0:
@@ -524,20 +500,15 @@ def _load_changing(folder: str) -> None:
             return found
 
         Ranks.agree = checked_by_all  # type: ignore[method-assign]
-        with pytest.raises(
-            CheckpointError, match="The files changed while they were being loaded"
-        ) as raised:
+        with pytest.raises(CheckpointError, match="The files changed while they were") as raised:
             checkpoint.load(path, model, optimizer)
         message = str(raised.value)
         assert all(fact in message for fact in FACTS), message
-        assert "the model and its optimizer may be partly changed" in message.splitlines()[-1], (
-            message
-        )
+        assert "the model and its optimizer may be partly changed" in message.splitlines()[-1]
         assert "nothing was loaded" not in message, message
         for now, old, new in zip(held(), before, saved, strict=True):
-            assert all(((now == old) | (now == new)).reshape(-1)), (
-                f"{what}: a value that nobody has saved"
-            )
+            is_saved = (now == old) | (now == new)
+            assert is_saved.all(), f"{what}: a value that nobody has saved"
         dist.barrier()
         if dist.get_rank() == 0:
             file.unlink(missing_ok=True)
@@ -590,40 +561,15 @@ class Forgery:
 
 def _places(content: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a JSON content, of long lists only the first ones."""
-    for key in (
-        content
-        if isinstance(content, dict)
-        else range(min(len(content), 3))
-        if isinstance(content, list)
-        else ()
-    ):
-        yield (*above, key)
-        yield from _places(content[key], (*above, key))
+    if isinstance(content, (dict, list)):
+        for key in content if isinstance(content, dict) else range(min(len(content), 3)):
+            yield (*above, key)
+            yield from _places(content[key], (*above, key))
 
 
-ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    3,
-    2.5,
-    10**30,
-    "",
-    "x",
-    [],
-    [[]],
-    {},
-    [1, 2, 3],
-    {"a": 1},
-    {"": None},
-    {"@tuple": 3},
-    {"@x": 1},
-]
-ODD += [
-    {"@enum": ["nowhere:Colour", "RED"]},
-    {"@object": ["builtins:object", {}]},
-    {"@tensor": ["none", "float32", [1]]},
-]
+ODD: list[Any] = [None, True, -1, 3, 2.5, 10**30, "", "x", [], [[]], {}, [1, 2, 3], {"a": 1}]
+ODD += [{"": None}, {"@tuple": 3}, {"@x": 1}, {"@enum": ["nowhere:Colour", "RED"]}]
+ODD += [{"@object": ["builtins:object", {}]}, {"@tensor": ["none", "float32", [1]]}]
 GONE = object()
 
 
@@ -641,13 +587,9 @@ def _forge(folder: str, num: int) -> dict[str, int]:
 
     def values() -> list[Any]:
         states = [value for entry in optimizer.state.values() for value in entry.values()]
-        tensors = [
-            value.detach().clone() for value in (*model.parameters(), *model.buffers(), *states)
-        ]
-        return [
-            *tensors,
-            torch.tensor([[group["lr"], *group["betas"]] for group in optimizer.param_groups]),
-        ]
+        tensors = (*model.parameters(), *model.buffers(), *states)
+        settings = [[group["lr"], *group["betas"]] for group in optimizer.param_groups]
+        return [*(value.detach().clone() for value in tensors), torch.tensor(settings)]
 
     step()
     good = checkpoint.save(
@@ -663,10 +605,7 @@ def _forge(folder: str, num: int) -> dict[str, int]:
         path = choose.choice(list(_places(documents[number])))
         around = functools.reduce(lambda inner, key: inner[key], path[:-1], documents[number])
         odd = choose.choice([*ODD, GONE, copy.deepcopy(around)])
-        what = (
-            f"{('header', 'text', 'manifest')[number]} {path}: "
-            f"{'nothing' if odd is GONE else repr(odd)[:300]}"
-        )
+        what = f"{('header', 'text', 'manifest')[number]} {path}: {repr(odd)[:300]}"
         if odd is GONE:
             del around[path[-1]]
         else:
@@ -777,9 +716,7 @@ def _two_disks(folder: str) -> None:
     dist.barrier()
     train(model, optimizer, range(1, 2))
     checkpoint.load(path, model, optimizer)
-    found = whole_state(model, optimizer)
-    assert_same(found["model"], expected["model"])
-    assert_same_optim(found["optim"], expected["optim"])
+    assert_state(model, optimizer, expected)
 
 
 def test_nodes_with_separate_disks_each_have_the_files_they_need(tmp_path: Path) -> None:
@@ -936,9 +873,7 @@ def _full_disk(folder: str) -> None:
     assert os.listdir(folder) == ["step-00000001"]
     assert checkpoint.latest(folder) == good
     checkpoint.load(good, model, optimizer)
-    found = whole_state(model, optimizer)
-    assert_same(found["model"], expected["model"])
-    assert_same_optim(found["optim"], expected["optim"])
+    assert_state(model, optimizer, expected)
     checkpoint.save(folder, model, optimizer, step=2)
 
 
@@ -973,20 +908,13 @@ class Blockwise(torch.optim.Optimizer):
                 parameter.data -= group["lr"] * state["momentum"]
 
 
-class Unsaved:
-    """Runs code of its own when it is copied."""
-
-    def __reduce__(self) -> Any:
-        return Unsaved, ()
-
-
 def _left_out(folder: str) -> None:
     model = FSDP(nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     model(torch.ones(1, 5)).sum().backward()
     optimizer.step()
     (parameter,) = model.parameters()
-    optimizer.state[parameter]["thing"] = Unsaved()
+    optimizer.state[parameter]["thing"] = Unsavable()
     buffer = optimizer.state[parameter]["momentum_buffer"].clone()
     with pytest.warns(UserWarning, match=r"are not in the checkpoint: weight\.thing") as caught:
         path = checkpoint.save(folder, model, optimizer, step=1)
