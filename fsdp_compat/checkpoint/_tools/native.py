@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -232,10 +233,7 @@ class NativeCheckpoint:
                 for key, value in self._common.other_states.get(name, [])
             }
         saved, found = self.parameters[name], dict[Any, Any]()
-        heads = [
-            (group.name, index, self.head(self._file_with(group, index)))
-            for group, index in saved.places
-        ]
+        heads = [(group.name, index, self.head(n)) for group, index, n in self._files_with(saved)]
         for group, index, head in heads:
             for state in head.states.get(group, []):
                 if state.key not in found and _has(state.of, index):
@@ -248,14 +246,19 @@ class NativeCheckpoint:
                         found[key] = _stored(decoded, f"{saved.names[0]}.{key}")
         return found
 
-    def _file_with(self, group: FlatGroup, index: int) -> int:
-        """Return a file whose rank knew all states of a parameter: the first that is there, and
-        has some of it. Without any, it is part of a flat one, whose ranks all knew."""
-        axis, place = self.manifest.axes[group.axis], group.layout.params[index].place
-        numel = group.layout.shard_numel
-        with_some = axis[place.start // numel : -(-place.stop // numel)]
-        there = (n for n in (*with_some, *axis) if self._paths[n].name in self._present)
-        return next(there, axis[0])
+    def _files_with(self, saved: SavedParameter) -> list[tuple[FlatGroup, int, int]]:
+        """Return the groups that have a parameter, its index in each, and a file whose rank knew
+        all its states: the first that is there and has some of it. If none is, any of the group:
+        the parameter is part of a flat one, whose ranks all knew. At least one."""
+        found = []
+        for group, index in saved.places:
+            axis, place = self.manifest.axes[group.axis], group.layout.params[index].place
+            numel = group.layout.shard_numel
+            with_some = axis[place.start // numel : -(-place.stop // numel)]
+            there = (n for n in (*with_some, *axis) if self._paths[n].name in self._present)
+            found += [(group, index, number) for number in itertools.islice(there, 1)]
+        (group, index), *_ = saved.places
+        return found or [(group, index, self.manifest.axes[group.axis][0])]
 
     def _state(self, saved: SavedParameter, key: Any, dtype: torch.dtype) -> StoredTensor:
         def entry_of(group: FlatGroup, index: int, number: int) -> str | None:
@@ -270,14 +273,15 @@ class NativeCheckpoint:
         """Return the states that fit only the part of one rank, if ``cut`` gives the same part.
         Raises CheckpointError if it is another one."""
         states: dict[Any, Any] = {}
-        saved = self.parameters.get(name)
-        for group, index in saved.places if saved is not None else ():
-            if cut is not None and group.is_cut_as(index, cut):
-                number = self.manifest.axes[group.axis][cut.rank]
-            else:
-                number, cut = self._file_with(group, index), None
+        places = self._files_with(self.parameters[name]) if name in self.parameters else []
+        alike = [
+            (group, index, self.manifest.axes[group.axis][cut.rank])
+            for group, index, _ in places
+            if cut is not None and group.is_cut_as(index, cut)
+        ]
+        for group, index, number in alike or places:
             for its_index, key, value in self.head(number).own.get(group.name, []):
-                if its_index == index and cut is None:
+                if its_index == index and not alike:
                     raise self._parts_have_changed(name, key, group)
                 if its_index == index:
                     states[key] = self._value(value, f"state {key!r}", number)
