@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
-from .optim_contents import ParamOwnership
+from .optim_contents import ParamOwnership, is_count
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
@@ -57,8 +57,13 @@ def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
             stacklevel=4,
         )
         return {}
-    for entry in states.values():
-        scalars = [k for k, v in entry.items() if not isinstance(v, torch.Tensor) or v.dim() == 0]
+    for parameter, entry in states.items():
+        scalars = [
+            key
+            for key, value in entry.items()
+            if not isinstance(value, torch.Tensor)
+            or (not value.dim() and (parameter.dim() or is_count(key, ())))
+        ]
         if scalars == ["step"]:  # where others go with it, it has to stay
             entry["step"] = entry["step"] * 0
     return {parameter: entry for parameter, entry in states.items() if entry}

@@ -299,7 +299,7 @@ def _groups_of(
         return optim.param_groups if optim is not None else [{"params": list(model.parameters())}]
     try:
         given = [dict(each) if isinstance(each, dict) else each for each in optim_input]
-        return Optimizer(given, {}).param_groups
+        return _Groups(given, {}).param_groups
     except (TypeError, ValueError, KeyError) as error:
         kinds: dict[type, type[UsageError]] = {ValueError: UsageError, KeyError: AssertedUsageError}
         raise kinds.get(type(error), TypeUsageError).of(
@@ -309,6 +309,10 @@ def _groups_of(
             where=f"argument 'optim_input' of {where}",
             fix="leave it out and pass optim=, the optimizer",
         ) from error
+
+
+class _Groups(Optimizer):
+    """Reads what an optimizer is created from."""
 
 
 def _to_load(

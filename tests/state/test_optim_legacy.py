@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,33 +17,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.fsdp import FullOptimStateDictConfig as TorchFullOptimConfig
-from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
-from torch.distributed.fsdp import StateDictType as TorchType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import OptimStateKeyType, StateDictType
+from fsdp_compat import OptimStateKeyType
 from fsdp_compat.errors import CheckpointError, UsageError
-from tests.state.test_optim import (
+from tests.support.optimizer_state import (
     OPTIMIZERS,
+    SHARDED,
     Block,
     assert_equal_states,
     assert_four_facts,
     assert_state,
     by_name,
     full_state,
+    load_into_new,
+    loadable,
     make_model,
     num_sent,
+    params_of,
     shard,
+    sharded,
     split_decay,
+    torchs_full,
+    torchs_pair,
     train,
+    trained,
 )
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
+NAME, NUMBER = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
 NEW = {
     "full_optim_state_dict": "optim_state_dict",
     "sharded_optim_state_dict": "optim_state_dict",
@@ -63,51 +69,29 @@ def test_signatures_are_torchs() -> None:
         ], name
 
 
-def once(call: Callable[[], Any]) -> Any:
-    """Return what ``call`` does, which says once, to this file, that it is deprecated."""
+def called(cls: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an older call of ours or of torch's. Ours says once, to this file, that it is
+    deprecated."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        answer = call()
-    (warning,) = [warning for warning in caught if "deprecated; use" in str(warning.message)]
-    assert warning.category is DeprecationWarning
-    assert warning.filename == __file__
-    old = str(warning.message).split()[0].rpartition(".")[2]
-    assert str(warning.message).endswith(f"use FullyShardedDataParallel.{NEW[old]} instead.")
+        answer = getattr(cls, name)(*args, **kwargs)
+    if cls is FSDP:
+        (warning,) = [warning for warning in caught if "deprecated; use" in str(warning.message)]
+        assert warning.category is DeprecationWarning
+        assert warning.filename == __file__
+        assert str(warning.message).endswith(f"use FullyShardedDataParallel.{NEW[name]} instead.")
     return answer
 
 
-def quietly(call: Callable[[], Any]) -> Any:
-    with warnings.catch_warnings():
+ours_called = functools.partial(called, FSDP)
+torchs_called = functools.partial(called, TorchFSDP)
+
+
+def refused(kind: type[Exception], name: str, *args: Any, **kwargs: Any) -> None:
+    with warnings.catch_warnings(), pytest.raises(kind) as caught:
         warnings.simplefilter("ignore")
-        return call()
-
-
-def pair(use_orig_params: bool, kind: str, groups: bool) -> tuple[Any, Any, Any, Any]:
-    """(torch's model and optimizer, ours and ours), trained alike."""
-    theirs = TorchFSDP(
-        make_model(0, odd=False),
-        auto_wrap_policy=TorchWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-    ours = shard(make_model(0, odd=False), ("FULL_SHARD", use_orig_params, "blocks"))
-    their_optimizer, optimizer = (
-        OPTIMIZERS[kind](split_decay(m) if groups else m.parameters()) for m in (theirs, ours)
-    )
-    train(theirs, their_optimizer, range(2))
-    train(ours, optimizer, range(2))
-    return theirs, their_optimizer, ours, optimizer
-
-
-def torchs_full(model: Any, optimizer: Any) -> Any:
-    """By torch's newer call: with its offload to the CPU, which the older has, values are wrong on
-    the CPU."""
-    full = (
-        TorchFullConfig(offload_to_cpu=False),
-        TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False),
-    )
-    with TorchFSDP.state_dict_type(model, TorchType.FULL_STATE_DICT, *full):
-        return quietly(lambda: TorchFSDP.optim_state_dict(model, optimizer))
+        getattr(FSDP, name)(*args, **kwargs)
+    assert_four_facts(caught.value)
 
 
 def sizes(state: dict[str, Any]) -> dict[str, Any]:
@@ -128,65 +112,43 @@ def _like_torch(use_orig_params: bool, directory: str) -> None:
     for kind, groups in (("Adam", False), ("SGD", False), ("Adagrad", False), ("AdamW", True)):
         if groups and not use_orig_params:
             continue
-        theirs, their_optimizer, ours, optimizer = pair(use_orig_params, kind, groups)
-        expected = torchs_full(theirs, their_optimizer)
-        found = once(lambda m=ours, o=optimizer: FSDP.full_optim_state_dict(m, o, rank0_only=False))
-        layout = quietly(
-            lambda m=theirs, o=their_optimizer: TorchFSDP.full_optim_state_dict(
-                m, o, rank0_only=False
-            )
+        (theirs, their_optimizer), (ours, optimizer) = torchs_pair(
+            use_orig_params, kind, groups=groups
         )
+        expected = torchs_full(theirs, their_optimizer)
+        with FSDP.state_dict_type(ours, SHARDED):  # the form that is set does not matter
+            found = ours_called("full_optim_state_dict", ours, optimizer, rank0_only=False)
+        layout = torchs_called("full_optim_state_dict", theirs, their_optimizer, rank0_only=False)
         assert found.keys() == layout.keys() == {"state", "param_groups"}
         assert sizes(found) == sizes(layout)
         assert found["param_groups"] == layout["param_groups"]
         assert_state(found["state"], expected["state"], tolerance=1e-5)
-        assert all(
-            value.device.type == "cpu"
-            for entry in found["state"].values()
-            for value in entry.values()
-        )
+        values = [value for entry in found["state"].values() for value in entry.values()]
+        assert {value.device.type for value in values} == {"cpu"}
 
-        alone = once(lambda m=ours, o=optimizer: FSDP.full_optim_state_dict(m, o))
+        alone = ours_called("full_optim_state_dict", ours, optimizer)
         assert bool(alone) is (dist.get_rank() == 0)
 
         before = num_sent(ours)
-        sharded = once(lambda m=ours, o=optimizer: FSDP.sharded_optim_state_dict(m, o))
+        boxes = ours_called("sharded_optim_state_dict", ours, optimizer)
         assert num_sent(ours) == before
-        torchs = quietly(
-            lambda m=theirs, o=their_optimizer: TorchFSDP.sharded_optim_state_dict(m, o)
-        )
-        assert sizes(sharded) == sizes(torchs)
-        assert sharded["param_groups"] == torchs["param_groups"]
+        torchs = torchs_called("sharded_optim_state_dict", theirs, their_optimizer)
+        assert sizes(boxes) == sizes(torchs)
+        assert boxes["param_groups"] == torchs["param_groups"]
 
-        wanted = FSDP.optim_state_dict_to_load(ours, optimizer, found)
-        loadable = (
-            once(
-                lambda m=ours, o=optimizer, s=found: FSDP.shard_full_optim_state_dict(s, m, optim=o)
-            ),
-            once(
-                lambda m=ours, o=optimizer, s=sharded: FSDP.flatten_sharded_optim_state_dict(
-                    s, m, o
-                )
-            ),
-            once(
-                lambda m=ours, o=optimizer, s=alone: FSDP.scatter_full_optim_state_dict(
-                    s or None, m, optim=o
-                )
-            ),
+        wanted = loadable(ours, optimizer, found)
+        for name, *given in (
+            ("shard_full_optim_state_dict", found, ours, None, optimizer),
+            ("flatten_sharded_optim_state_dict", boxes, ours, optimizer),
+            ("scatter_full_optim_state_dict", alone or None, ours, None, optimizer),
+        ):
+            assert_equal_states(ours_called(name, *given), wanted)
+        torchs = torchs_called(
+            "shard_full_optim_state_dict", copy.deepcopy(expected), theirs, optim=their_optimizer
         )
-        for one in loadable:
-            assert_equal_states(one, wanted)
-        given = copy.deepcopy(expected)
-        torchs_loadable = quietly(
-            lambda m=theirs, o=their_optimizer, s=given: TorchFSDP.shard_full_optim_state_dict(
-                s, m, optim=o
-            )
-        )
-        assert wanted["param_groups"] == torchs_loadable["param_groups"]
-        assert (
-            wanted["state"].keys() >= torchs_loadable["state"].keys()
-        )  # torch leaves out empty parts
-        for number, entry in torchs_loadable["state"].items():
+        assert wanted["param_groups"] == torchs["param_groups"]
+        assert wanted["state"].keys() >= torchs["state"].keys()  # torch leaves out empty parts
+        for number, entry in torchs["state"].items():
             assert wanted["state"][number].keys() == entry.keys()
             for key, value in entry.items():
                 assert wanted["state"][number][key].dim() == value.dim()
@@ -196,32 +158,20 @@ def _like_torch(use_orig_params: bool, directory: str) -> None:
             torch.save(found, f"{path}-ours")
             torch.save(expected, f"{path}-torch")  # of flat parameters, all names share one step
         dist.barrier()
-        from_ours, from_torch = (
-            torch.load(f"{path}-{name}", weights_only=True) for name in ("ours", "torch")
-        )
-        their_optimizer.load_state_dict(
-            quietly(
-                lambda m=theirs, o=their_optimizer, s=from_ours: (
-                    TorchFSDP.shard_full_optim_state_dict(s, m, optim=o)
-                )
-            )
-        )
-        optimizer.load_state_dict(
-            once(
-                lambda m=ours, o=optimizer, s=from_torch: FSDP.shard_full_optim_state_dict(
-                    s, m, optim=o
-                )
-            )
-        )
+        for cls, name, model, its in (
+            (TorchFSDP, "ours", theirs, their_optimizer),
+            (FSDP, "torch", ours, optimizer),
+        ):
+            state = torch.load(f"{path}-{name}", weights_only=True)
+            its.load_state_dict(called(cls, "shard_full_optim_state_dict", state, model, optim=its))
         steps = [
             entry["step"]
             for entry in optimizer.state.values()
             if isinstance(entry.get("step"), Tensor)
         ]
         assert len({step.data_ptr() for step in steps}) == len(steps)
-        assert train(theirs, their_optimizer, range(2, 5)) == pytest.approx(
-            train(ours, optimizer, range(2, 5)), rel=1e-4
-        )
+        losses = train(ours, optimizer, range(2, 5))
+        assert train(theirs, their_optimizer, range(2, 5)) == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
@@ -231,88 +181,51 @@ def test_dicts_have_torchs_layout_and_load_both_ways_from_files(
     run_ranks(2, _like_torch, use_orig_params, str(tmp_path))
 
 
-def _any_form_is_set() -> None:
-    model = shard(make_model(), ("FULL_SHARD", False, "blocks"))
-    optimizer = OPTIMIZERS["Adam"](model.parameters())
-    train(model, optimizer, range(1))
-    full = full_state(model, optimizer)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        assert_state(
-            once(lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=False))["state"],
-            full["state"],
-        )
-    sharded = once(lambda: FSDP.sharded_optim_state_dict(model, optimizer))
-    assert isinstance(sharded["state"]["blocks.0.linear.weight"]["exp_avg"], ShardedTensor)
-
-
-def test_the_form_that_is_set_does_not_matter() -> None:
-    run_ranks(2, _any_form_is_set)
-
-
 def _inputs() -> None:
     """Numbers count the input, whatever order it has."""
     model = shard(make_model(), ("FULL_SHARD", True, "blocks"))
-    reverse = list(model.parameters())[::-1]
-    for given in (reverse, split_decay(model)[::-1]):
+    for given in (list(model.parameters())[::-1], split_decay(model)[::-1]):
         optimizer = OPTIMIZERS["AdamW"](given)
         train(model, optimizer, range(2))
         full = full_state(model, optimizer)
-        groups = (
-            [{**group, "params": list(group["params"])} for group in given]
-            if isinstance(given[0], dict)
-            else list(given)
-        )
-        found = once(
-            lambda o=optimizer, g=groups: FSDP.full_optim_state_dict(model, o, g, rank0_only=False)
-        )
+        found = ours_called("full_optim_state_dict", model, optimizer, given, rank0_only=False)
         assert_state(found["state"], full["state"])
         assert found["param_groups"] == full["param_groups"]
-        wanted = FSDP.optim_state_dict_to_load(model, optimizer, full)
-        for one in (
-            once(lambda s=full, g=groups: FSDP.shard_full_optim_state_dict(s, model, g)),
-            once(
-                lambda s=full, g=groups: FSDP.scatter_full_optim_state_dict(
-                    s if dist.get_rank() == 0 else None, model, g
-                )
-            ),
-        ):
+        wanted = loadable(model, optimizer, full)
+        for name in ("shard_full_optim_state_dict", "scatter_full_optim_state_dict"):
+            mine = full if name.startswith("shard") or dist.get_rank() == 0 else None
+            one = ours_called(name, mine, model, given)
             assert_state(one["state"], wanted["state"])
             assert [group["params"] for group in one["param_groups"]] == [
                 group["params"] for group in wanted["param_groups"]
             ]
             optimizer.load_state_dict(one)
         assert_state(full_state(model, optimizer)["state"], full["state"])
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    train(model, optimizer, range(1))
+    model, optimizer = trained(model, steps=1)
     full = full_state(model, optimizer)  # without input and optimizer: the model's parameters
     assert_equal_states(
-        once(lambda: FSDP.shard_full_optim_state_dict(full, model)),
-        FSDP.optim_state_dict_to_load(model, optimizer, full),
+        ours_called("shard_full_optim_state_dict", full, model), loadable(model, optimizer, full)
     )
+    numbers = range(len(full["state"]))
     numbered = {
         "state": dict(enumerate(full["state"].values())),
-        "param_groups": [{"params": list(range(len(full["state"])))}],
+        "param_groups": [{"params": list(numbers)}],
     }
-    found = once(lambda: FSDP.shard_full_optim_state_dict(numbered, model))["state"].keys()
-    assert (
-        {number for number, p in enumerate(model.parameters()) if p.numel()}
-        <= found
-        <= set(range(len(full["state"])))
-    )
+    found = ours_called("shard_full_optim_state_dict", numbered, model)["state"].keys()
+    present = {number for number, p in enumerate(model.parameters()) if p.numel()}
+    assert present <= found <= {*numbers}
     for wrong, kind in (
         (3, TypeError),
         ([], ValueError),
         ([1, 2], TypeError),
         ([{"lr": 1}], AssertionError),
     ):
-        for call in (
-            lambda w=wrong: FSDP.full_optim_state_dict(model, optimizer, w),
-            lambda w=wrong: FSDP.shard_full_optim_state_dict(full, model, w),
+        for name, *args in (
+            ("full_optim_state_dict", model, optimizer, wrong),
+            ("shard_full_optim_state_dict", full, model, wrong),
         ):
-            with pytest.raises(UsageError) as caught:
-                quietly(call)
-            assert isinstance(caught.value, kind)
-            assert_four_facts(caught.value)
+            refused(kind, name, *args)
+            refused(UsageError, name, *args)
 
 
 def test_numbers_follow_the_optimizer_input() -> None:
@@ -322,9 +235,8 @@ def test_numbers_follow_the_optimizer_input() -> None:
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def rekeyed(cls: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
-    call = lambda: cls.rekey_optim_state_dict(args[0], kind, *args[1:], **kwargs)  # noqa: E731
-    return once(call) if cls is FSDP else quietly(call)
+def rekeyed(state: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+    return ours_called("rekey_optim_state_dict", state, kind, *args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -333,41 +245,35 @@ def test_rekeying_equals_torchs(kind: str, by: str) -> None:
     model = nn.Sequential(
         nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
     )  # without ties, which torch refuses
-    given: Any = split_decay(model) if by == "groups" else list(model.parameters())
-    optimizer = OPTIMIZERS[kind](given)
+    optimizer = OPTIMIZERS[kind](params_of(model, by == "groups"))
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    how = {
+    how: dict[str, Any] = {
         "optim": {"optim": optimizer},
-        "optim_input": {"optim_input": given},
+        "optim_input": {"optim_input": list(model.parameters())},
         "groups": {"optim_input": split_decay(model)},
-    }
-    numbered = optimizer.state_dict()
-    named = rekeyed(FSDP, OptimStateKeyType.PARAM_NAME, numbered, model, **how.get(by, {}))
-    torchs = rekeyed(TorchFSDP, TorchKeyType.PARAM_NAME, numbered, model, **how.get(by, {}))
-    assert_state(named["state"], torchs["state"])
-    assert named["param_groups"] == torchs["param_groups"]
-    assert_state(named["state"], by_name(model, optimizer)["state"])
-    back = rekeyed(FSDP, TorchKeyType.PARAM_ID, named, model, **how.get(by, {}))
-    torchs = rekeyed(TorchFSDP, TorchKeyType.PARAM_ID, named, model, **how.get(by, {}))
-    assert_state(back["state"], torchs["state"])
-    assert back["param_groups"] == torchs["param_groups"] == numbered["param_groups"]
-    assert_state(back["state"], numbered["state"])
-    for same, key_type in (
-        (named, OptimStateKeyType.PARAM_NAME),
-        (numbered, OptimStateKeyType.PARAM_ID),
+    }.get(by, {})
+    numbered, named = optimizer.state_dict(), by_name(model, optimizer)
+    for state, key_type, expected in (
+        (numbered, "PARAM_NAME", named),
+        (named, "PARAM_ID", numbered),
+        (named, "PARAM_NAME", named),
+        (numbered, "PARAM_ID", numbered),
     ):
-        unchanged = rekeyed(FSDP, key_type, same, model, **how.get(by, {}))
-        assert_state(unchanged["state"], same["state"])
-        assert unchanged["param_groups"] == same["param_groups"]
+        found = rekeyed(state, OptimStateKeyType[key_type], model, **how)
+        assert_state(found["state"], expected["state"])
+        if state is not expected:
+            args = (state, TorchKeyType[key_type], model)
+            torchs = torchs_called("rekey_optim_state_dict", *args, **how)
+            assert_state(found["state"], torchs["state"])
+            expected = torchs
+        assert found["param_groups"] == expected["param_groups"]
 
 
 def test_a_dict_without_state_is_rekeyed() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    named = rekeyed(
-        FSDP, OptimStateKeyType.PARAM_NAME, optimizer.state_dict(), model, optim=optimizer
-    )
+    named = rekeyed(optimizer.state_dict(), NAME, model, optim=optimizer)
     assert named["state"] == {}
     assert [group["params"] for group in named["param_groups"]] == [["bias", "weight"]]
 
@@ -376,55 +282,38 @@ def test_keys_that_do_not_fit_are_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     groups = [{"params": ["weight", "bias"]}]
-    cases: tuple[tuple[Any, type[Exception]], ...] = (
-        ({"state": {"weight": {}, 1: {}}, "param_groups": groups}, CheckpointError),
-        ({"state": {("weight",): {}}, "param_groups": []}, CheckpointError),
-        ({"state": {"other": {}}, "param_groups": groups}, CheckpointError),
-        ({"state": {}, "param_groups": [{"params": ["other"]}]}, CheckpointError),
-        ({"param_groups": groups}, CheckpointError),
-        ([1], CheckpointError),
-    )
-    for state, kind in cases:
-        with pytest.raises(kind) as caught:
-            rekeyed(FSDP, OptimStateKeyType.PARAM_ID, state, model, optim=optimizer)
-        assert_four_facts(caught.value)
-    for key_type in ("PARAM_ID", None):
-        with pytest.raises(UsageError) as caught:
-            quietly(
-                lambda k=key_type: FSDP.rekey_optim_state_dict(
-                    optimizer.state_dict(), k, model, optim=optimizer
-                )
-            )
-        assert_four_facts(caught.value)
+    for state in (
+        {"state": {"weight": {}, 1: {}}, "param_groups": groups},
+        {"state": {("weight",): {}}, "param_groups": []},
+        {"state": {"other": {}}, "param_groups": groups},
+        {"state": {}, "param_groups": [{"params": ["other"]}]},
+        {"param_groups": groups},
+        [1],
+    ):
+        refused(CheckpointError, "rekey_optim_state_dict", state, NUMBER, model, optim=optimizer)
+    state = optimizer.state_dict()
+    for kind in ("PARAM_ID", None):
+        refused(UsageError, "rekey_optim_state_dict", state, kind, model, optim=optimizer)
 
 
 def _between_wrapped_and_plain() -> None:
     """Out of a wrapped model into one that is not, and back; names come without what nested
     wrappers add."""
-    plain = make_model()
-    reference = OPTIMIZERS["AdamW"](plain.parameters())
-    train(plain, reference, range(2))
+    plain, reference = trained(make_model())
+    expected = by_name(plain, reference)["state"]
     for config in (("FULL_SHARD", False, "blocks"), ("FULL_SHARD", True, "always")):
-        model = shard(make_model(), config)
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        named = rekeyed(
-            FSDP, OptimStateKeyType.PARAM_NAME, reference.state_dict(), plain, optim=reference
-        )
+        model, optimizer = sharded(config, steps=0)
+        named = rekeyed(reference.state_dict(), NAME, plain, optim=reference)
         optimizer.load_state_dict(
-            quietly(
-                lambda m=model, o=optimizer, s=named: FSDP.shard_full_optim_state_dict(
-                    s, m, optim=o
-                )
-            )
+            ours_called("shard_full_optim_state_dict", named, model, optim=optimizer)
         )
         full = full_state(model, optimizer)
-        assert_state(full["state"], by_name(plain, reference)["state"])
+        assert_state(full["state"], expected)
         other = OPTIMIZERS["AdamW"](plain.parameters())
-        other.load_state_dict(rekeyed(FSDP, OptimStateKeyType.PARAM_ID, full, plain, optim=other))
-        assert_state(by_name(plain, other)["state"], by_name(plain, reference)["state"])
+        other.load_state_dict(rekeyed(full, NUMBER, plain, optim=other))
+        assert_state(by_name(plain, other)["state"], expected)
     numbered = {**reference.state_dict(), "state": dict(enumerate(full["state"].values()))}
-    wrapped = rekeyed(FSDP, OptimStateKeyType.PARAM_NAME, numbered, model, optim=optimizer)
-    assert_state(wrapped["state"], full["state"])
+    assert_state(rekeyed(numbered, NAME, model, optim=optimizer)["state"], full["state"])
     prefixed = {
         name: f"_fsdp_wrapped_module.{name.replace('blocks.', 'blocks._fsdp_wrapped_module.')}"
         for name in full["state"]
@@ -437,12 +326,10 @@ def _between_wrapped_and_plain() -> None:
         "state": {prefixed[name]: entry for name, entry in full["state"].items()},
         "param_groups": groups,
     }
-    back = rekeyed(FSDP, OptimStateKeyType.PARAM_ID, raw, plain, optim=reference)
+    back = rekeyed(raw, NUMBER, plain, optim=reference)
     assert_state(back["state"], reference.state_dict()["state"])
-    assert_state(
-        FSDP.optim_state_dict_to_load(model, optimizer, raw)["state"],
-        dict(optimizer.state_dict()["state"]),
-    )
+    found = loadable(model, optimizer, raw)
+    assert_state(found["state"], dict(optimizer.state_dict()["state"]))
 
 
 def test_state_loads_between_wrapped_and_plain_models() -> None:
@@ -450,24 +337,23 @@ def test_state_loads_between_wrapped_and_plain_models() -> None:
 
 
 def _arguments() -> None:
-    model = shard(make_model(), ("FULL_SHARD", False, "blocks"))
-    optimizer = OPTIMIZERS["Adam"](model.parameters())
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: FSDP.full_optim_state_dict(optimizer, model),  # type: ignore[arg-type]
-        lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only="yes"),  # type: ignore[arg-type]
-        lambda: FSDP.sharded_optim_state_dict(model, optimizer, "group"),  # type: ignore[arg-type]
-        lambda: FSDP.shard_full_optim_state_dict(model, {}),  # type: ignore[arg-type]
-        lambda: FSDP.shard_full_optim_state_dict({}, model, optim=model),  # type: ignore[arg-type]
-        lambda: FSDP.flatten_sharded_optim_state_dict({}, model, None),  # type: ignore[arg-type]
-        lambda: FSDP.scatter_full_optim_state_dict(None, model, optim=optimizer),
-        lambda: FSDP.scatter_full_optim_state_dict({}, nn.Linear(2, 2), optim=optimizer),
-        lambda: FSDP.full_optim_state_dict(nn.Linear(2, 2), optimizer),
+    model, optimizer = sharded(("FULL_SHARD", False, "blocks"), "Adam", steps=0)
+    full = "full_optim_state_dict"
+    shard_full, scatter = "shard_full_optim_state_dict", "scatter_full_optim_state_dict"
+    calls: tuple[tuple[Any, ...], ...] = (
+        (full, optimizer, model),
+        (full, model, optimizer, None, "yes"),
+        (full, nn.Linear(2, 2), optimizer),
+        ("sharded_optim_state_dict", model, optimizer, "group"),
+        (shard_full, model, {}),
+        (shard_full, {}, model, None, model),
+        ("flatten_sharded_optim_state_dict", {}, model, None),
+        (scatter, None, model, None, optimizer),
+        (scatter, {}, nn.Linear(2, 2), None, optimizer),
     )
     for call in calls:
-        with pytest.raises(UsageError) as caught:
-            quietly(call)
-        assert_four_facts(caught.value)
-    quietly(lambda: FSDP.full_optim_state_dict(model, optimizer))
+        refused(UsageError, *call)
+    ours_called(full, model, optimizer)
 
 
 def test_wrong_arguments_are_refused_on_every_rank() -> None:
@@ -477,33 +363,22 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
 def _rekeyed_flat() -> None:
     """A model of FlatParameters: numbers are those of the model without wrapping, whatever order
     its units have."""
-    plain = make_model()
-    reference = OPTIMIZERS["AdamW"](plain.parameters())
-    train(plain, reference, range(2))
+    expected = trained(make_model())[1].state_dict()
     for policy in ("blocks", "always"):
-        model = shard(make_model(), ("FULL_SHARD", False, policy))
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        train(model, optimizer, range(2))
+        model, optimizer = sharded(("FULL_SHARD", False, policy))
         full = full_state(model, optimizer)
         for how in ({}, {"optim": optimizer}, {"optim_input": list(model.parameters())}):
-            numbered = rekeyed(FSDP, OptimStateKeyType.PARAM_ID, full, model, **how)
-            assert (
-                numbered["param_groups"][0]["params"]
-                == reference.state_dict()["param_groups"][0]["params"]
-            )
-            assert_state(numbered["state"], reference.state_dict()["state"], tolerance=1e-4)
-            named = rekeyed(FSDP, OptimStateKeyType.PARAM_NAME, numbered, model, **how)
+            numbered = rekeyed(full, NUMBER, model, **how)
+            assert [g["params"] for g in numbered["param_groups"]] == [
+                g["params"] for g in expected["param_groups"]
+            ]
+            assert_state(numbered["state"], expected["state"], tolerance=1e-4)
+            named = rekeyed(numbered, NAME, model, **how)
             assert_state(named["state"], full["state"])
-            assert sorted(named["param_groups"][0]["params"]) == sorted(
-                full["param_groups"][0]["params"]
-            )
-            other = OPTIMIZERS["AdamW"](model.parameters())
-            other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, named))
-            assert_state(full_state(model, other)["state"], full["state"])
+            assert sorted(named["param_groups"][0]["params"]) == sorted(full["state"])
+            assert_state(load_into_new(model, "AdamW", named), full["state"])
         part = {"state": {"other": full["state"]["gain"]}, "param_groups": []}
-        with pytest.raises(CheckpointError) as caught:
-            rekeyed(FSDP, OptimStateKeyType.PARAM_ID, part, model)
-        assert_four_facts(caught.value)
+        refused(CheckpointError, "rekey_optim_state_dict", part, NUMBER, model)
 
 
 def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
@@ -529,58 +404,52 @@ class Beside(nn.Module):
 
 
 def _beside_units() -> None:
-    torchs = {"device_id": torch.device("cpu")}
+    first = dist.get_rank() == 0
     loads: dict[str, Callable[..., Any]] = {
-        "shard": lambda cls, s, m, o: cls.shard_full_optim_state_dict(copy.deepcopy(s), m, optim=o),
-        "input": lambda cls, s, m, o: cls.shard_full_optim_state_dict(
-            copy.deepcopy(s), m, list(m.parameters())
+        "shard": lambda cls, s, m, o: called(cls, "shard_full_optim_state_dict", s, m, optim=o),
+        "input": lambda cls, s, m, o: called(
+            cls, "shard_full_optim_state_dict", s, m, list(m.parameters())
         ),
-        "scatter": lambda cls, s, m, o: cls.scatter_full_optim_state_dict(
-            s if dist.get_rank() == 0 else None, m, optim=o
+        "scatter": lambda cls, s, m, o: called(
+            cls, "scatter_full_optim_state_dict", s if first else None, m, optim=o
         ),
-        "flatten": lambda cls, s, m, o: cls.flatten_sharded_optim_state_dict(s, m, o),
+        "flatten": lambda cls, s, m, o: called(cls, "flatten_sharded_optim_state_dict", s, m, o),
     }
+    classes: tuple[tuple[Any, Any], ...] = (
+        (FSDP, {}),
+        (TorchFSDP, {"device_id": torch.device("cpu")}),
+    )
     for kind in ("Adam", "SGD"):
         saved: dict[Any, Any] = {}
-        for cls, options in ((FSDP, {}), (TorchFSDP, torchs)):
+        for cls, options in classes:
             model = Beside(cls, False, False, **options)
             optimizer = OPTIMIZERS[kind](model.parameters())
             model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
-            whole = quietly(
-                lambda m=model, o=optimizer, c=cls: c.full_optim_state_dict(m, o, rank0_only=False)
-            )
-            parts = quietly(lambda m=model, o=optimizer, c=cls: c.sharded_optim_state_dict(m, o))
+            whole = called(cls, "full_optim_state_dict", model, optimizer, rank0_only=False)
+            parts = called(cls, "sharded_optim_state_dict", model, optimizer)
             saved[cls] = {"shard": whole, "input": whole, "scatter": whole, "flatten": parts}
-        for name, load in loads.items():
-            for inside in (False, True):
-                found: list[Any] = []
-                for cls, options in ((FSDP, {}), (TorchFSDP, torchs)):
-                    if cls is TorchFSDP and name == "scatter":  # it fails on parameters of no unit
-                        continue
-                    model = Beside(cls, True, inside, **options)
-                    optimizer = OPTIMIZERS[kind](model.parameters())
-                    given = saved[cls][name]
-                    call = functools.partial(
-                        quietly, functools.partial(load, cls, given, model, optimizer)
-                    )
-                    if inside and kind == "Adam":
-                        with pytest.raises(ValueError):  # a count, and none
-                            call()
-                        continue
-                    loadable = call()
-                    listed = loadable["param_groups"][0]["params"]
-                    found.append((set(loadable["state"]), list(listed)))
-                    if not inside:
-                        number = next(
-                            n for n, p in enumerate(model.parameters()) if p is model.extra
-                        )
-                        assert number not in listed
-                        listed.insert(
-                            number, number
-                        )  # as programs do that keep its state themselves
-                        optimizer.load_state_dict(loadable)
-                assert all(one == found[0] for one in found)
+        for name, inside in itertools.product(loads, (False, True)):
+            found: list[Any] = []
+            for cls, options in classes:
+                if cls is TorchFSDP and name == "scatter":  # it fails on parameters of no unit
+                    continue
+                model = Beside(cls, True, inside, **options)
+                optimizer = OPTIMIZERS[kind](model.parameters())
+                given = copy.deepcopy(saved[cls][name])
+                if inside and kind == "Adam":
+                    with pytest.raises(ValueError):  # a count, and none
+                        loads[name](cls, given, model, optimizer)
+                    continue
+                its = loads[name](cls, given, model, optimizer)
+                listed = its["param_groups"][0]["params"]
+                found.append((set(its["state"]), list(listed)))
+                if not inside:
+                    number = next(n for n, p in enumerate(model.parameters()) if p is model.extra)
+                    assert number not in listed
+                    listed.insert(number, number)  # as programs do that keep its state themselves
+                    optimizer.load_state_dict(its)
+            assert all(one == found[0] for one in found)
 
 
 def test_only_missing_state_of_managed_parameters_is_an_error() -> None:

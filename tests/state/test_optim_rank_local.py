@@ -18,23 +18,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
-from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.optim_calls import check_optimizer
 from fsdp_compat._state.optim_contents import StateKind, classify, classify_all
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import CheckpointError, StateError
-from tests.state.test_optim import (
+from tests.support.optimizer_state import (
     OPTIMIZERS,
     Config,
+    NeedsClosure,
+    Trained,
     assert_four_facts,
     by_name,
+    from_rank0,
     full_state,
+    loadable,
     make_model,
     shard,
+    sharded_state,
     train,
+    trained,
 )
-from tests.support.optimizer_state import create_optimizer_state
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -57,7 +60,7 @@ def rank() -> int:
 
 class Blocks(torch.optim.Optimizer):
     """SGD with momentum that keeps the momentum in 8 bits with a scale per block of 4 elements, and
-    all sorts of other things."""
+    all sorts of other things. Takes its state as it is, where torch's own way casts it."""
 
     def __init__(
         self, params: Any, lr: float = 0.1, own: Callable[[Tensor], dict[str, Any]] | None = None
@@ -94,11 +97,6 @@ class Blocks(torch.optim.Optimizer):
                 state["history"].means.append(p.grad.sum())
                 p.sub_(p.grad, alpha=group["lr"])
 
-
-class Keeping(Blocks):
-    """Blocks that takes its state as it is: torch's own way casts 8-bit states to the parameter's
-    dtype."""
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.state.clear()
@@ -115,13 +113,12 @@ CONFIGS: tuple[Config, ...] = (
 )
 
 
-def trained(
-    config: Config, seed: int = 0, make: Any = Keeping, odd: bool = True
-) -> tuple[FSDP, Any]:
-    model = shard(make_model(seed, odd), config)
-    optimizer = make(model.parameters())
-    train(model, optimizer, range(2))
-    return model, optimizer
+def in_config(config: Config, make: Any = Blocks, seed: int = 0, odd: bool = True) -> Trained:
+    return trained(shard(make_model(seed, odd), config), make)
+
+
+def keeping(own: Callable[[Tensor], dict[str, Any]]) -> Any:
+    return functools.partial(Blocks, own=own)
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -145,10 +142,21 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [dict(optimizer.state[p]) for p in parameters if p in optimizer.state]
 
 
+def assert_same_states(
+    optimizer: torch.optim.Optimizer, expected: list[Any], what: str = ""
+) -> None:
+    found = states_of(optimizer)
+    assert len(found) == len(expected)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_same(one, wanted, what)
+
+
 def rank_keys(state: dict[str, Any]) -> set[tuple[str, str]]:
-    return {
-        (name, key) for name, entry in state["state"].items() for key in entry if "@rank" in key
-    }
+    return {(name, key) for name, entry in state["state"].items() for key in entry if is_own(key)}
+
+
+def is_own(key: str) -> bool:
+    return "@rank" in key
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -220,68 +228,49 @@ def test_a_rank_local_state_stays_rank_local_where_its_shape_fits_by_chance() ->
 # --- saved and restored ---------------------------------------------------------------------------
 
 
+def saved(state: dict[str, Any], trusted: bool) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=not trusted)
+
+
 def _round_trips(directory: str) -> None:
     for number, config in enumerate(CONFIGS):
         # Whole parameters: every rank has the same state, as with DistributedDataParallel, under
         # the optimizer's own keys.
         whole = config[1] and (config[0] == "NO_SHARD" or dist.get_world_size() == 1)
-        same = functools.partial(
-            Keeping, own=lambda p: {"nested": {"seen": [p.sum().clone()], "rank": 0}}
-        )
-        model, optimizer = trained(config, make=same if whole else Keeping)
+        same = keeping(lambda p: {"nested": {"seen": [p.sum().clone()], "rank": 0}})
+        model, optimizer = in_config(config, same if whole else Blocks)
         expected = copy.deepcopy(states_of(optimizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            full = full_state(model, optimizer, rank0_only=False)
-            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-                sharded = FSDP.optim_state_dict(model, optimizer)
+            full, boxes = full_state(model, optimizer), sharded_state(model, optimizer)
         train(model, optimizer, range(2, 4))  # what was taken does not change
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (rank_keys(sharded), rank_keys(full)))
+        dist.all_gather_object(gathered, (rank_keys(boxes), rank_keys(full)))
         own, everyones = zip(*gathered, strict=True)
-        assert all(not one & other for i, one in enumerate(own) for other in own[:i]), (
-            "no two ranks share a key"
-        )
+        assert sum(map(len, own)) == len(set.union(*own)), "no two ranks share a key"
         assert bool(own[0]) is not whole
         if not whole:
-            assert not set.union(*own) ^ everyones[rank()], set.union(*own) ^ everyones[rank()]
-        for state in (full, sharded):
-            rank_local = [
-                t
-                for entry in state["state"].values()
-                for key, v in entry.items()
-                if "@rank" in key
-                for t in tensors_in(v)
-            ]
-            assert all(t.untyped_storage().nbytes() == t.nbytes for t in rank_local), (
-                "compact copies"
-            )
-        file = io.BytesIO()
+            assert set.union(*own) == everyones[rank()]
+        for state in (full, boxes):
+            for entry in state["state"].values():
+                for t in tensors_in({key: v for key, v in entry.items() if is_own(key)}):
+                    assert t.untyped_storage().nbytes() == t.nbytes, "compact copies"
         safe = {
             n: {k: v for k, v in e.items() if not k.startswith("history")}
             for n, e in full["state"].items()
         }
-        torch.save(safe, file)
-        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        assert rank_keys({"state": loaded}) == rank_keys({"state": safe}), (
-            "what holds tensors is read without trust"
-        )
-        file = io.BytesIO()
-        torch.save(full, file)
-        full = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-        dcp.save({"optim": sharded}, checkpoint_id=f"{directory}/{number}")
+        read = saved({"state": safe}, trusted=False)
+        assert rank_keys(read) == rank_keys({"state": safe}), "tensors are read without trust"
+        dcp.save({"optim": boxes}, checkpoint_id=f"{directory}/{number}")
         for form in ("full", "dcp"):
-            other = Keeping(model.parameters())
-            state = full
+            other, state = Blocks(model.parameters()), saved(full, trusted=True)
             if form == "dcp":
-                create_optimizer_state(other)
-                with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-                    state = FSDP.optim_state_dict(model, other)
-                    dcp.load({"optim": state}, checkpoint_id=f"{directory}/{number}")
-            other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, state))
-            assert len(states_of(other)) == len(expected)
-            for found, wanted in zip(states_of(other), expected, strict=True):
-                assert_same(found, wanted, f"{config} {form}")
+                state = sharded_state(model, other)
+                dcp.load({"optim": state}, checkpoint_id=f"{directory}/{number}")
+            other.load_state_dict(loadable(model, other, state))
+            assert_same_states(other, expected, f"{config} {form}")
 
 
 @pytest.mark.parametrize("world_size", sample([1, 3], 1))
@@ -293,14 +282,13 @@ def test_every_state_is_restored_bit_equal_at_an_equal_layout(
 
 def _from_rank_0() -> None:
     for config in CONFIGS[:2]:
-        model, optimizer = trained(config)
+        model, optimizer = in_config(config)
         expected = copy.deepcopy(states_of(optimizer))
         full = full_state(model, optimizer, rank0_only=True)
         assert bool(full) is (rank() == 0)
-        other = Keeping(model.parameters())
-        other.load_state_dict(FSDP.scatter_full_optim_state_dict(full or None, model, optim=other))
-        for found, wanted in zip(states_of(other), expected, strict=True):
-            assert_same(found, wanted, str(config))
+        other = Blocks(model.parameters())
+        other.load_state_dict(from_rank0(model, other, full))
+        assert_same_states(other, expected, str(config))
 
 
 def test_rank_0_sends_each_rank_its_rank_local_state() -> None:
@@ -309,20 +297,17 @@ def test_rank_0_sends_each_rank_its_rank_local_state() -> None:
 
 def _hybrid() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2))
-    model = FSDP(make_model(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    optimizer = Keeping(model.parameters())
-    train(model, optimizer, range(2))
+    model = shard(make_model(), ("HYBRID_SHARD", False, "none"), device_mesh=mesh)
+    optimizer = trained(model, Blocks)[1]
     expected = copy.deepcopy(states_of(optimizer))
     full = full_state(model, optimizer, rank0_only=True)
-    for entry in (
-        expected
-    ):  # the replicas' parts are equal, so their states are: those of the first copy stand for all
+    # the replicas' parts are equal, so their states are: those of the first copy stand for all
+    for entry in expected:
         entry["nested"]["rank"] %= 2
     if rank() == 0:
         assert len(rank_keys(full)) == len(RANK_LOCAL) * 2
-    optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer))
-    for found, wanted in zip(states_of(optimizer), expected, strict=True):
-        assert_same(found, wanted)
+    optimizer.load_state_dict(from_rank0(model, optimizer, full))
+    assert_same_states(optimizer, expected)
 
 
 def test_replicas_load_the_state_of_the_same_part() -> None:
@@ -330,10 +315,8 @@ def test_replicas_load_the_state_of_the_same_part() -> None:
 
 
 def _differing_scalars() -> None:
-    model, optimizer = trained(
-        CONFIGS[1],
-        make=functools.partial(Keeping, own=lambda p: {"norm": float(rank()), "same": 2.0}),
-    )
+    own = keeping(lambda p: {"norm": float(rank()), "same": 2.0})
+    model, optimizer = in_config(CONFIGS[1], own)
     full = full_state(model, optimizer)
     parts: list[Any] = [None] * 2
     dist.all_gather_object(
@@ -348,8 +331,8 @@ def _differing_scalars() -> None:
             assert norms.keys() == {"norm@rank0", "norm@rank1"}, name
         elif having:
             assert norms == {"norm": float(having[0])}, name
-    other = Keeping(model.parameters())
-    other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, full))
+    other = Blocks(model.parameters())
+    other.load_state_dict(loadable(model, other, full))
     assert {state["norm"] for state in states_of(other)} == {float(rank())}
 
 
@@ -360,14 +343,14 @@ def test_scalars_that_differ_between_ranks_are_kept_per_rank() -> None:
 def _not_everywhere() -> None:
     """An optimizer that keeps nothing for empty parts."""
 
-    class Sparing(Keeping):
+    class Sparing(Blocks):
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
                 group["params"], every = [p for p in group["params"] if p.numel()], group["params"]
                 super().step()
                 group["params"] = every
 
-    model, optimizer = trained(CONFIGS[1], make=Sparing)
+    model, optimizer = in_config(CONFIGS[1], Sparing)
     expected = copy.deepcopy(states_of(optimizer))
     assert len(expected) < len(list(model.parameters()))
     full = full_state(model, optimizer)
@@ -378,7 +361,7 @@ def _not_everywhere() -> None:
         "every rank that has a part"
     )
     other = Sparing(model.parameters())
-    other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, full))
+    other.load_state_dict(loadable(model, other, full))
     found = [state for state in states_of(other) if "history" in state]
     for one, wanted in zip(found, expected, strict=True):
         assert_same(one, wanted)
@@ -389,15 +372,13 @@ def test_a_rank_without_state_for_an_empty_part_gets_the_rest_of_the_dict() -> N
 
 
 def _unpicklable() -> None:
-    model, optimizer = trained(
-        CONFIGS[0], make=functools.partial(Keeping, own=lambda p: {"lock": threading.Lock()})
-    )
+    model, optimizer = in_config(CONFIGS[0], keeping(lambda p: {"lock": threading.Lock()}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         full = full_state(model, optimizer)
     assert any("cannot be pickled" in str(warning.message) for warning in caught)
     assert {key for _, key in rank_keys(full) if key.startswith("lock")} == {f"lock@rank{rank()}"}
-    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, full))
+    optimizer.load_state_dict(loadable(model, optimizer, full))
 
 
 def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
@@ -408,36 +389,29 @@ def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
 
 
 def _saved(path: str, config: Config) -> None:
-    model, optimizer = trained(config)
-    state = full_state(model, optimizer, rank0_only=True, offload_to_cpu=True)
+    state = full_state(*in_config(config), rank0_only=True, offload_to_cpu=True)
     if rank() == 0:
         torch.save(state, path)
 
 
 def _refused_elsewhere(path: str, config: Config) -> None:
-    model, optimizer = trained(config, seed=3)
+    model, optimizer = in_config(config, seed=3)
     before = copy.deepcopy(states_of(optimizer))
     state = torch.load(path, weights_only=False)
     for call in (
-        lambda: FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True),
-        lambda: FSDP.scatter_full_optim_state_dict(
-            state if rank() == 0 else None, model, optim=optimizer
-        ),
+        lambda: loadable(model, optimizer, state, load_directly=True),
+        lambda: from_rank0(model, optimizer, state),
     ):
         with pytest.raises(CheckpointError) as caught:
             call()
         assert_four_facts(caught.value)
         assert any(f"{key}" in str(caught.value) for key in RANK_LOCAL)
         assert any(name in str(caught.value) for name, _ in make_model().named_parameters())
-    for found, wanted in zip(states_of(optimizer), before, strict=True):
-        assert_same(found, wanted)
-    without = {
-        **state,
-        "state": {
-            n: {k: v for k, v in e.items() if "@rank" not in k} for n, e in state["state"].items()
-        },
-    }
-    FSDP.optim_state_dict_to_load(model, optimizer, without)  # the rest is resharded
+    assert_same_states(optimizer, before)
+    for entry in state["state"].values():
+        for key in list(filter(is_own, entry)):
+            del entry[key]
+    loadable(model, optimizer, state)  # the rest is resharded
 
 
 def test_another_layout_refuses_and_names_rank_local_state(tmp_path: Path) -> None:
@@ -453,28 +427,25 @@ def test_another_layout_refuses_and_names_rank_local_state(tmp_path: Path) -> No
 
 
 def _into_and_out_of_the_plain() -> None:
-    model, optimizer = trained(("NO_SHARD", True, "blocks"), make=torch.optim.Adafactor, odd=False)
-    plain = make_model(odd=False)
-    reference = torch.optim.Adafactor(plain.parameters())
-    train(plain, reference, range(2))
+    config: Config = ("NO_SHARD", True, "blocks")
+    model, optimizer = in_config(config, torch.optim.Adafactor, odd=False)
+    plain, reference = trained(make_model(odd=False), torch.optim.Adafactor)
     found, expected = full_state(model, optimizer), by_name(plain, reference)
     assert "row_var" in found["state"]["embed.weight"]
     for name, entry in expected["state"].items():
         for key, value in entry.items():
             torch.testing.assert_close(found["state"][name][key], value, msg=f"{key} of {name}")
     other = torch.optim.Adafactor(model.parameters())
-    other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, reference.state_dict()))
+    other.load_state_dict(loadable(model, other, reference.state_dict()))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_same(dict(other.state[p]), dict(reference.state[q]))
     sharded = shard(make_model(odd=False), ("FULL_SHARD", True, "blocks"))
     target = torch.optim.Adafactor(sharded.parameters())
-    with pytest.raises(CheckpointError, match="row_var") as caught:
-        FSDP.optim_state_dict_to_load(sharded, target, expected)
-    assert_four_facts(caught.value)
     renamed = {name: {"object": History(torch.ones(()))} for name in expected["state"]}
-    with pytest.raises(CheckpointError, match="object") as caught:
-        FSDP.optim_state_dict_to_load(sharded, target, {**expected, "state": renamed})
-    assert_four_facts(caught.value)
+    for state, text in ((expected["state"], "row_var"), (renamed, "object")):
+        with pytest.raises(CheckpointError, match=text) as caught:
+            loadable(sharded, target, {**expected, "state": state})
+        assert_four_facts(caught.value)
 
 
 def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
@@ -485,21 +456,19 @@ def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
 
 
 def _warned_once() -> None:
-    model, optimizer = trained(CONFIGS[1])
+    model, optimizer = in_config(CONFIGS[1])
     names = [clean_name(name) for name, p in model.named_parameters() if p.numel()]
     caught = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             full_state(model, optimizer)
-            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-                FSDP.optim_state_dict(model, optimizer)
-        caught.append(
-            [str(warning.message) for warning in found if "layout" in str(warning.message)]
-        )
+            sharded_state(model, optimizer)
+        texts = [str(warning.message) for warning in found]
+        caught.append([text for text in texts if "layout" in text])
     assert [len(messages) for messages in caught] == [1, 0]
     assert all(f"{name}.{key}" in caught[0][0] for name in names for key in RANK_LOCAL)
-    adam = trained(CONFIGS[1], make=OPTIMIZERS["Adam"])
+    adam = in_config(CONFIGS[1], "Adam")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         full_state(*adam)
@@ -507,11 +476,6 @@ def _warned_once() -> None:
 
 def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
     run_ranks(2, _warned_once)
-
-
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise ValueError("no closure")
 
 
 def _asked_before_training() -> None:
@@ -524,7 +488,7 @@ def _asked_before_training() -> None:
             {"embed.weight.row_var", "embed.weight.col_var"} if config[0] == "NO_SHARD" else set()
         )
         assert expected <= set(check_optimizer(model, factored))
-        optimizer = Keeping(model.parameters())
+        optimizer = Blocks(model.parameters())
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it puts a step of its own on the optimizer
         optimizer.register_step_pre_hook(
             lambda *_: pytest.fail("the user's hooks see real steps only")
@@ -544,22 +508,10 @@ def _asked_before_training() -> None:
         with pytest.raises(StateError, match="no closure") as caught:
             check_optimizer(model, NeedsClosure(model.parameters()))
         assert_four_facts(caught.value)
-        optimizer = Keeping(model.parameters())
+        optimizer = Blocks(model.parameters())
         train(model, optimizer, range(1))
         assert sorted(check_optimizer(model, optimizer)) == sorted(found)
 
 
 def test_check_optimizer_works_before_training_and_changes_nothing() -> None:
     run_ranks(2, _asked_before_training)
-
-
-def _config_is_respected() -> None:
-    model, optimizer = trained(CONFIGS[0])
-    config = FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
-        found = FSDP.optim_state_dict(model, optimizer)
-    assert (found == {}) is (rank() != 0)
-
-
-def test_ranks_without_the_result_get_no_rank_local_state() -> None:
-    run_ranks(2, _config_is_respected)

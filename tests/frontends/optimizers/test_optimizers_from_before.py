@@ -4,6 +4,7 @@ saved by unwrapped models."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Odd, Stack
+from tests.support.optimizer_state import assert_state, by_name, settings
 from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
@@ -60,7 +62,8 @@ def wrapped(model: nn.Module, **options: Any) -> FSDP:
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+Make = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
     "Adam": partial(torch.optim.Adam, lr=0.01),
     "AdamW, amsgrad, foreach": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
     "Adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
@@ -83,34 +86,45 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
     optim.zero_grad()
 
 
+class Twins:
+    """An unwrapped network and one that is wrapped at some time, with an optimizer each."""
+
+    def __init__(
+        self, make: Make = OPTIMIZERS["Adam"], params: Callable[[Any], Any] = trainable
+    ) -> None:
+        self.plain, self.model = network(), network()
+        self.plain_optim, self.optim = (make(params(m)) for m in (self.plain, self.model))
+
+    @property
+    def both(self) -> tuple[tuple[Any, torch.optim.Optimizer], ...]:
+        return (self.plain, self.plain_optim), (self.model, self.optim)
+
+    def step(self, *seeds: int) -> None:
+        for seed in seeds:
+            for model, optim in self.both:
+                step(model, optim, seed)
+
+    def wrap(self, **options: Any) -> None:
+        self.model = wrapped(self.model, **options)
+
+    def assert_equal(self, what: object) -> None:
+        """Collective."""
+        assert_same_state(self.model, self.plain, what)
+
+    def assert_equal_optimizers(self, what: object) -> None:
+        """Collective."""
+        found = FSDP.optim_state_dict(self.model, self.optim)
+        expected = by_name(self.plain, self.plain_optim)
+        with about(what):
+            assert_state(found["state"], expected["state"], tolerance=1e-5)
+            assert settings(found) == settings(expected)
+
+
 def assert_same_state(model: FSDP, plain: nn.Module, what: object) -> None:
     state, expected = model.state_dict(), plain.state_dict()
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert_close(state[name], value, f"{what}: {name}")
-
-
-def assert_same_optimizer_state(
-    model: FSDP, optim: Any, plain: nn.Module, plain_optim: Any, what: object
-) -> None:
-    """The full optimizer state by names, against the unsharded one by numbers. Collective."""
-    names = {id(p): name for name, p in plain.named_parameters()}
-    state, expected = FSDP.optim_state_dict(model, optim), plain_optim.state_dict()
-    in_order = [names[id(p)] for group in plain_optim.param_groups for p in group["params"]]
-    assert set(state["state"]) == {in_order[number] for number in expected["state"]}, what
-    for number, entry in expected["state"].items():
-        got = state["state"][in_order[number]]
-        assert got.keys() == entry.keys(), f"{what}: {in_order[number]}"
-        for key, value in entry.items():
-            if isinstance(value, Tensor):
-                assert_close(got[key], value, f"{what}: {key} of {in_order[number]}")
-            else:
-                assert got[key] == value, f"{what}: {key} of {in_order[number]}"
-    settings = [
-        [{k: v for k, v in g.items() if k != "params"} for g in d["param_groups"]]
-        for d in (state, expected)
-    ]
-    assert settings[0] == settings[1], what
 
 
 # -- with original parameters
@@ -119,35 +133,28 @@ def assert_same_optimizer_state(
 def _goes_on(kinds: list[str], **options: Any) -> None:
     if options.get("sharding_strategy") is HYBRID:
         options["device_mesh"] = init_device_mesh("cpu", (2, 2))
-    for kind in kinds:
-        for num_before in (0, 2):
-            with about((kind, num_before)):
-                plain, inner = network(), network()
-                plain_optim, optim = (OPTIMIZERS[kind](trainable(m)) for m in (plain, inner))
-                for seed in range(num_before):
-                    step(plain, plain_optim, seed)
-                    step(inner, optim, seed)
-                objects = dict(inner.named_parameters())
-                model = wrapped(inner, use_orig_params=True, **options)
-                assert [clean_name(n) for n, _ in model.named_parameters()] == list(objects)
-                for name, parameter in model.named_parameters():
-                    assert parameter is objects[clean_name(name)], f"{name} is another object now"
-                if num_before:
-                    assert_same_optimizer_state(
-                        model, optim, plain, plain_optim, "directly after wrapping"
-                    )
-                for seed in (5, 6):
-                    step(plain, plain_optim, seed)
-                    step(model, optim, seed)
-                    assert_same_state(model, plain, f"step {seed}")
-                assert_same_optimizer_state(model, optim, plain, plain_optim, "after training")
-                for parameter, state in optim.state.items():
-                    for key, value in state.items():
-                        if isinstance(value, Tensor) and value.dim():
-                            assert value.shape == parameter.shape, f"{key} is not cut"
-                            assert value.untyped_storage().nbytes() <= max(
-                                16, 4 * parameter.numel()
-                            ), f"{key} keeps the whole"
+    for kind, num_before in itertools.product(kinds, (0, 2)):
+        with about((kind, num_before)):
+            twins = Twins(OPTIMIZERS[kind])
+            twins.step(*range(num_before))
+            objects = dict(twins.model.named_parameters())
+            twins.wrap(use_orig_params=True, **options)
+            named = [(clean_name(name), p) for name, p in twins.model.named_parameters()]
+            assert [name for name, _ in named] == list(objects)
+            for name, parameter in named:
+                assert parameter is objects[name], f"{name} is another object now"
+            if num_before:
+                twins.assert_equal_optimizers("directly after wrapping")
+            for seed in (5, 6):
+                twins.step(seed)
+                twins.assert_equal(f"step {seed}")
+            twins.assert_equal_optimizers("after training")
+            for parameter, state in twins.optim.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        assert value.shape == parameter.shape, f"{key} is not cut"
+                        nbytes = value.untyped_storage().nbytes()
+                        assert nbytes <= max(16, 4 * parameter.numel()), f"{key} keeps the whole"
 
 
 @pytest.mark.parametrize(
@@ -179,36 +186,28 @@ def test_an_optimizer_from_before_goes_on_with_every_strategy(
 
 
 def _goes_on_with_groups() -> None:
-    plain, inner = network(), network()
-    optims = []
-    for module in (plain, inner):
-        decay = [p for p in trainable(module) if p.dim() > 1]
-        others = [p for p in trainable(module) if p.dim() <= 1]
-        rest, late = others[:-2], others[-2:]
-        optim = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.003}], lr=0.01
-        )
-        step(module, optim, 0)
-        optims.append((optim, late))
-    model = wrapped(inner, use_orig_params=True)
-    for module, (optim, late) in ((plain, optims[0]), (model, optims[1])):
-        step(module, optim, 1)
-        optim.add_param_group({"params": late, "lr": 0.02, "weight_decay": 0.0})
-        step(module, optim, 2)
-        module.stack.stem.bias.requires_grad_(True)  # unfrozen, and given to the optimizer
-        optim.add_param_group(
-            {
-                "params": [
-                    dict((clean_name(n), p) for n, p in module.named_parameters())[
-                        "stack.stem.bias"
-                    ]
-                ]
-            }
-        )
-        step(module, optim, 3)
-        step(module, optim, 4)
-    assert_same_state(model, plain, "after training")
-    assert_same_optimizer_state(model, optims[1][0], plain, optims[0][0], "after training")
+    def named(model: nn.Module) -> dict[str, nn.Parameter]:
+        return {clean_name(name): p for name, p in model.named_parameters()}
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        decay = [p for p in trainable(model) if p.dim() > 1]
+        rest = [p for p in trainable(model) if p.dim() <= 1][:-2]
+        return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.003}]
+
+    twins = Twins(partial(torch.optim.AdamW, lr=0.01), groups)
+    late = [[p for p in trainable(model) if p.dim() <= 1][-2:] for model, _ in twins.both]
+    twins.step(0)
+    twins.wrap(use_orig_params=True)
+    twins.step(1)
+    for (_, optim), params in zip(twins.both, late, strict=True):
+        optim.add_param_group({"params": params, "lr": 0.02, "weight_decay": 0.0})
+    twins.step(2)
+    for model, optim in twins.both:
+        model.stack.stem.bias.requires_grad_(True)  # unfrozen, and given to the optimizer
+        optim.add_param_group({"params": [named(model)["stack.stem.bias"]]})
+    twins.step(3, 4)
+    twins.assert_equal("after training")
+    twins.assert_equal_optimizers("after training")
 
 
 def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
@@ -218,18 +217,14 @@ def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
 def _wraps_twice() -> None:
     """An inner module first, a step, then the whole: state is cut whenever parameters become
     parts."""
-    plain, inner = network(), network()
-    plain_optim, optim = (torch.optim.Adam(trainable(m), lr=0.01) for m in (plain, inner))
-    step(plain, plain_optim, 0)
-    step(inner, optim, 0)
-    inner.stack = FSDP(inner.stack, use_orig_params=True)
-    step(plain, plain_optim, 1)
-    step(inner, optim, 1)
-    model = FSDP(inner, use_orig_params=True)
-    step(plain, plain_optim, 2)
-    step(model, optim, 2)
-    assert_same_state(model, plain, "after training")
-    assert_same_optimizer_state(model, optim, plain, plain_optim, "after training")
+    twins = Twins()
+    twins.step(0)
+    twins.model.stack = FSDP(twins.model.stack, use_orig_params=True)
+    twins.step(1)
+    twins.model = FSDP(twins.model, use_orig_params=True)
+    twins.step(2)
+    twins.assert_equal("after training")
+    twins.assert_equal_optimizers("after training")
 
 
 def test_modules_may_be_wrapped_one_after_the_other() -> None:
@@ -237,29 +232,23 @@ def test_modules_may_be_wrapped_one_after_the_other() -> None:
 
 
 def _saves_and_loads_from_before() -> None:
-    plain, inner = network(), network()
-    plain_optim, optim = (torch.optim.Adam(trainable(m), lr=0.01) for m in (plain, inner))
-    saved = []
-    for module, its in ((plain, plain_optim), (inner, optim)):
-        step(module, its, 0)
-        saved.append((copy.deepcopy(module.state_dict()), copy.deepcopy(its.state_dict())))
-        step(module, its, 1)
-    model = wrapped(inner, use_orig_params=True)
-    scheduler, plain_scheduler = (
-        torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optim, plain_optim)
-    )
-    step(model, optim, 2)
-    step(plain, plain_optim, 2)
-    scheduler.step()
-    plain_scheduler.step()
+    twins = Twins()
+    twins.step(0)
+    saved = [copy.deepcopy((m.state_dict(), o.state_dict())) for m, o in twins.both]
+    twins.step(1)
+    twins.wrap(use_orig_params=True)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for _, o in twins.both]
+    twins.step(2)
+    for scheduler in schedulers:
+        scheduler.step()
     # state saved before wrapping is loaded through the conversion, as always
+    model, optim = twins.model, twins.optim
     model.load_state_dict(saved[1][0])
     optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved[1][1]))
-    plain.load_state_dict(saved[0][0])
-    plain_optim.load_state_dict(saved[0][1])
-    step(model, optim, 3)
-    step(plain, plain_optim, 3)
-    assert_same_state(model, plain, "after loading")
+    twins.plain.load_state_dict(saved[0][0])
+    twins.plain_optim.load_state_dict(saved[0][1])
+    twins.step(3)
+    twins.assert_equal("after loading")
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = FSDP.optim_state_dict(model, optim)
         step(model, optim, 4)
@@ -273,22 +262,19 @@ def test_states_from_before_are_loaded_after_wrapping() -> None:
 def _loads_directly() -> None:
     """Whole state put into an optimizer directly is cut at the next step, or refused; it is never
     used unchanged."""
-    plain, inner = network(), network()
-    plain_optim, optim = (torch.optim.Adam(trainable(m), lr=0.01) for m in (plain, inner))
-    step(plain, plain_optim, 0)
-    step(inner, optim, 0)
-    saved = copy.deepcopy(optim.state_dict())
-    model = wrapped(inner, use_orig_params=True)
-    step(model, optim, 1)
-    step(plain, plain_optim, 1)
-    plain_optim.load_state_dict(copy.deepcopy(saved))
-    optim.load_state_dict(saved)
-    step(plain, plain_optim, 2)
+    twins = Twins()
+    twins.step(0)
+    saved = copy.deepcopy(twins.optim.state_dict())
+    twins.wrap(use_orig_params=True)
+    twins.step(1)
+    for _, optim in twins.both:
+        optim.load_state_dict(copy.deepcopy(saved))
+    step(twins.plain, twins.plain_optim, 2)
     try:
-        step(model, optim, 2)
+        step(twins.model, twins.optim, 2)
     except (FsdpCompatError, RuntimeError):
         return
-    assert_same_state(model, plain, "after loading")
+    twins.assert_equal("after loading")
 
 
 def test_whole_state_loaded_without_conversion_is_not_used_unchanged() -> None:
@@ -299,11 +285,10 @@ def test_whole_state_loaded_without_conversion_is_not_used_unchanged() -> None:
 
 
 def _keeps_what_is_written() -> None:
-    plain, inner = network(), network()
-    plain_optim, optim = (torch.optim.SGD(trainable(m), 0.05, momentum=0.9) for m in (plain, inner))
-    model = wrapped(inner, use_orig_params=True)
-    step(plain, plain_optim, 0)
-    step(model, optim, 0)
+    twins = Twins(partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    twins.wrap(use_orig_params=True)
+    twins.step(0)
+    model, plain = twins.model, twins.plain
     part = dict((clean_name(n), p) for n, p in model.named_parameters())
     whole = dict(plain.named_parameters())
 
@@ -326,19 +311,16 @@ def _keeps_what_is_written() -> None:
             for name in whole:
                 write(part[name])
                 write(whole[name])
-            assert_same_state(model, plain, "written values")
+            twins.assert_equal("written values")
             assert_close(model(batch(9)), plain(batch(9)), "forward")
-            step(plain, plain_optim, number)
-            step(model, optim, number)
-            assert_same_state(model, plain, "after a step")
+            twins.step(number)
+            twins.assert_equal("after a step")
     for name in whole:  # the last write before a load
         by_data(part[name])
-    state = plain.state_dict()
-    model.load_state_dict(state)
-    assert_same_state(model, plain, "loaded values")
-    step(plain, plain_optim, 8)
-    step(model, optim, 8)
-    assert_same_state(model, plain, "after a step")
+    model.load_state_dict(plain.state_dict())
+    twins.assert_equal("loaded values")
+    twins.step(8)
+    twins.assert_equal("after a step")
     for name, parameter in model.named_parameters():
         assert parameter is part[clean_name(name)]
 
@@ -361,8 +343,7 @@ def _cannot_go_on() -> None:
         for _ in range(2):  # every time, not once
             model(batch(1)).pow(2).mean().backward()
             with pytest.raises(
-                FsdpCompatError,
-                match=r"FlatParameter now[\s\S]*use_orig_params=True",
+                FsdpCompatError, match=r"FlatParameter now[\s\S]*use_orig_params=True"
             ):
                 optim.step()
             with pytest.raises(FsdpCompatError, match="use_orig_params=True"):
@@ -370,19 +351,10 @@ def _cannot_go_on() -> None:
             model.zero_grad()
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name])
-        plain = network()
-        plain.load_state_dict(before)
-        plain_optim, fresh = (
-            torch.optim.Adam(trainable(plain), lr=0.01),
-            torch.optim.Adam(trainable(model), lr=0.01),
-        )
-        step(plain, plain_optim, 2)
-        step(model, fresh, 2)
-        assert_same_state(model, plain, "with an optimizer made after wrapping")
+        step(model, torch.optim.Adam(trainable(model), lr=0.01), 2)  # made after wrapping
         other = nn.Linear(2, 2)  # not part of the model
-        step_of_another = torch.optim.SGD(other.parameters(), 0.1)
         other(torch.ones(1, 2)).sum().backward()
-        step_of_another.step()
+        torch.optim.SGD(other.parameters(), 0.1).step()
 
 
 def test_with_use_orig_params_false_the_first_step_says_what_to_do() -> None:
@@ -406,28 +378,26 @@ def _groups(module: nn.Module, kind: str) -> list[dict[str, Any]]:
 
 
 def _loads_by_number(kind: str, source: str, use_orig_params: bool) -> None:
-    plain, saver = network(), network()
+    saver = network()
     saving: nn.Module = DDP(saver) if source == "ddp" else saver
     saver_optim = torch.optim.Adam(_groups(saving, kind), lr=0.01)
     for seed in range(2):
         step(saving, saver_optim, seed)
-    state, optim_state = copy.deepcopy(saving.state_dict()), copy.deepcopy(saver_optim.state_dict())
+    state, optim_state = copy.deepcopy((saving.state_dict(), saver_optim.state_dict()))
     assert all(name.startswith("module.") == (source == "ddp") for name in state)
     assert all(isinstance(number, int) for number in optim_state["state"])
-    plain.load_state_dict(saver.state_dict())
-    plain_optim = torch.optim.Adam(_groups(plain, kind), lr=0.01)
-    plain_optim.load_state_dict(copy.deepcopy(optim_state))
     model = wrapped(network(), use_orig_params=use_orig_params)
     optim = torch.optim.Adam(_groups(model, kind), lr=0.5)
     given = copy.deepcopy(optim_state)
     assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
     optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, given))
-    assert [g["lr"] for g in optim.param_groups] == [g["lr"] for g in plain_optim.param_groups]
+    lrs = [[g["lr"] for g in each.param_groups] for each in (optim, saver_optim)]
+    assert lrs[0] == lrs[1]
     assert str(given) == str(optim_state), "the dict given stays as it was"
     for seed in (4, 5):
-        step(plain, plain_optim, seed)
+        step(saver, saver_optim, seed)
         step(model, optim, seed)
-        assert_same_state(model, plain, f"step {seed}")
+        assert_same_state(model, saver, f"step {seed}")
     if source == "ddp":  # DDP's names, in the optimizer's state too
         names = [f"module.{name}" for group in _names(kind) for name in group]
         by_name = {
@@ -437,13 +407,18 @@ def _loads_by_number(kind: str, source: str, use_orig_params: bool) -> None:
                 for group in optim_state["param_groups"]
             ],
         }
-        model.load_state_dict(state)
+        for module in (model, saving):
+            module.load_state_dict(state)
         FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(by_name), load_directly=True)
-        plain.load_state_dict(saver.state_dict())
-        plain_optim.load_state_dict(copy.deepcopy(optim_state))
-        step(plain, plain_optim, 7)
+        saver_optim.load_state_dict(copy.deepcopy(optim_state))
+        step(saver, saver_optim, 7)
         step(model, optim, 7)
-        assert_same_state(model, plain, "by names of DDP")
+        assert_same_state(model, saver, "by names of DDP")
+        del state["module.odd.weight"]
+        with pytest.raises(RuntimeError, match=r"odd\.weight"):
+            model.load_state_dict(state)
+        assert model.load_state_dict(state, strict=False).missing_keys == ["odd.weight"]
+        dist.barrier()
 
 
 def _names(kind: str) -> list[list[str]]:
@@ -460,23 +435,29 @@ def test_states_by_numbers_load(kind: str, source: str, use_orig_params: bool) -
     run_ranks(2, _loads_by_number, kind, source, use_orig_params)
 
 
-def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
-    """Trainers leave frozen parameters out of the optimizer: the numbers count only the optimizer's
-    parameters."""
-    plain = network()
-    plain_optim = torch.optim.Adam(trainable(plain), lr=0.01)
+def loads_numbers(params: Callable[[Any], Any], use_orig_params: bool) -> tuple[Any, Any]:
+    """The state of an unwrapped model's optimizer, by numbers, goes on in a wrapped one. Return the
+    latter, and its optimizer."""
+    plain, model = network(), wrapped(network(), use_orig_params=use_orig_params)
+    plain_optim = torch.optim.AdamW(params(plain), lr=0.01)
     step(plain, plain_optim, 0)
-    model = wrapped(network(), use_orig_params=use_orig_params)
-    optim = torch.optim.Adam(trainable(model), lr=0.01)
+    optim = torch.optim.AdamW(params(model), lr=0.3)
     model.load_state_dict(plain.state_dict())
-    optim.load_state_dict(
-        FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(plain_optim.state_dict()))
-    )
+    state = copy.deepcopy(plain_optim.state_dict())
+    optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state))
     for seed in (4, 5):
         step(plain, plain_optim, seed)
         step(model, optim, seed)
         assert_same_state(model, plain, f"step {seed}")
-    fewer = torch.optim.Adam(trainable(plain)[1:], lr=0.01)
+    return model, optim
+
+
+def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
+    """Trainers leave frozen parameters out of the optimizer: the numbers count only the optimizer's
+    parameters."""
+    model, optim = loads_numbers(trainable, use_orig_params)
+    plain = network()
+    fewer = torch.optim.AdamW(trainable(plain)[1:], lr=0.01)
     step(plain, fewer, 0)
     with pytest.raises(FsdpCompatError, match="does not fit the optimizer"):
         FSDP.optim_state_dict_to_load(model, optim, fewer.state_dict())
@@ -489,7 +470,6 @@ def test_numbered_state_counts_only_parameters_of_the_optimizer(use_orig_params:
 
 def _loads_numbers_of_decay_groups() -> None:
     """With original parameters groups may cut through units, in any order."""
-    plain = network()
 
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         names = {"stack.stem.weight", "stack.head.weight", "odd.weight"}
@@ -497,40 +477,8 @@ def _loads_numbers_of_decay_groups() -> None:
         biases = [p for n, p in reversed(named) if n not in names]
         return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in named if n in names]}]
 
-    plain_optim = torch.optim.AdamW(groups(plain), lr=0.01)
-    step(plain, plain_optim, 0)
-    model = wrapped(network(), use_orig_params=True)
-    optim = torch.optim.AdamW(groups(model), lr=0.3)
-    model.load_state_dict(plain.state_dict())
-    optim.load_state_dict(
-        FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(plain_optim.state_dict()))
-    )
-    for seed in (4, 5):
-        step(plain, plain_optim, seed)
-        step(model, optim, seed)
-        assert_same_state(model, plain, f"step {seed}")
+    loads_numbers(groups, True)
 
 
 def test_numbers_in_groups_that_cut_through_units_load() -> None:
     run_ranks(2, _loads_numbers_of_decay_groups)
-
-
-def _loads_names_of_ddp(use_orig_params: bool) -> None:
-    plain = network()
-    state = {f"module.{name}": value + 1 for name, value in plain.state_dict().items()}
-    model = wrapped(network(), use_orig_params=use_orig_params)
-    before = list(state)
-    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
-    assert list(state) == before, "the dict given stays as it was"
-    plain.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    assert_same_state(model, plain, "names of DDP")
-    del state["module.odd.weight"]
-    with pytest.raises(RuntimeError, match=r"odd\.weight"):
-        model.load_state_dict(state)
-    assert model.load_state_dict(state, strict=False).missing_keys == ["odd.weight"]
-    dist.barrier()
-
-
-@both_forms
-def test_a_state_dict_of_ddp_loads(use_orig_params: bool) -> None:
-    run_ranks(2, _loads_names_of_ddp, use_orig_params)
