@@ -264,8 +264,13 @@ def num_sent(model: FSDP) -> int:
 
 
 def assert_state(
-    actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    tolerance: float = 0.0,
+    atol: float | None = None,
 ) -> None:
+    """tolerance: relative; absolute, too, without ``atol``."""
+    atol = tolerance if atol is None else atol
     assert set(actual) == set(expected)
     for name, entry in expected.items():
         assert set(actual[name]) == set(entry), name
@@ -278,7 +283,7 @@ def assert_state(
             assert found.shape == value.shape, where
             assert found.dtype == value.dtype, where
             if tolerance:
-                torch.testing.assert_close(found, value, rtol=tolerance, atol=tolerance, msg=where)
+                torch.testing.assert_close(found, value, rtol=tolerance, atol=atol, msg=where)
             else:
                 assert torch.equal(found, value), where
 

@@ -25,7 +25,7 @@ from tests.support.cases import about
 from tests.support.models import DIM, Block, Odd, Stack
 from tests.support.optimizer_state import assert_state, by_name, settings
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, both_forms
+from tests.support.parity import ATOL, RTOL, assert_close, both_forms
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -116,7 +116,7 @@ class Twins:
         found = FSDP.optim_state_dict(self.model, self.optim)
         expected = by_name(self.plain, self.plain_optim)
         with about(what):
-            assert_state(found["state"], expected["state"], tolerance=1e-5)
+            assert_state(found["state"], expected["state"], RTOL, ATOL)
             assert settings(found) == settings(expected)
 
 
