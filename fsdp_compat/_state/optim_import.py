@@ -42,6 +42,8 @@ from .reading_values import dtype_of, is_sharded, read_part, unfit
 from .sharded_values import copied, cut_of
 from .units import model_units_in, names_before
 
+PER_ELEMENT, SCALAR, RANK_LOCAL = StateKind  # "scalar" is here everything that is not cut
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
@@ -162,19 +164,23 @@ def _refuse_other_ranks(groups: Iterable[Group], rank0: Rank0Broadcast, call: st
 class _Given:
     """A state dict that was checked and fits, keyed by the names before wrapping."""
 
-    cut: Mapping[str, Mapping[Any, Any]]  # the states that have one element per element
-    uncut: Mapping[str, Mapping[Any, Any]]  # the others
-    rank_states: Mapping[str, Sequence[RankState]]  # the rank-local ones
+    # By kind, name and key. Rank-local states are those of all ranks.
+    states: Mapping[StateKind, Mapping[str, Mapping[Any, Any]]]
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
     def outline(self) -> _Given:
         """Return a copy without the values that are sent one group at a time."""
-        cut = {
-            name: {key: outline_of(value) for key, value in entry.items()}
-            for name, entry in self.cut.items()
+        states: dict[StateKind, Any] = {
+            PER_ELEMENT: {
+                name: {key: outline_of(value) for key, value in entry.items()}
+                for name, entry in self.states[PER_ELEMENT].items()
+            },
+            RANK_LOCAL: {
+                name: dict.fromkeys(entry) for name, entry in self.states[RANK_LOCAL].items()
+            },
         }
-        return dataclasses.replace(self, cut=cut, rank_states=dict.fromkeys(self.rank_states, ()))
+        return dataclasses.replace(self, states={**self.states, **states})
 
 
 def _read(
@@ -186,8 +192,8 @@ def _read(
     state dict that does not fit.
     """
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
-    kind = CheckpointError if is_damaged else UsageError
-    require_state_dict(state_dict, call, kind, ownership.is_user_key)
+    error = CheckpointError if is_damaged else UsageError
+    require_state_dict(state_dict, call, error, ownership.is_user_key)
     state, groups = state_dict["state"], state_dict.get("param_groups")
     keys = (*state, *(key for group in groups or () for key in group["params"]))
     names = {key: ownership.name_before(key) for key in keys}
@@ -203,20 +209,17 @@ def _read(
     }
     entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
     _refuse_unknown(ownership, entries)
-    rank_states = {
-        name: its
-        for name, entry in entries.items()
-        if (its := [value for value in entry.values() if isinstance(value, RankState)])
-    }
-    check_layout(ownership, rank_states)
     if wanted.as_saved:
         _refuse_uncounted(ownership, entries, call)
-    which, cut, uncut = _cut_states(entries, ownership), dict[str, Any](), dict[str, Any]()
+    cut = _cut_states(entries, ownership)
+    states: dict[StateKind, Any] = {kind: {name: {} for name in entries} for kind in StateKind}
     for name, entry in entries.items():
-        kept = {key: value for key, value in entry.items() if not isinstance(value, RankState)}
-        cut[name] = {key: value for key, value in kept.items() if (name, key) in which}
-        uncut[name] = {key: value for key, value in kept.items() if (name, key) not in which}
-    return _Given(cut, uncut, rank_states, groups, user_states)
+        for key, value in entry.items():
+            is_local = isinstance(value, RankState)
+            kind = RANK_LOCAL if is_local else PER_ELEMENT if (name, key) in cut else SCALAR
+            states[kind][name][key] = value
+    check_layout(ownership, states[RANK_LOCAL])
+    return _Given(states, groups, user_states)
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
@@ -321,7 +324,7 @@ def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -
     for name, value in values.items():
         got = unfit(value, shapes[name], None) if name in cut else None
         if name not in cut and name not in whole:
-            is_local = classify(value, ownership.by_name[name][0]) is StateKind.RANK_LOCAL
+            is_local = classify(value, ownership.by_name[name][0]) is RANK_LOCAL
             got = f"a {type(value).__name__}" if is_local else None
         if got is not None:
             raise CheckpointError.of(
@@ -370,8 +373,8 @@ class _Loading:
                 (p, entry) for p, entry in self._of_group(group).items() if p in ownership.numbers
             )
         for parameter, name in ownership.unmanaged:
-            if name in plan.uncut:
-                state[parameter] = snapshot(dict(plan.uncut[name]))
+            if name in plan.states[SCALAR]:
+                state[parameter] = snapshot(dict(plan.states[SCALAR][name]))
         vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
         keys: Mapping[nn.Parameter, Any] = ownership.numbers
         if named is None:
@@ -387,22 +390,22 @@ class _Loading:
 
     def _of_group(self, group: Group) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the states of a group's sharded parameters, cut to their shapes."""
-        plan, states = self.plan, dict[nn.Parameter, dict[Any, Any]]()
+        given, states = self.plan.states, dict[nn.Parameter, dict[Any, Any]]()
         cut: dict[Any, list[tuple[nn.Parameter, int, Any]]] = {}  # (parameter, index, value)
         for param in self.ownership.in_group(group):
             for index, name in self.ownership.held[param].names:
-                if name not in plan.cut:
+                if name not in given[SCALAR]:
                     continue
                 entry = states.setdefault(param, {})
-                for key, value in plan.uncut[name].items():
+                for key, value in given[SCALAR][name].items():
                     entry[key] = snapshot(value) if entry.get(key) is None else entry[key]
-                for key, value in plan.cut[name].items():
+                for key, value in given[PER_ELEMENT][name].items():
                     cut.setdefault(key, []).append((param, index, value))
         for key, found in cut.items():
             self._add_cut(states, group, key, found)
         for param, entry in states.items():
-            names = [name for name in self.ownership.names_in(param) if name in plan.rank_states]
-            of_all_ranks = [each for name in names for each in plan.rank_states[name]]
+            names = [n for n in self.ownership.names_in(param) if given[RANK_LOCAL].get(n)]
+            of_all_ranks = [each for name in names for each in given[RANK_LOCAL][name].values()]
             if names and self.sender is not None:
                 of_all_ranks = self.sender.send_object(of_all_ranks, f"the state of {names[0]}")
             entry.update(restored(group, of_all_ranks))

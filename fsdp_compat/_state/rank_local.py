@@ -144,10 +144,10 @@ def gather_states(
     return found
 
 
-def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
-    """Raise CheckpointError unless every rank that ``states`` (by name) come from has the same part
-    now as when they were saved."""
-    for name, state in ((name, state) for name, its in states.items() for state in its):
+def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Raise CheckpointError unless every rank that ``states`` (RankStates, by name and key) come
+    from has the same part now as when they were saved."""
+    for name, state in ((name, state) for name, its in states.items() for state in its.values()):
         contents = ownership.held[ownership.by_name[name][0]]
         runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
         saved = dataclasses.replace(state.part, runs=tuple(runs))
