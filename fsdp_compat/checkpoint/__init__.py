@@ -5,18 +5,17 @@
 
 Native, saving (model and optimizer; a directory with a file per rank and a manifest):
 
-- ``_save``: the calls ``save`` and ``async_save``; ``_background``: saves that a thread writes
-- ``_save_job``: plan (check, agree), write (each rank its file), commit (manifest, rename)
+- ``_save``: the calls ``save`` and ``async_save``: plan (check, agree), write (each rank its file),
+  commit (manifest, rename); ``_background``: saves that a thread writes
 - ``_snapshot``: what this rank's file holds
 - ``_manifest``: ``manifest.json``, the layout of all shards and the checksums of all files, and
   the text in each file; ``_values``: Python values as JSON, without pickle
 
 Loading, from any format:
 
-- ``_load``: the calls ``load`` and ``load_safetensors``; read, agree, act
+- ``_load``: the calls ``load`` and ``load_safetensors``; read, agree, act; what ``strict=False``
+  leaves; ``_load_optimizer``: the states and settings of an optimizer
 - ``_source``: a checkpoint under the names of the model, and what this rank reads of it
-- ``_load_plan``, ``_load_optimizer``, ``_load_settings``: what is read, and what changes with it;
-  ``_report``: what ``strict=False`` leaves
 
 Other formats:
 
@@ -40,8 +39,7 @@ Used by all:
 from .._state.optim_calls import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
-from ._load import load, load_safetensors
-from ._report import LoadReport
+from ._load import LoadReport, load, load_safetensors
 from ._safetensors_save import save_safetensors
 from ._save import AsyncSave, async_save, save
 from ._tools.convert import convert

@@ -15,36 +15,32 @@ from ._progress import require_bar
 Rename = Callable[[str], str | None]
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
-
-
 def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
-# By name: what an argument is expected to be, and whether a value is.
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+# By name: what an argument is, and whether a value other than None is that.
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "folder": ("a path", _is_path),
     "path": ("a path", _is_path),
-    "optimizer": (
-        "a torch.optim.Optimizer, or None",
-        lambda value: value is None or isinstance(value, torch.optim.Optimizer),
-    ),
-    "step": ("a whole number, at least 0", _whole(0)),
-    "keep_last": (
-        "a whole number, at least 1, or None",
-        lambda value: value is None or _whole(1)(value),
-    ),
-    "rename": (
-        "a function of a name, or None",
-        lambda value: value is None or callable(value),
-    ),
-    "dtype": (
-        "a floating-point dtype, or None",
-        lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
-    ),
-    "max_file_nbytes": ("a number of bytes, at least 1", _whole(1)),
+    "optimizer": ("a torch.optim.Optimizer, or None", _is_optimizer),
+    "step": ("a whole number, at least 0", lambda v: _is_count(v, 0)),
+    "keep_last": ("a whole number, at least 1, or None", lambda v: _is_count(v, 1)),
+    "rename": ("a function of a name, or None", callable),
+    "dtype": ("a floating-point dtype, or None", _is_floating),
+    "max_file_nbytes": ("a number of bytes, at least 1", lambda v: _is_count(v, 1)),
 }
 
 
@@ -52,7 +48,7 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
     """Raise UsageError for an argument that is not what its name asks for."""
     for name, value in arguments.items():
         expected, fits = _ARGUMENTS[name]
-        if not fits(value):
+        if not (fits(value) or (value is None and expected.endswith("or None"))):
             raise errors.unusable(name, expected, value, f"argument {name!r} of {call}")
     errors.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")

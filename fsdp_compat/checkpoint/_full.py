@@ -57,7 +57,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     for owned in _by_owner(model):
         found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
-            (names, functools.partial(_copy_on_cpu, tensor))
+            (names, functools.partial(torch.Tensor.to, tensor.detach(), "cpu", copy=True))
             for names, tensor in owned.others_wanted(wanted)
         ]
         own = model_unit_of(owned.owner)
@@ -75,10 +75,6 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
             for name in names:
                 yield name, value
             del value
-
-
-def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclasses.dataclass

@@ -1,6 +1,6 @@
 """``load`` and ``load_safetensors``: each rank reads, all ranks agree, each rank acts.
 
-Read: a rank works out what it needs of the checkpoint (`_load_plan`), and checks the checksums, if
+Read: a rank works out what it needs of the checkpoint (`_LoadPlan`), and checks the checksums, if
 the format has any. Agree: all ranks report whether their files are present and valid and every
 value can be decoded. Act: only then is anything changed.
 
@@ -12,6 +12,7 @@ error says that a part was loaded before."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import warnings
@@ -23,19 +24,68 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._state.model_loading import load_unmanaged
 from .._state.model_state import unmanaged_state
 from .._state.older_optimizers import convert
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._arguments import Rename, require_arguments
-from ._load_plan import LoadPlan
-from ._named_groups import managed_parts, named_groups
+from ._load_optimizer import OptimizerLoadPlan
+from ._named_groups import HeldPart, managed_parts, named_groups, of_whole, unmanaged_tensors
 from ._optimizers import SharedOptimizer
-from ._ranks import ranks_of, require_rest
-from ._report import LoadReport
-from ._source import open_source
+from ._ranks import Ranks, ranks_of, require_rest
+from ._snapshot import warn_of_left_out
+from ._source import Source, open_source
 from ._texts import brief, joined
+from ._tools.archive import StoredTensor
 from ._tools.shapes import Shape, Shapes
+
+
+@dataclasses.dataclass
+class LoadReport:
+    """What a load with ``strict=False`` did not take. Pass an empty one as ``report``; the call
+    fills it before it changes anything.
+
+    It is an argument because ``load`` returns the ``extra`` of the checkpoint, whose type must not
+    depend on a flag. Without one, a warning has the same text, so that a load in which something
+    was left never goes unnoticed. True in a condition if anything was left; ``str`` is a summary.
+    """
+
+    # In the model, not in the checkpoint: unchanged.
+    missing: list[str] = dataclasses.field(default_factory=list)
+    # In the checkpoint, not in the model: ignored.
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    # In both, but of different shapes or kinds; by name, in which way. Unchanged.
+    mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Parameters of the optimizer whose state is unchanged.
+    state_kept: list[str] = dataclasses.field(default_factory=list)
+    # Parameter groups of the optimizer whose settings are unchanged, by number, and why.
+    settings_kept: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def __str__(self) -> str:
+        lines = [
+            ("missing in the checkpoint", self.missing),
+            ("not in the model", self.unexpected),
+            ("different", [f"{name}: {how}" for name, how in self.mismatched.items()]),
+            ("optimizer state kept", self.state_kept),
+            ("settings kept", [f"group {n}: {why}" for n, why in self.settings_kept.items()]),
+        ]
+        found = [
+            f"{what} ({len(names)}): {joined(names, 20, ', ')}" for what, names in lines if names
+        ]
+        return "; ".join(found) or "everything was loaded"
+
+
+def _problems_in(report: LoadReport) -> list[str]:
+    """Return what a strict load refuses, one text per name."""
+    return [
+        *(f"missing: {name}" for name in report.missing),
+        *(f"not in the model: {name}" for name in report.unexpected),
+        *(f"{name}: {how}" for name, how in report.mismatched.items()),
+    ]
 
 
 def load(
@@ -151,11 +201,11 @@ def _load(
                 convert(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
-            plan = LoadPlan(source, model, optimizer, ranks, strict, dtype)
+            plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
             source.check(ranks, shows)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.identity} {arguments}", shared.facts())
-        shared.require_alike([facts for _, facts in agreement.by_rank], call)
+        shared.require_alike([facts for _, facts in agreement.by_rank])
         _require_one(path, {identity for identity, _ in agreement.by_rank}, call)
         if report is not None:
             vars(report).update(vars(plan.report))
@@ -176,16 +226,11 @@ def _load(
 
 def _shapes_of(model: nn.Module) -> Shapes:
     """Return the shapes of the model before it was wrapped, for formats that do not hold them."""
-    found: dict[str, tuple[Shape, tuple[str, ...]]] = {}
-    for held in managed_parts(named_groups(units_of(model))):
-        found[held.names[0]] = Shape(held.shape, held.dtype), held.names
-    for name, value in unmanaged_state(model).items():
-        if isinstance(value, torch.Tensor):
-            found[name] = Shape(tuple(value.shape), value.dtype), (name,)
     order = {name: position for position, name in enumerate(names_before(model))}
-    names = sorted(found, key=lambda name: order.get(name, len(order)))
-    ties = {other: name for name in names for other in found[name][1][1:]}
-    return Shapes({name: found[name][0] for name in names}, ties)
+    parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, False)]
+    parts.sort(key=lambda held: order.get(held.names[0], len(order)))
+    ties = {other: held.names[0] for held in parts for other in held.names[1:]}
+    return Shapes({held.names[0]: Shape(held.shape, held.dtype) for held in parts}, ties)
 
 
 def _require_one(path: object, identities: set[str], call: str) -> None:
@@ -221,3 +266,120 @@ def _refused(error: Exception, path: object) -> CheckpointError:
         fix="the model and its optimizer may be partly changed: load another checkpoint before "
         "continuing",
     )
+
+
+# -- what is read, and what changes
+
+
+class _LoadPlan:
+    """The reads of a rank, and the changes made with them. Constructing it changes nothing;
+    ``apply`` does.
+
+    A tensor is taken from wherever the checkpoint has it: its writer may not have known which
+    names are parameters of units, and which are buffers or unmanaged parameters.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        strict: bool,
+        through: torch.dtype | None = None,
+    ) -> None:
+        """Raises CheckpointError for a checkpoint that cannot be loaded into the model and the
+        optimizer. through: round floating-point values of the model to this dtype."""
+        self.source, self.report = source, LoadReport()
+        self._model, self._through = model, through
+        self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
+        groups = named_groups(units_of(model))
+        parts = list(managed_parts(groups))
+        taken = [held for held in parts if self._takes(held)]
+        for held in taken:
+            source.plan(source.value(self._name(held.names)), held, through)
+        others = unmanaged_state(model)
+        self._plan_others(others)
+        known = {*others, *(name for held in parts for name in held.names)}
+        self.report.unexpected += [name for name in source.names if name not in known]
+        self._require_fit(strict, bool(taken or self._others))
+        left = {*self.report.missing, *self.report.mismatched}
+        self._of_optimizer: OptimizerLoadPlan | None = None
+        if optimizer is not None:
+            plan = OptimizerLoadPlan(source, model, optimizer, groups, taken, left, strict)
+            self._of_optimizer = plan
+            self.report.settings_kept = plan.settings_kept
+            self.report.state_kept = [] if strict else plan.state_kept
+        self._extra = source.planned(source.extra(ranks))
+
+    def apply(self, shown: bool) -> Any:
+        """Change the model and the optimizer; return ``extra``. shown: draw a progress bar."""
+        with torch.no_grad():
+            self.source.read(shown)
+        load_unmanaged(self._model, self._others)
+        if self._of_optimizer is not None:
+            self._of_optimizer.apply()
+            warn_of_left_out(
+                self.source.left_out(), "were not saved; the optimizer keeps its own", stacklevel=4
+            )
+        return self._extra
+
+    def _name(self, names: tuple[str, ...]) -> str:
+        """Return the name under which the checkpoint has a tensor, or the first of its names."""
+        return next((name for name in names if name in self.source.names), names[0])
+
+    def _takes(self, held: HeldPart) -> bool:
+        """Return whether the checkpoint has a tensor and it fits; report it if not."""
+        name = self._name(held.names)
+        if name not in self.source.names:
+            self.report.missing.append(held.names[0])
+            return False
+        if how := _mismatch(self.source.value(name), held):
+            self.report.mismatched[name] = how
+        return not how
+
+    def _plan_others(self, others: dict[str, Any]) -> None:
+        """Plan what is not a parameter of a unit. A tensor with several names is in the checkpoint
+        under one of them, or under all."""
+        for held in unmanaged_tensors(self._model, is_written_here=False):
+            if self._takes(held):
+                # The state dict may hold a copy in another dtype than the module computes with.
+                target = torch.empty_like(held.values, device="cpu").view(held.shape)
+                stored = self.source.value(self._name(held.names))
+                self.source.plan(stored, of_whole(held.names, target), self._through)
+                self._others.update(dict.fromkeys(held.names, target))
+        for name, value in others.items():
+            if isinstance(value, torch.Tensor):
+                continue
+            if name in self.source.names:
+                self._others[name] = self.source.planned(self.source.value(name))
+            else:
+                self.report.missing.append(name)
+
+    def _require_fit(self, strict: bool, takes_any: bool) -> None:
+        """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
+        buffers, in their shapes and kinds of dtype; not strict: unless it holds some of them."""
+        wrong = _problems_in(self.report)
+        if wrong and (strict or not takes_any):
+            what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
+            more = "; or pass strict=False to load what fits" if strict else ""
+            raise CheckpointError.of(
+                f"{what} the model.",
+                expected="the names and shapes of the model's parameters and buffers, and "
+                "dtypes that convert to theirs",
+                got=joined(wrong, 20, "; "),
+                where=str(self.source.path),
+                fix="build the model that was saved, or pass rename, a function from a name in the "
+                f"checkpoint to the name in the model{more}",
+            )
+
+
+def _mismatch(stored: Any, held: HeldPart) -> str:
+    """Return how a value of the checkpoint differs from a tensor of the model, or ""."""
+    if not isinstance(stored, StoredTensor):
+        return "not a tensor in the checkpoint"
+    if stored.shape != held.shape:
+        return f"shape {list(stored.shape)} in the checkpoint, {list(held.shape)} in the model"
+    if not torch.can_cast(stored.dtype, held.dtype):  # a fraction or imaginary part is lost
+        return f"{stored.dtype} in the checkpoint, {held.dtype} in the model"
+    return ""

@@ -1,8 +1,10 @@
-"""Reads a rank's optimizer state from a checkpoint, and loads it into the optimizer."""
+"""The optimizer state that a rank reads from a checkpoint, and the settings (learning rate, weight
+decay, ...) that its parameter groups get."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from .._layout.spec import Interval
 from .._state.optim_contents import numbered_names, ownership_of
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError
-from ._load_settings import settings_for
 from ._named_groups import HeldPart, NamedGroup, held_by, of_whole
 from ._optimizers import classes_of
-from ._report import LoadReport
 from ._source import Source
+from ._texts import joined
 from ._tools.archive import StoredTensor
+
+# Settings of torch.optim that choose an implementation, and change no number.
+_IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
 class OptimizerLoadPlan:
@@ -33,12 +37,13 @@ class OptimizerLoadPlan:
         optimizer: torch.optim.Optimizer,
         groups: Sequence[NamedGroup],
         taken: Sequence[HeldPart],
-        report: LoadReport,
+        left: set[str],
         strict: bool,
     ) -> None:
         """Plan to read the states. groups: of all units; taken: the parts of parameters that
-        are loaded. Raises CheckpointError."""
+        are loaded; left: names of parameters that are not. Raises CheckpointError."""
         self._source, self._optimizer = source, optimizer
+        self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
         self._names = held_by(model, optimizer)
         own = {parameter: None for group in optimizer.param_groups for parameter in group["params"]}
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
@@ -46,25 +51,30 @@ class OptimizerLoadPlan:
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         if source.archive.is_by_number:
             source.number_optimizer(_names_by_number(model, optimizer))
-        saved, classes = source.param_groups(), source.archive.optimizer_classes
-        if saved is None:
-            self._kept.update(own)
-            if strict:
-                raise _no_state(source)
-        elif _is_of_another_kind(optimizer, classes, {key for group in saved for key in group}):
-            self._kept.update(own)
-            if strict:
-                raise _another_optimizer(source, optimizer)
-            why = f"the checkpoint is of {classes[0]}"
-            report.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
-        else:
-            self._settings = settings_for(
-                source.path, saved, optimizer.param_groups, self._names, report, strict
+        saved = source.param_groups()
+        kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
+        if kept and strict:
+            raise CheckpointError.of(
+                f"The checkpoint holds {kept}.",
+                expected=f"the state of {classes_of(optimizer)[0]}",
+                got=kept,
+                where=str(source.path),
+                fix="build the optimizer that was saved; or pass optimizer=None to load the model "
+                "alone, or strict=False to keep this optimizer's state and settings",
             )
-            self._plan_states(own, groups, taken, {*report.missing, *report.mismatched})
-        if not strict:
-            kept = [parameter for parameter in own if parameter in self._kept]
-            report.state_kept += [name for parameter in kept for name in self._names[parameter]]
+        if kept:
+            self._kept.update(own)
+            why = f"the checkpoint holds {kept}"
+            self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
+        else:
+            self._plan_settings(saved or [], strict)
+            self._plan_states(own, groups, taken, left)
+
+    @property
+    def state_kept(self) -> list[str]:
+        """The names of the parameters whose state is left as it is."""
+        own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [name for each in own if each in self._kept for name in self._names[each]]
 
     def apply(self) -> None:
         """Load the states, once they were read, and the settings."""
@@ -96,6 +106,54 @@ class OptimizerLoadPlan:
         optimizer.state.update(kept)
 
     # -- planning
+
+    def _plan_settings(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> None:
+        """Take for each group the settings of its parameters or, where none of them was saved with
+        settings, those of the group at the same position if no other group has them.
+
+        saved: groups with names as "params". Raises CheckpointError for a group of parameters that
+        were saved with different settings, and for groups with different settings whose parameters
+        were saved in one group; not strict: they keep their own.
+        """
+        groups = self._optimizer.param_groups
+        of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
+        claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
+        for group in groups:
+            names = [name for parameter in group["params"] for name in self._names[parameter]]
+            claimed.append(list(dict.fromkeys(of_name[n] for n in names if n in of_name)))
+        unlike: dict[int, list[str]] = {}  # by number of the saved group
+        for each in {number for own in claimed for number in own}:
+            heirs = {n: group for n, group in enumerate(groups) if each in claimed[n]}
+            unlike[each] = _among_heirs(saved[each], heirs)
+        for number, (group, own) in enumerate(zip(groups, claimed, strict=True)):
+            found = [saved[each] for each in own]
+            if not own and len(saved) == len(groups) and number not in unlike:
+                found = [saved[number]]
+            if differences := _among_saved(found) or [
+                text for each in own for text in unlike[each]
+            ]:
+                self._keep_settings(number, differences, strict)
+            elif found:
+                self._settings[number] = {
+                    key: _like(copy.deepcopy(value), group.get(key))
+                    for key, value in found[0].items()
+                    if key != "params"
+                }
+            elif group["params"]:
+                self.settings_kept[number] = "none of its parameters was saved with settings"
+
+    def _keep_settings(self, number: int, differences: Sequence[str], strict: bool) -> None:
+        if strict:
+            raise CheckpointError.of(
+                "The parameters were in other groups when they were saved, with other settings.",
+                expected="groups like those that were saved, or with the same settings",
+                got=joined(differences, 4, "; "),
+                where=f"parameter group {number} of the optimizer, {self._source.path}",
+                fix="make the groups as they were saved, with use_orig_params=True or fully_shard "
+                "if a FlatParameter, which is in one group, stands in the way; give them the same "
+                "settings, and others after the load; or pass strict=False to keep their settings",
+            )
+        self.settings_kept[number] = joined(differences, 4, "; ")
 
     def _plan_states(
         self,
@@ -203,44 +261,72 @@ def _names_by_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return numbered_names(owned, names_before(model))
 
 
-def _no_state(source: Source) -> CheckpointError:
-    return CheckpointError.of(
-        "The checkpoint holds no optimizer state.",
-        expected="a checkpoint that was saved with an optimizer",
-        got="one that was saved without",
-        where=str(source.path),
-        fix="pass optimizer=None, and continue with the optimizer as it is",
-    )
-
-
-def _another_optimizer(source: Source, optimizer: torch.optim.Optimizer) -> CheckpointError:
-    return CheckpointError.of(
-        "The checkpoint holds the state of another optimizer.",
-        expected=f"the state of {classes_of(optimizer)[0]}",
-        got=f"that of {source.archive.optimizer_classes[0]}, with other settings",
-        where=str(source.path),
-        fix="build the optimizer that was saved; or pass optimizer=None to load the model "
-        "alone, or strict=False to keep this optimizer's state and settings",
-    )
-
-
-def _is_of_another_kind(
-    optimizer: torch.optim.Optimizer, classes: Collection[str], settings: Collection[str]
-) -> bool:
-    """Return whether the states of an optimizer of ``classes``, with these names of settings, mean
-    nothing to ``optimizer``.
+def _why_kept(
+    saved: Sequence[Mapping[str, Any]] | None,
+    classes: Sequence[str],
+    optimizer: torch.optim.Optimizer,
+) -> str:
+    """Return what the checkpoint has in the place of the state of an optimizer, or "".
 
     Another class alone does not tell: it may be a subclass, a wrapper, or another implementation of
     the same algorithm. Of another algorithm, each has a setting that the other one lacks: SGD a
-    momentum, AdamW betas. Without ``classes``, nothing is known.
+    momentum, AdamW betas. Without the saved classes, nothing is known.
     """
-    own = {key for group in optimizer.param_groups for key in group} - {"params"}
+    if saved is None:
+        return "no optimizer state"
     if not classes or {*classes} & {*classes_of(optimizer)}:
-        return False
-    return bool({*settings} - own and own - {*settings})
+        return ""
+    keys = [{key for group in each for key in group} for each in (saved, optimizer.param_groups)]
+    is_alike = keys[0] <= keys[1] or keys[1] <= keys[0]
+    return "" if is_alike else f"the state of {classes[0]}"
 
 
 def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
     """Move a state to its parameter; 0-d ones stay on the CPU, where optimizers keep counts."""
     moves = isinstance(value, torch.Tensor) and value.dim()
     return value.to(parameter.device) if moves else value
+
+
+# -- settings
+
+
+def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how the settings of saved groups differ, of which one group would get them all."""
+    return [
+        f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
+        f"{other.get(key)!r} for {other['params'][0]!r}"
+        for other in groups[1:]
+        for key in dict.fromkeys([*groups[0], *other])
+        if key != "params" and repr(groups[0].get(key)) != repr(other.get(key))
+    ]
+
+
+def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return how the groups, by number, differ whose parameters were saved in one: all would get
+    its settings, and lose what makes them differ."""
+    (number, first), *others = heirs.items()
+    return [
+        f"{key}={first[key]} in group {number}, {other[key]} in group {heir}, saved as {value!r}"
+        for heir, other in others
+        for key, value in saved.items()
+        if key in first and key in other and key not in ("params", *_IMPLEMENTATION)
+        if not _is_same(first[key], other[key])
+    ]
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Return a setting; a tensor where the optimizer has one, of its dtype and on its device."""
+    if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+        found = torch.as_tensor(value)
+        if found.numel() == own.numel():
+            return found.to(own.device, own.dtype).view(own.shape)
+    return value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(other, torch.Tensor):
+        one, other = other, one
+    if isinstance(one, torch.Tensor):
+        other = _like(other, one)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -46,26 +46,23 @@ class SharedOptimizer:
 
     def facts(self) -> list[Any] | None:
         """Return the facts to compare, as JSON values."""
-        return (
-            None
-            if self._ownership is None
-            else list(dataclasses.astuple(describe(self._ownership, self._groups)))
-        )
+        if self._ownership is None:
+            return None
+        return list(dataclasses.astuple(describe(self._ownership, self._groups)))
 
-    def require_alike(self, all_facts: Sequence[list[Any] | None], call: str) -> None:
+    def require_alike(self, all_facts: Sequence[list[Any] | None]) -> None:
         """Raise UsageError, on all ranks, unless the facts of all ranks match. all_facts: in rank
         order."""
-        by_rank = [OptimizerFacts(*facts) for facts in all_facts if facts is not None]
+        ranks, by_rank = self._ranks, [OptimizerFacts(*each) for each in all_facts if each]
         if self._ownership is not None and len(by_rank) == len(all_facts):
-            require_alike(self._ownership, self._groups, by_rank, call, unmanaged=True)
+            require_alike(self._ownership, self._groups, by_rank, ranks.call, unmanaged=True)
         elif by_rank:
+            without = [number for number, facts in enumerate(all_facts) if facts is None]
             raise RuntimeUsageError.of(
                 "Only some ranks have an optimizer.",
                 expected="an optimizer on every rank, or None on every rank",
-                got="none on rank(s) "
-                f"{[number for number, facts in enumerate(all_facts) if facts is None]} of "
-                f"{self._ranks.count}",
-                where=call,
+                got=f"none on rank(s) {without} of {ranks.count}",
+                where=ranks.call,
                 fix="pass the model's optimizer on every rank",
             )
 
@@ -101,11 +98,10 @@ def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
                 continue
             known = sorted({places[name] for name in group["params"] if name in places})
             for number in known:
-                if _differing(found[number]["settings"], group["settings"]):
-                    raise _different_settings(found[number], group, rank, call)
+                _require_same(found[number], group, rank, call)
             if known:
                 number = known[0]
-            elif rank and position < len(found) and _is_like(found[position], group):
+            elif rank and position < len(found) and not _differences(found[position], group):
                 number = position
             else:
                 number = len(found)
@@ -116,36 +112,27 @@ def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
     return found
 
 
-def _is_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return not _differing(one["settings"], other["settings"])
-
-
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of the settings, encoded, that differ."""
-    return [
-        key
-        for key in dict.fromkeys([*one, *other])
-        if (key in one, json.dumps(one.get(key))) != (key in other, json.dumps(other.get(key)))
-    ]
+    ours, theirs = one["settings"], other["settings"]
+    keys = dict.fromkeys([*ours, *theirs])
+    return [key for key in keys if json.dumps(ours.get(key)) != json.dumps(theirs.get(key))]
 
 
-def _different_settings(
-    one: dict[str, Any], other: dict[str, Any], rank: int, call: str
-) -> UsageError:
-    shared = [name for name in other["params"] if name in one["params"]]
-    keys = _differing(one["settings"], other["settings"])
-    return UsageError.of(
-        "The ranks' optimizers have different settings, and a checkpoint holds one of each.",
-        expected="the same settings of a parameter on all ranks",
-        got=joined(
-            [
-                f"{key}={other['settings'].get(key)} on rank {rank}, "
-                f"{one['settings'].get(key)} on a rank before it"
-                for key in keys
-            ],
-            4,
-            "; ",
-        ),
-        where=f"the parameter group of {shared[0]!r}, {call}",
-        fix="give the parameter groups the same settings on all ranks before saving",
-    )
+def _require_same(one: dict[str, Any], other: dict[str, Any], rank: int, call: str) -> None:
+    """Raise UsageError if groups of the same parameters have different settings. rank: of the
+    other."""
+    if keys := _differences(one, other):
+        ours, theirs = one["settings"], other["settings"]
+        told = [
+            f"{key}={theirs.get(key)} on rank {rank}, {ours.get(key)} on a rank before it"
+            for key in keys
+        ]
+        shared = next(name for name in other["params"] if name in one["params"])
+        raise UsageError.of(
+            "The ranks' optimizers have different settings, and a checkpoint holds one of each.",
+            expected="the same settings of a parameter on all ranks",
+            got=joined(told, 4, "; "),
+            where=f"the parameter group of {shared!r}, {call}",
+            fix="give the parameter groups the same settings on all ranks before saving",
+        )

@@ -1,10 +1,8 @@
 """The processes of a model's ranks, and which of them have ended.
 
 A killed process sends nothing. Only processes on its own machine can tell for certain whether it is
-still running. So ranks check the processes of their own machine (see _mailbox.py), and ask ranks on
-other machines for a sign of life through the status store (see
-_comm/divergence/status_store.py).
-"""
+still running. So ranks check the processes of their own machine (`_mailbox`), and ask ranks on
+other machines for a sign of life through the status store."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ SILENCE_S = 30.0
 class Members:
     """The ranks of a model, as processes."""
 
-    def __init__(
-        self, name: str, number: int, ranks: list[int], processes: list[Process | None]
-    ) -> None:
-        """name: the same on all of them, and unique. ranks: global ranks, by number."""
-        self.name, self.number, self.ranks = name, number, ranks
+    def __init__(self, facts: list[list[Any]], number: int) -> None:
+        """facts: of each rank, see ``own_facts``. number: of this one."""
+        self.name: str = facts[0][0]  # unique
+        self.number, self.ranks = number, [rank for _, rank, _ in facts]  # global ranks
+        processes = [None if process is None else Process(*process) for *_, process in facts]
         self.num_calls = 0  # that all of them have made
         # Idle connections to the store, for reuse: opening many in a row takes seconds.
         self.connections: list[_torch_private.Store] = []
@@ -58,9 +56,8 @@ class Members:
 
     def describe(self, number: int) -> str:
         process = self._here.get(number)
-        return f"rank {self.ranks[number]}" + (
-            "" if process is None else f" (process {process.pid})"
-        )
+        where = "" if process is None else f" (process {process.pid})"
+        return f"rank {self.ranks[number]}{where}"
 
 
 class Inquiry:
@@ -102,13 +99,7 @@ class Inquiry:
         return now - since
 
 
-def members_of(facts: list[list[Any]], number: int) -> Members:
-    """Return the members, from the facts of each rank: a name, its global rank, its process."""
-    processes = [None if process is None else Process(*process) for _, _, process in facts]
-    return Members(facts[0][0], number, [rank for _, rank, _ in facts], processes)
-
-
 def own_facts(rank: int) -> list[Any]:
-    """Return the facts of this process, see ``members_of``. rank: global."""
+    """Return a unique name, the global rank, and the process of this rank."""
     process = Process.own()
     return [uuid.uuid4().hex, rank, None if process is None else dataclasses.astuple(process)]

@@ -29,12 +29,7 @@ _LEFT_S = 86400.0  # without a change
 
 def hidden_beside(target: Path, identity: str) -> Path:
     """Return the hidden directory of a result. identity: 32 hexadecimal digits."""
-    return target.with_name(f".{_short(target.name)}-{identity}")
-
-
-def _short(name: str) -> str:
-    """Return a name to which 34 bytes can be added."""
-    return name if len(name.encode()) <= 200 else name[:50]
+    return target.with_name(f".{target.name[:50]}-{identity}")
 
 
 class Fresh:
@@ -180,7 +175,7 @@ def published(target: Path, call: str) -> Iterator[Path]:
     fresh = make_fresh(hidden_beside(target, uuid.uuid4().hex))
     assert fresh is not None  # nothing else has its name
     try:
-        remove_leftovers(target.parent, re.escape(_short(target.name)))
+        remove_leftovers(target.parent, re.escape(target.name[:50]))
         yield fresh.content
         require_free(target, call)
         fresh.publish(target)

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
 from ._mailbox import RankLost, StoreMailbox
 from ._named_groups import tensor_parallel_axes
-from ._processes import Members, members_of, own_facts
+from ._processes import Members, own_facts
 
 
 @dataclasses.dataclass
@@ -169,19 +169,16 @@ def _members(mesh: Mesh, axes: Sequence[Axis], device: torch.device) -> Members:
     key = tuple(axis.members for axis in (shard, replica, *axes))
     if key not in known:
         facts, number = [own_facts(shard.members[shard.rank])], 0
-        present: set[int] = set()
         for axis in (shard, replica):
             gathered = communicator(axis, device).gather_objects(facts)
             facts = [fact for of_rank in gathered for fact in of_rank]
             number += axis.rank * (len(facts) // axis.ranks)
-        present.update(rank for _, rank, _ in facts)
         for axis in axes:
-            if len(present & {*axis.members}) == 1:
+            if len({rank for _, rank, _ in facts} & {*axis.members}) == 1:
                 gathered = communicator(axis, device).gather_objects(facts)
                 facts = [fact for same in zip(*gathered, strict=True) for fact in same]
                 number = number * axis.ranks + axis.rank
-                present.update(rank for _, rank, _ in facts)
-        known[key] = members_of(facts, number)
+        known[key] = Members(facts, number)
     return known[key]
 
 

@@ -1,17 +1,43 @@
-"""``save`` and ``async_save``: the calls. `_save_job.SaveJob` does the work."""
+"""``save`` and ``async_save``, which plan, write and commit.
+
+Plan: each rank checks its arguments and takes a snapshot; all ranks agree on the step, the identity
+and which file holds which shard. Write: each rank writes its own file. Commit: when all files are
+durable, the rank that leads a directory writes the manifest and gives the directory its name. Once
+all leaders have, each removes older checkpoints; if one fails, the others remove the new one."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import math
 import os
 import threading
+import typing
+import uuid
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._state.units import units_of
+from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
-from ._save_job import SaveJob
+from . import _directory as directory
+from . import _publishing as publishing
+from ._arguments import require_arguments
+from ._blocks import FileFacts
+from ._mailbox import RankLost
+from ._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
+from ._named_groups import NamedGroup, named_groups
+from ._optimizers import SharedOptimizer, joined_param_groups
+from ._progress import progress_bar
+from ._ranks import ranks_of, require_rest
+from ._snapshot import Snapshot, take_snapshot
+from ._tools.writing import write_file
 
 
 def save(
@@ -52,7 +78,7 @@ def save(
             and its ``wait`` was never called.
         StateError: another rank has ended or was interrupted. Slow ranks are waited for.
     """
-    return SaveJob(False, folder, model, optimizer, extra, step, keep_last, progress).write()
+    return _SaveJob(False, folder, model, optimizer, extra, step, keep_last, progress).write()
 
 
 def async_save(
@@ -73,13 +99,13 @@ def async_save(
     arguments are raised here, errors while writing from ``wait``. If ``wait`` is never called, the
     next save or load raises the error on all ranks, or it is printed when the process ends.
     """
-    return AsyncSave(SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
+    return AsyncSave(_SaveJob(True, folder, model, optimizer, extra, step, keep_last, progress))
 
 
 class AsyncSave:
     """A save that a thread is writing. The process does not end before the thread has."""
 
-    def __init__(self, job: SaveJob) -> None:
+    def __init__(self, job: _SaveJob) -> None:
         self._job, self._identity = job, job.identity
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -98,10 +124,7 @@ class AsyncSave:
         except BaseException as error:  # raised by wait
             self._error = error
         finally:
-            background.end(
-                self._identity,
-                None if self._error is None else f"{type(self._error).__name__}: {self._error}",
-            )
+            background.end(self._identity, None if self._error is None else _named(self._error))
 
     def done(self) -> bool:
         """Return True once the save has ended, with or without an error."""
@@ -122,3 +145,314 @@ class AsyncSave:
         return self._path
 
     result = wait  # the name that concurrent.futures.Future has for it
+
+
+# -- the work of one save
+
+
+class _Report(typing.NamedTuple):
+    """The outcome of one rank's write, as a JSON list."""
+
+    leads: bool
+    nbytes: int
+    checksums: Sequence[int]
+    problem: str | None
+
+
+class _SaveJob:
+    """One save. Constructing it plans and checks; ``write`` writes and commits."""
+
+    def __init__(
+        self,
+        in_background: bool,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        step: int,
+        keep_last: int | None,
+        progress: bool,
+    ) -> None:
+        """Collective. in_background: copy what is saved, for a thread that calls ``write``."""
+        self.call = "checkpoint.async_save" if in_background else "checkpoint.save"
+        self._snapshot = Snapshot()
+        self._groups: list[NamedGroup] = []
+        self._fresh: publishing.Fresh | None = None  # only on a rank that leads
+        self._is_sole_leader = True  # as far as this rank knows
+        self._problem: Exception | None = None
+        units, self._ranks = ranks_of(model, self.call)
+        try:
+            if in_background:
+                background.wait_for_current()
+            with self._ranks.agreeing(
+                "The checkpoint could not be saved.", folder, "nothing was written"
+            ) as agreement:
+                require_arguments(
+                    self.call,
+                    progress,
+                    folder=folder,
+                    optimizer=optimizer,
+                    step=step,
+                    keep_last=keep_last,
+                )
+                require_rest(units, self.call)
+                self._step, self._keep_last = step, keep_last
+                self._shows = progress and self._ranks.number == 0
+                self._target = directory.directory_of(Path(folder), step)
+                if self._target.exists():
+                    raise UsageError.of(
+                        "This step was already saved, and checkpoints are never overwritten.",
+                        expected="a step that is not in this folder yet",
+                        got=f"an existing {self._target.name}",
+                        where=f"{self.call}({str(folder)!r}, ...)",
+                        fix="save into another folder, or move that checkpoint away",
+                    )
+                self._groups = named_groups(units_of(model))
+                self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
+                shared = SharedOptimizer(model, optimizer, self._ranks)
+                if self._ranks.number == 0:
+                    _warn_of_later_steps(self._target, step)
+                agreement.own = self._plan(shared)
+            shared.require_alike([facts for *_, facts, _ in agreement.by_rank])
+            self._agree(agreement.by_rank)
+            self._make_directory()
+            if self._fresh is None:
+                self._snapshot.drop_common()
+            if in_background:
+                self._detach()
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def _plan(self, shared: SharedOptimizer) -> tuple[Any, ...]:
+        """Return what this rank saves, for the other ranks: the identity, the step, its shards, the
+        descriptions of tensor-parallel parameters of which it writes the first shard, the optimizer
+        and its settings."""
+        own = [(n, named) for n, named in enumerate(self._groups) if named.is_written_here]
+        claims = [
+            (named.mesh, named.writer, named.part, named.group.shard.rank) for _, named in own
+        ]
+        described = [
+            (number, named.part, named.described(0).as_json())
+            for number, named in own
+            if named.num_parts > 1 and named.group.shard.rank == 0
+        ]
+        return (
+            uuid.uuid4().hex if self._ranks.number == 0 else "",
+            self._step,
+            (list(dict.fromkeys(claims)), described),
+            shared.facts(),
+            hashlib.sha256(json.dumps(self._snapshot.param_groups).encode()).hexdigest(),
+        )
+
+    def _agree(self, answers: list[Any]) -> None:
+        """Take the plans of all ranks together: one step, one identity, which file holds which
+        shard, and the settings of the optimizer. Collective."""
+        self.identity = answers[0][0]
+        if any(step != self._step for _, step, *_ in answers):
+            raise UsageError.of(
+                "The ranks save different steps.",
+                expected="the same step on all ranks",
+                got=f"{[step for _, step, *_ in answers]} by rank",
+                where=self.call,
+                fix="pass the same step on all ranks",
+            )
+        self._lay_out([shards for _, _, shards, *_ in answers])
+        if len({settings for *_, settings in answers}) > 1:
+            by_rank = self._ranks.exchange(self._snapshot.param_groups)
+            self._snapshot.param_groups = joined_param_groups(by_rank, self.call)
+
+    def _lay_out(self, answers: list[tuple[list[list[int]], list[Any]]]) -> None:
+        """answers: by rank, which shards it writes, and what it describes."""
+        axes: dict[tuple[int, int, int], dict[int, int]] = {}  # files by shard
+        parts: dict[tuple[int, int], dict[str, Any]] = {}  # by number of the group and of the part
+        for rank, (claims, described) in enumerate(answers):
+            for mesh, writer, part, shard in claims:
+                axes.setdefault((mesh, writer, part), {}).setdefault(shard, rank)
+            for number, part, content in described:
+                parts.setdefault((number, part), content)
+        order = sorted(axes)
+        self._axes = tuple(tuple(rank for _, rank in sorted(axes[key].items())) for key in order)
+        groups: list[FlatGroup] = []
+        for number, named in enumerate(self._groups):
+            for part in range(named.num_parts):
+                axis = order.index((named.mesh, named.writer, part))
+                if named.num_parts == 1:
+                    groups.append(named.described(axis))
+                else:
+                    content = {**parts[number, part], "axis": axis}
+                    groups.append(FlatGroup.of_json(content, self._axes))
+        self._described = tuple(groups)
+
+    def _make_directory(self) -> None:
+        """Make the directory to write to: the first rank before the others, so that it leads where
+        all share a file system. Collective."""
+        hidden = publishing.hidden_beside(self._target, self.identity)
+        self._directory = hidden / publishing.CONTENT
+        for turn in (self._ranks.number == 0, self._ranks.number != 0):
+            try:
+                if turn:
+                    self._fresh = publishing.make_fresh(hidden)
+                    if self._fresh is not None:
+                        self._directory.mkdir()
+            except OSError as error:
+                self._problem = error
+            self._ranks.exchange(None)
+
+    def _detach(self) -> None:
+        """Copy what is saved, so that training may change the original."""
+        try:
+            self._snapshot.detach()
+        except Exception as error:  # reported to the other ranks later
+            self._problem = error
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks not to wait for this one any longer."""
+        self._ranks.mailbox.leave(error)
+        if self._fresh is not None:
+            self._fresh.discard()
+
+    def write(self) -> Path:
+        """Write, and return the directory once the checkpoint is complete on all ranks.
+        Collective."""
+        try:
+            problems, is_complete = self._ranks.mailbox.conclude(self._write_and_commit)
+            self._ranks.mailbox.close()
+        except RankLost as lost:
+            self._withdraw()
+            raise self._rank_lost(lost) from lost
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        finally:
+            self._snapshot, self._groups = Snapshot(), []  # the copy may be large
+            if self._fresh is not None:
+                self._fresh.discard()
+        if problems:
+            problems += "" if is_complete else self._withdraw()
+            raise self._failed(problems, is_complete) from self._problem
+        # Not before: until all nodes have this checkpoint, only an older one may load.
+        if self._fresh is not None and self._keep_last is not None:
+            with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
+                directory.remove_older(self._target.parent, self._step, self._keep_last)
+        return self._target
+
+    def _withdraw(self) -> str:
+        """Remove the checkpoint that this rank published beside those of other leaders: without
+        theirs it does not load. Return the problem, if any, to be added to others."""
+        if self._fresh is None or not self._fresh.is_published or self._is_sole_leader:
+            return ""
+        try:
+            publishing.remove(self._target)
+        except OSError as error:
+            return f"; this node's part could not be removed: {_named(error)}"
+        return ""
+
+    def _write_and_commit(self) -> object:
+        """Write this rank's file, and commit if this rank leads. Return the outcome of the save on
+        the first rank: (problems, whether the checkpoint is complete nevertheless)."""
+        mailbox, ranks = self._ranks.mailbox, self._ranks
+        if self._fresh is not None:
+            with contextlib.suppress(OSError):
+                publishing.remove_leftovers(self._target.parent, directory.STEP)
+        mailbox.post(json.dumps(self._write_file()))
+        if self._fresh is None and ranks.number:
+            return None
+        reports = [_Report(*json.loads(text)) for text in mailbox.read(range(ranks.count))]
+        leaders = [n for n, report in enumerate(reports) if report.leads]
+        self._is_sole_leader = len(leaders) == 1
+        problems = [
+            f"rank {n}: {report.problem}"
+            for n, report in enumerate(reports)
+            if report.problem is not None
+        ]
+        if self._fresh is not None:
+            outcome = ("", False) if problems else self._commit(self._fresh, reports)
+            self._fresh.discard()
+            mailbox.post(json.dumps(outcome), "leader")
+        if ranks.number:
+            return None
+        published = [json.loads(text) for text in mailbox.read(leaders, "leader")]
+        if not leaders and not problems:
+            problems = ["no rank could make a directory"]
+        is_complete = not problems and all(complete for _, complete in published)
+        problems += [problem for problem, _ in published if problem]
+        return "; ".join(problems), is_complete
+
+    def _write_file(self) -> _Report:
+        """Write this rank's file, unless something has failed before."""
+        facts, head, tensors = FileFacts(0, ()), self._snapshot.head, self._snapshot.tensors
+        head.identity, head.number = self.identity, self._ranks.number
+        nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
+        if self._problem is None:
+            path = self._directory / file_name(self._ranks.number)
+            try:
+                with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
+                    facts = write_file(path, tensors, head.as_metadata(), tick)
+            except Exception as error:
+                self._problem = error
+        problem = None if self._problem is None else _named(self._problem)
+        return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
+
+    def _commit(self, fresh: publishing.Fresh, reports: list[_Report]) -> tuple[str, bool]:
+        """Complete the directory that this rank leads; return the problem, if any, and whether the
+        checkpoint is complete."""
+        manifest = Manifest(
+            self.identity,
+            self._step,
+            self._ranks.number,
+            self._axes,
+            self._described,
+            tuple(FileFacts(report.nbytes, tuple(report.checksums)) for report in reports),
+            self._snapshot.param_groups,
+            versions(),
+            self._snapshot.optimizer_classes,
+        )
+        try:
+            publishing.write_text(self._directory / MANIFEST, manifest.as_text())
+            fresh.publish(self._target)
+        except (OSError, UsageError) as error:
+            return f"rank {self._ranks.number}: {_named(error)}", fresh.is_published
+        return "", True
+
+    def _failed(self, problems: str, is_complete: bool) -> CheckpointError:
+        what = "The checkpoint could not be saved."
+        fix = "check free space and permissions; earlier checkpoints are unchanged"
+        if is_complete:
+            what = "The checkpoint is complete, but may not survive a power failure."
+            fix = "check the disk for errors; no older checkpoint was removed"
+        return CheckpointError.of(
+            what,
+            expected=f"all {self._ranks.count} ranks to write their files, durably",
+            got=problems,
+            where=str(self._target),
+            fix=fix,
+        )
+
+    def _rank_lost(self, lost: RankLost) -> StateError:
+        state = "is complete" if os.path.exists(self._target) else "is not complete"
+        return StateError.of(
+            "A rank did not finish the save.",
+            expected=f"all {self._ranks.count} ranks to write their files",
+            got=str(lost),
+            where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
+            fix=f"look for that rank's error; this checkpoint {state}, earlier ones are unchanged",
+        )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _warn_of_later_steps(target: Path, step: int) -> None:
+    newest = step
+    with contextlib.suppress(OSError):  # a folder that may be written, but not listed
+        newest = max(directory.steps_in(target.parent), default=step)
+    if newest > step:
+        warnings.warn(
+            f"Step {step} is saved into {target.parent}, which holds step {newest}: "
+            f"latest() goes on returning the latter. Pass {str(target)!r} to load() to resume from "
+            "this one. If the run was rewound, move the later steps away, or save into a new "
+            "folder.",
+            stacklevel=4,
+        )

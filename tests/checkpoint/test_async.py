@@ -7,7 +7,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,21 @@ from tests.checkpoint.test_native import ORIGINAL, PLAIN, _no_more_than, build, 
 from tests.support.memory import allocated_nbytes
 from tests.support.odd_model import Config, assert_same, assert_same_optim, train
 from tests.support.programs import run_programs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
-class _Held:
-    """Files are not written before ``go``."""
+@contextlib.contextmanager
+def _writing(wait: Callable[[], object]) -> Iterator[None]:
+    """Files are not written before ``wait`` returns."""
+    write = blocks.BlockWriter.write
 
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self._write = blocks.BlockWriter.write
+    def write_when_told(self: Any, data: memoryview) -> None:
+        wait()
+        write(self, data)
 
-    def __enter__(self) -> threading.Event:
-        original, go = self._write, self.go
-
-        def write(self: Any, data: memoryview) -> None:
-            assert go.wait(30)
-            original(self, data)
-
-        blocks.BlockWriter.write = write  # type: ignore[method-assign]
-        return self.go
-
-    def __exit__(self, *error: object) -> None:
-        self.go.set()
-        blocks.BlockWriter.write = self._write  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks.BlockWriter, "write", write_when_told)
+        yield
 
 
 def _trains_on(folder: str, config: Config) -> None:
@@ -53,7 +45,8 @@ def _trains_on(folder: str, config: Config) -> None:
     train(model, optimizer, range(2))
     expected = whole_state(model, optimizer)
     extra = {"seen": torch.arange(3), "list": [1]}
-    with _Held() as go:
+    go = threading.Event()
+    with _writing(lambda: go.wait(30)):
         saving = checkpoint.async_save(folder, model, optimizer, extra, step=2)
         extra["seen"] += 1
         losses = train(
@@ -80,49 +73,45 @@ def test_training_goes_on_and_the_values_of_the_call_are_saved(tmp_path: Path) -
     run_ranks(2, _trains_on, str(tmp_path / "original"), ORIGINAL)
 
 
-def _several(folder: str) -> None:
+@on_ranks(2)
+def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -> None:
     model, optimizer = build(PLAIN)
     train(model, optimizer, range(1))
-    checkpoint.async_save(folder, model, optimizer, step=0).wait()
+    checkpoint.async_save(tmp_path, model, optimizer, step=0).wait()
     before = allocated_nbytes()
     saves = []
     for step in range(1, 5):
-        saves.append(checkpoint.async_save(folder, model, optimizer, step, step=step, keep_last=2))
+        saves.append(
+            checkpoint.async_save(tmp_path, model, optimizer, step, step=step, keep_last=2)
+        )
         assert sum(not save.done() for save in saves) <= 1  # each waits for the one before
         train(model, optimizer, range(step, step + 1))
     assert [save.wait().name for save in saves] == [f"step-{step:08d}" for step in range(1, 5)]
     del saves
     assert allocated_nbytes() == before
     dist.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == [
-        "step-00000003",
-        "step-00000004",
-    ]
-    saving = checkpoint.async_save(folder, model, optimizer, step=9)
-    checkpoint.save(folder, model, optimizer, step=10)  # beside the other
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "step-00000004"}
+    saving = checkpoint.async_save(tmp_path, model, optimizer, step=9)
+    checkpoint.save(tmp_path, model, optimizer, step=10)  # beside the other
     saving.wait()
-    assert checkpoint.load(Path(folder) / "step-00000004", model, optimizer) == 4
+    assert checkpoint.load(tmp_path / "step-00000004", model, optimizer) == 4
 
 
-def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -> None:
-    run_ranks(2, _several, str(tmp_path))
-
-
-def _ends_at_once(folder: str) -> None:
+@on_ranks(1)
+def test_a_save_that_ends_immediately_is_not_in_progress(tmp_path: Path) -> None:
     """The thread has ended before the call that starts it returns."""
     model, _ = build(PLAIN)
-    start = threading.Thread.start
 
-    def start_and_end(thread: threading.Thread) -> None:
+    def start_and_end(
+        thread: threading.Thread, start: Callable[..., None] = threading.Thread.start
+    ) -> None:
         start(thread)
         if thread.name == "fsdp_compat save":
             thread.join()
 
-    threading.Thread.start = start_and_end  # type: ignore[method-assign]
-    try:
-        saving = checkpoint.async_save(folder, model, step=1)
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_end)
+        saving = checkpoint.async_save(tmp_path, model, step=1)
     assert saving.done()
     saving.wait()
     reference = weakref.ref(saving)
@@ -131,23 +120,22 @@ def _ends_at_once(folder: str) -> None:
     assert reference() is None, "a save that has ended is held as if it were under way"
 
 
-def test_a_save_that_ends_immediately_is_not_in_progress(tmp_path: Path) -> None:
-    run_ranks(1, _ends_at_once, str(tmp_path))
-
-
 def _until_done(saving: checkpoint.AsyncSave) -> None:
     while not saving.done():
         threading.Event().wait(0.01)
 
 
-def _nobody_waits(folder: str) -> None:
+@on_ranks(2)
+def test_a_failure_without_wait_is_raised_once_by_the_next_call_on_all_ranks(
+    tmp_path: Path,
+) -> None:
     model, _ = build(PLAIN)
-    good = checkpoint.save(folder, model, step=0)
+    good = checkpoint.save(tmp_path, model, step=0)
     first = dist.get_rank() == 0
 
     def fails() -> checkpoint.AsyncSave:
         with _no_more_than(1000) if not first else contextlib.nullcontext():
-            saving = checkpoint.async_save(folder, model, step=1)
+            saving = checkpoint.async_save(tmp_path, model, step=1)
             if first:
                 _until_done(saving)  # the other rank may not know yet
             dist.barrier()
@@ -155,8 +143,8 @@ def _nobody_waits(folder: str) -> None:
         return saving
 
     calls: list[Callable[[], Any]] = [
-        lambda: checkpoint.async_save(folder, model, step=2),
-        lambda: checkpoint.save(folder, model, step=2),
+        lambda: checkpoint.async_save(tmp_path, model, step=2),
+        lambda: checkpoint.save(tmp_path, model, step=2),
         lambda: checkpoint.load(good, model),
     ]
     for call in calls:
@@ -165,110 +153,71 @@ def _nobody_waits(folder: str) -> None:
             CheckpointError, match=r"earlier async_save failed(.|\n)*rank 1: OSError"
         ):
             call()
-        assert checkpoint.latest(folder) == good
+        assert checkpoint.latest(tmp_path) == good
         checkpoint.load(good, model)  # it was told once
     with pytest.raises(CheckpointError, match="rank 1: OSError"):
         saving.wait()
     saving = fails()
     with pytest.raises(CheckpointError, match="rank 1: OSError"):
         saving.wait()
-    assert checkpoint.async_save(folder, model, step=2).wait().name == "step-00000002"
+    assert checkpoint.async_save(tmp_path, model, step=2).wait().name == "step-00000002"
     saving = fails()
     if first:  # one rank was told, the other one was not
         with pytest.raises(CheckpointError, match="rank 1: OSError"):
             saving.wait()
     with pytest.raises(CheckpointError, match="earlier async_save failed"):
-        checkpoint.save(folder, model, step=3)
-    checkpoint.save(folder, model, step=3)
-
-
-def test_a_failure_without_wait_is_raised_once_by_the_next_call_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _nobody_waits, str(tmp_path))
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Any:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield original
-    finally:
-        setattr(owner, name, original)
+        checkpoint.save(tmp_path, model, step=3)
+    checkpoint.save(tmp_path, model, step=3)
 
 
 def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _interrupted(folder: str) -> None:
+@on_ranks(2, timeout=100, group_timeout=3600)
+def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_path: Path) -> None:
     model, optimizer = build(PLAIN)
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    left = "rank 1 .*left with KeyboardInterrupt"
+    module = "fsdp_compat.checkpoint._save."
     calls: list[Callable[[], Any]] = [
-        lambda: checkpoint.save(folder, model, step=1),
-        lambda: checkpoint.async_save(folder, model, optimizer, step=1).wait(),
+        lambda: checkpoint.save(tmp_path, model, step=1),
+        lambda: checkpoint.async_save(tmp_path, model, optimizer, step=1).wait(),
     ]
-    for place in (
-        "fsdp_compat.checkpoint._save_job.take_snapshot",
-        "fsdp_compat.checkpoint._save_job.Snapshot.drop_common",
+    for place, each in (
+        *((f"{module}take_snapshot", call) for call in calls),
+        *((f"{module}Snapshot.drop_common", call) for call in calls),
+        ("fsdp_compat.checkpoint._blocks.BlockWriter.write", calls[0]),
+        (f"{module}Snapshot.detach", calls[1]),
     ):
-        owner, _, name = place.rpartition(".")
-        for call in calls:
-            with pytest.MonkeyPatch.context() as patch:
-                if rank == 1:
-                    patch.setattr(f"{owner}.{name}", _interrupt)
-                with (
-                    pytest.raises(KeyboardInterrupt)
-                    if rank == 1
-                    else pytest.raises(StateError, match=left)
-                ):
-                    call()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(blocks.BlockWriter, "write", _interrupt)
-        with (
-            pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left)
-        ):
-            calls[0]()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr("fsdp_compat.checkpoint._save_job.Snapshot.detach", _interrupt)
-        with (
-            pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left)
-        ):
-            calls[1]()
+        expected, told = (
+            (KeyboardInterrupt, "") if rank == 1 else (StateError, "rank 1 .*left with")
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(place, _interrupt)
+            with pytest.raises(expected, match=told) as raised:
+                each()
+        assert rank == 1 or "KeyboardInterrupt" in str(raised.value)
     dist.barrier()
-    assert list(Path(folder).iterdir()) == []
-    write = blocks.BlockWriter.write
-
-    def write_when_told(self: Any, data: memoryview) -> None:
-        store.get("interrupted")
-        write(self, data)
-
+    assert list(tmp_path.iterdir()) == []
     if rank == 1:  # it has done its part, and the others go on without it
-        with (
-            _replaced(processes.Members, "ended_here", _interrupt),
-            pytest.raises(KeyboardInterrupt),
-        ):
-            checkpoint.save(folder, model, step=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processes.Members, "ended_here", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.save(tmp_path, model, step=1)
         store.set("interrupted", "1")
     else:
-        with _replaced(blocks.BlockWriter, "write", write_when_told):
-            checkpoint.save(folder, model, step=1)
+        with _writing(lambda: store.get("interrupted")):
+            checkpoint.save(tmp_path, model, step=1)
     dist.barrier()
-    assert checkpoint.save(folder, model, optimizer, step=2) == checkpoint.latest(folder)
-    assert checkpoint.load(Path(folder) / "step-00000001", model) is None
+    assert checkpoint.save(tmp_path, model, optimizer, step=2) == checkpoint.latest(tmp_path)
+    assert checkpoint.load(tmp_path / "step-00000001", model) is None
 
 
-def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_path: Path) -> None:
-    run_ranks(2, _interrupted, str(tmp_path), timeout=100, group_timeout=3600)
-
-
-def _slow(folder: str) -> None:
+@on_ranks(2)
+def test_a_slow_rank_that_lives_is_waited_for(tmp_path: Path) -> None:
     model, _ = build(PLAIN)
-    store, write = dist.distributed_c10d._get_default_store(), blocks.BlockWriter.write
+    store = dist.distributed_c10d._get_default_store()
     ended_here, looks = processes.Members.ended_here, []
 
     def looked(self: processes.Members) -> list[int]:
@@ -277,24 +226,16 @@ def _slow(folder: str) -> None:
             store.set("looked", "1")
         return looks[-1]
 
-    def write_when_told(self: Any, data: memoryview) -> None:
-        store.get("looked")
-        write(self, data)
-
     slow = dist.get_rank() == 1
-    replaced = (
-        (blocks.BlockWriter, "write", write_when_told)
-        if slow
-        else (processes.Members, "ended_here", looked)
-    )
-    with _replaced(*replaced):
-        path = checkpoint.save(folder, model, step=1)
-    assert path == checkpoint.latest(folder)
+    with (
+        _writing(lambda: store.get("looked") if slow else None),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if not slow:
+            patch.setattr(processes.Members, "ended_here", looked)
+        path = checkpoint.save(tmp_path, model, step=1)
+    assert path == checkpoint.latest(tmp_path)
     assert slow or looks[:3] == [[], [], []]
-
-
-def test_a_slow_rank_that_lives_is_waited_for(tmp_path: Path) -> None:
-    run_ranks(2, _slow, str(tmp_path))
 
 
 # --- the end of a program -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from fsdp_compat.checkpoint import _publishing as publishing
 from fsdp_compat.checkpoint import _texts
 from fsdp_compat.checkpoint._manifest import read_manifest
 from fsdp_compat.errors import CheckpointError, StateError, UsageError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 IDENTITY = "0123456789abcdef" * 2
 
@@ -33,20 +33,20 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def _foreign(folder: str) -> None:
+@on_ranks(1)
+def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
+    tmp_path: Path,
+) -> None:
     """What is not ours looks like it: the name, and a file called manifest.json."""
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     for step in (1, 5):
         checkpoint.save(root, model, step=step)
+    manifest = (root / "step-00000001" / "manifest.json").read_text()
     foreign = {
         "step-00000002": "{}",
-        "step-00000003": (root / "step-00000001" / "manifest.json").read_text(),  # of another step
-        "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0664": (
-            root / "step-00000001" / "manifest.json"
-        ).read_text(),
-        "step-000000001": (
-            root / "step-00000001" / "manifest.json"
-        ).read_text(),  # as no save names it
+        "step-00000003": manifest,  # of another step
+        "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0664": manifest,
+        "step-000000001": manifest,  # as no save names it
         "step-00000009": '{"content": {}}',
     }
     for name, manifest in foreign.items():
@@ -59,23 +59,12 @@ def _foreign(folder: str) -> None:
     with pytest.warns(UserWarning, match="skips .*step-00000009"):
         assert checkpoint.latest(root) == root / "step-00000005"
     checkpoint.save(root, model, step=6, keep_last=1)
-    assert _names(root) == {
-        *foreign,
-        "step-00000006",
-        "step-00000008",
-        "step-00000010",
-        "step-00000011",
-    }
+    assert _names(root) == {*foreign, *(f"step-000000{step}" for step in ("06", "08", "10", "11"))}
 
 
-def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
-    tmp_path: Path,
-) -> None:
-    run_ranks(1, _foreign, str(tmp_path))
-
-
-def _unreadable(folder: str) -> None:
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+@on_ranks(1)
+def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     os.chmod(root, 0o755)
     for step in (1, 2):
         checkpoint.save(root, model, step=step)
@@ -98,12 +87,11 @@ def _unreadable(folder: str) -> None:
     assert os.read(reader, 4096).decode() == str(root / "step-00000001")
 
 
-def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    run_ranks(1, _unreadable, str(tmp_path))
-
-
-def _leftovers(folder: str) -> None:
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+@on_ranks(2)
+def test_the_next_save_removes_leftovers_of_killed_saves_and_no_directory_of_a_living_one(
+    tmp_path: Path,
+) -> None:
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     here, other, old = f".owner-{publishing.host()}", ".owner-elsewhere", time.time() - 2 * 86400
     living: list[int] = []
     first = dist.get_rank() == 0
@@ -146,11 +134,7 @@ def _leftovers(folder: str) -> None:
         assert all(
             (root / name / "rank-00000.safetensors").read_bytes() == b"1234" for name in stays
         )
-        assert _names(root / "step-00000020") == {
-            "manifest.json",
-            "rank-00000.safetensors",
-            "rank-00001.safetensors",
-        }
+        assert len(_names(root / "step-00000020")) == 3  # the manifest, and a file per rank
         for descriptor in living:
             os.close(descriptor)
     dist.barrier()
@@ -159,67 +143,49 @@ def _leftovers(folder: str) -> None:
         assert not _names(root) & {stays[0], stays[3]}
 
 
-def test_the_next_save_removes_leftovers_of_killed_saves_and_no_directory_of_a_living_one(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _leftovers, str(tmp_path))
-
-
-def _two_jobs(folder: str) -> None:
+@on_ranks(4)
+def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
     """Two models, on two ranks each, save into one folder at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     job = dist.get_rank() // 2
     model = FSDP(nn.Linear(3, 3), process_group=groups[job])
-    saves = []
-    for number in range(6):
-        saves.append(
-            checkpoint.async_save(folder, model, extra=job, step=2 * number + job, keep_last=2)
-        )
+    steps = range(job, 12, 2)
+    saves = [checkpoint.async_save(tmp_path, model, extra=job, step=n, keep_last=2) for n in steps]
     for save in saves:
         save.wait()
     dist.barrier()
-    path = checkpoint.latest(folder)
-    assert path == Path(folder) / "step-00000011"
+    path = checkpoint.latest(tmp_path)
+    assert path == tmp_path / "step-00000011"
     newest = {0: "step-00000010", 1: "step-00000011"}[job]
-    if (Path(folder) / newest).exists():
-        assert checkpoint.load(Path(folder) / newest, model) == job
+    if (tmp_path / newest).exists():
+        assert checkpoint.load(tmp_path / newest, model) == job
     dist.barrier()
-    assert all(name.startswith("step-") for name in _names(Path(folder)))
+    assert all(name.startswith("step-") for name in _names(tmp_path))
 
 
-def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
-    run_ranks(4, _two_jobs, str(tmp_path))
-
-
-def _not_synced(folder: str) -> None:
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+@on_ranks(2)
+def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_is_complete(
+    tmp_path: Path,
+) -> None:
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     checkpoint.save(root, model, step=1)
-    original: Callable[[Path], None] = publishing.sync_directory
 
-    def sync(path: Path) -> None:
+    def sync(path: Path, original: Callable[[Path], None] = publishing.sync_directory) -> None:
         if path == root:
             raise OSError(5, "Input/output error")
         original(path)
 
-    publishing.sync_directory = sync  # type: ignore[assignment]
-    try:
+    told = r"checkpoint is complete(.|\n)*rank 0: OSError: .*Input/output error"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "sync_directory", sync)
         for step, save in ((2, _save), (3, _save_in_background)):
-            with pytest.raises(
-                CheckpointError,
-                match=r"checkpoint is complete(.|\n)*rank 0: OSError: .*Input/output error",
-            ):
+            with pytest.raises(CheckpointError, match=told):
                 save(root, model, step)
             dist.barrier()
             assert checkpoint.latest(root) == root / f"step-{step:08d}"
-    finally:
-        publishing.sync_directory = original
     checkpoint.load(root / "step-00000003", model)
     dist.barrier()
-    assert _names(root) == {
-        "step-00000001",
-        "step-00000002",
-        "step-00000003",
-    }  # keep_last has removed none
+    assert len(_names(root)) == 3  # keep_last has removed none
 
 
 def _save(root: Path, model: Any, step: int) -> None:
@@ -230,37 +196,33 @@ def _save_in_background(root: Path, model: Any, step: int) -> None:
     checkpoint.async_save(root, model, step=step, keep_last=1).wait()
 
 
-def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_is_complete(
+@on_ranks(2)
+def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, _not_synced, str(tmp_path))
-
-
-def _one_node_fails(folder: str) -> None:
     rank = dist.get_rank()
-    root, model = Path(folder) / f"node {rank}", FSDP(nn.Linear(3, 3))
+    root, model = tmp_path / f"node {rank}", FSDP(nn.Linear(3, 3))
     checkpoint.save(root, model, step=1)
-    original: Callable[[Path], None] = publishing.sync_directory
 
-    def fail_on_one_node(error: BaseException) -> None:
-        def sync(path: Path) -> None:
+    def failing(error: BaseException) -> Callable[[Path], None]:
+        def sync(path: Path, original: Callable[[Path], None] = publishing.sync_directory) -> None:
             if rank == 1 and path.parent.name.startswith(".step-"):
                 raise error
             original(path)
 
-        publishing.sync_directory = sync  # type: ignore[assignment]
+        return sync
 
-    try:
-        fail_on_one_node(OSError(errno.ENOSPC, "No space left on device"))
+    full, interrupt = OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "sync_directory", failing(full))
         with pytest.raises(CheckpointError, match=r"rank 1: OSError(.|\n)*earlier .* unchanged"):
             checkpoint.save(root, model, step=2, keep_last=1)
         assert _names(root) == {"step-00000001"}
-        fail_on_one_node(KeyboardInterrupt())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "sync_directory", failing(interrupt))
         with pytest.raises(KeyboardInterrupt if rank == 1 else StateError):
             checkpoint.save(root, model, step=3, keep_last=1)
         assert _names(root) == {"step-00000001"}
-    finally:
-        publishing.sync_directory = original
     newest = checkpoint.latest(root)
     assert newest is not None
     checkpoint.load(newest, model)
@@ -268,14 +230,9 @@ def _one_node_fails(folder: str) -> None:
     assert _names(root) == {"step-00000004"}
 
 
-def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _one_node_fails, str(tmp_path))
-
-
-def _too_large(folder: str) -> None:
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+@on_ranks(2)
+def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     path = checkpoint.save(root, model, step=1)
     limit = (path / "manifest.json").stat().st_size  # step 10 takes a byte more
     with pytest.MonkeyPatch.context() as patch:
@@ -286,13 +243,10 @@ def _too_large(folder: str) -> None:
     assert _names(root) == {"step-00000001"}
 
 
-def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
-    run_ranks(2, _too_large, str(tmp_path))
-
-
-def _differing_nodes(folder: str) -> None:
+@on_ranks(2)
+def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    root, model = Path(folder) / f"node {rank}", FSDP(nn.Linear(3, 3))
+    root, model = tmp_path / f"node {rank}", FSDP(nn.Linear(3, 3))
     assert checkpoint.latest(root, model) is None
     paths = [checkpoint.save(root, model, step=step) for step in (1, 2, 3)]
     assert checkpoint.latest(root, model) == paths[2]
@@ -311,14 +265,9 @@ def _differing_nodes(folder: str) -> None:
     checkpoint.load(paths[0], model)
 
 
-def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _differing_nodes, str(tmp_path))
-
-
-def _no_checkpoints(folder: str) -> None:
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+@on_ranks(1)
+def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> None:
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
 
     def told(path: Any) -> str:
         with pytest.raises((CheckpointError, UsageError)) as raised:
@@ -334,12 +283,9 @@ def _no_checkpoints(folder: str) -> None:
     assert str(root / "step-00000020") in text
 
 
-def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> None:
-    run_ranks(1, _no_checkpoints, str(tmp_path))
-
-
-def _links(folder: str) -> None:
-    root, model = Path(folder) / "run", FSDP(nn.Linear(3, 3))
+@on_ranks(1)
+def test_a_link_to_a_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    root, model = tmp_path / "run", FSDP(nn.Linear(3, 3))
     for step in (1, 2, 3):
         checkpoint.save(root, model, step=step)
     (root / "step-00000001").rename(root.parent / "moved")
@@ -349,12 +295,9 @@ def _links(folder: str) -> None:
     checkpoint.load(root / "step-00000001", model)
 
 
-def test_a_link_to_a_checkpoint_is_not_removed(tmp_path: Path) -> None:
-    run_ranks(1, _links, str(tmp_path))
-
-
-def _earlier_steps(folder: str) -> None:
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+@on_ranks(2)
+def test_a_save_of_a_step_below_the_newest_one_says_what_latest_returns(tmp_path: Path) -> None:
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     checkpoint.save(root, model, step=5)
     for step, save in ((3, _save), (4, _save_in_background)):
         with warnings.catch_warnings(record=True) as told:
@@ -373,11 +316,8 @@ def _earlier_steps(folder: str) -> None:
         checkpoint.save(root, model, step=6)
 
 
-def test_a_save_of_a_step_below_the_newest_one_says_what_latest_returns(tmp_path: Path) -> None:
-    run_ranks(2, _earlier_steps, str(tmp_path))
-
-
-def _new_folders(folder: str) -> None:
+@on_ranks(1)
+def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
     model, synced = FSDP(nn.Linear(3, 3)), set()
     fsync = os.fsync
 
@@ -389,19 +329,16 @@ def _new_folders(folder: str) -> None:
         patch.setattr(os, "fsync", noted)
         for name, save in (("native", checkpoint.save), ("files", checkpoint.save_safetensors)):
             keywords = {"step": 1} if name == "native" else {}
-            save(Path(folder) / name / "on" / "the way", model, **keywords)
-            expected = {folder, *(f"{folder}/{name}{each}" for each in ("", "/on", "/on/the way"))}
-            assert expected <= synced
+            save(tmp_path / name / "on" / "the way", model, **keywords)
+            made = ("", f"/{name}", f"/{name}/on", f"/{name}/on/the way")
+            assert {f"{tmp_path}{each}" for each in made} <= synced
             synced.clear()
 
 
-def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
-    run_ranks(1, _new_folders, str(tmp_path))
-
-
-def _closed(folder: str) -> None:
+@on_ranks(1)
+def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
     """Something else in the process, such as os.closerange, closes the file of the owner."""
-    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    root, model = tmp_path, FSDP(nn.Linear(3, 3))
     publish = publishing.Fresh.publish
 
     def publish_closed(self: Any, *args: Any) -> None:
@@ -423,10 +360,6 @@ def _closed(folder: str) -> None:
         patch.setattr(Path, "exists", unsearchable)
         with pytest.raises(CheckpointError, match=r"PermissionError(.|\n)*nothing was written"):
             checkpoint.save(root, model, step=2)
-
-
-def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
-    run_ranks(1, _closed, str(tmp_path))
 
 
 def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(

@@ -22,7 +22,7 @@ from fsdp_compat.checkpoint._manifest import MANIFEST, read_manifest
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.cases import about
 from tests.support.odd_model import assert_same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FACTS = ("expected:", "got:", "where:", "to do:")
@@ -277,7 +277,8 @@ def _load_other_groups(path: Path, loader: str) -> None:
     train(model, optimizer, 1)
 
 
-def _split_groups(folder: Path) -> None:
+@on_ranks(2)
+def test_groups_with_different_settings_that_were_saved_as_one_are_refused(tmp_path: Path) -> None:
     def split(weights: dict[str, Any], biases: dict[str, Any]) -> Any:
         return grouped(model, (weights, is_weight), (biases, is_bias))
 
@@ -285,7 +286,7 @@ def _split_groups(folder: Path) -> None:
         model = sharded(front_end, Body(1))
         optimizer = grouped(model, (DECAY, lambda _: True))
         train(model, optimizer)
-        path = checkpoint.save(folder / f"one {front_end}", model, optimizer, step=1)
+        path = checkpoint.save(tmp_path / f"one {front_end}", model, optimizer, step=1)
         optimizer = split({**DECAY, "fused": True}, {**DECAY, "extra": 1})
         checkpoint.load(path, model, optimizer)
         assert settings_in(optimizer) == [DECAY, DECAY]
@@ -299,10 +300,6 @@ def _split_groups(folder: Path) -> None:
         assert list(report.settings_kept) == [0, 1]
         assert settings_in(optimizer) == [DECAY, {**DECAY, "weight_decay": 0.0}]
         assert optimizer.state
-
-
-def test_groups_with_different_settings_that_were_saved_as_one_are_refused(tmp_path: Path) -> None:
-    run_ranks(2, _split_groups, tmp_path)
 
 
 class Renamed(torch.optim.AdamW):
@@ -322,13 +319,14 @@ class Wrapper(torch.optim.Optimizer):
         self.wrapped.load_state_dict(state_dict)
 
 
-def _other_optimizers(folder: Path) -> None:
+@on_ranks(2)
+def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     model = sharded("flat original", Body(1))
     params = list(model.parameters())
     saved = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     torch.optim.lr_scheduler.LambdaLR(saved, lambda _: 0.5)  # adds a setting
     train(model, saved)
-    path = checkpoint.save(folder, model, saved, step=1)
+    path = checkpoint.save(tmp_path, model, saved, step=1)
     for same in (
         torch.optim.Adam(params, foreach=False),
         Renamed(params),
@@ -340,12 +338,12 @@ def _other_optimizers(folder: Path) -> None:
     other = torch.optim.SGD(params, lr=9.0, momentum=0.5)
     with pytest.raises(CheckpointError) as raised:
         checkpoint.load(path, model, other)
-    classes = "the state of torch.optim.sgd.SGD", "that of torch.optim.adamw.AdamW"
+    classes = "the state of torch.optim.sgd.SGD", "the state of torch.optim.adamw.AdamW"
     assert all(fact in str(raised.value) for fact in (*FACTS, *classes))
     train(model, other)
     momenta = [other.state[p]["momentum_buffer"].clone() for p in params if p.numel()]
     checkpoint.load(path, model, other, strict=False, report=(report := LoadReport()))
-    assert report.settings_kept == {0: "the checkpoint is of torch.optim.adamw.AdamW"}
+    assert report.settings_kept == {0: "the checkpoint holds the state of torch.optim.adamw.AdamW"}
     assert len(report.state_kept) == 6
     assert "betas" not in other.param_groups[0]
     kept = [other.state[p]["momentum_buffer"] for p in params if p.numel()]
@@ -358,10 +356,6 @@ def _other_optimizers(folder: Path) -> None:
         (path / MANIFEST).write_text(unknown.as_text())
     dist.barrier()
     checkpoint.load(path, model, torch.optim.SGD(params, lr=9.0))
-
-
-def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, _other_optimizers, tmp_path)
 
 
 def test_settings_follow_their_parameters_into_other_groups_or_are_refused(tmp_path: Path) -> None:

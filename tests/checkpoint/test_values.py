@@ -3,7 +3,6 @@ read runs any code."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import enum
@@ -13,7 +12,6 @@ import json
 import math
 import random
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -34,25 +32,19 @@ from fsdp_compat.checkpoint._values import decode, encode
 from fsdp_compat.errors import CheckpointError, UsageError
 
 HERE = __name__
+FACTS = ["expected", "got", "where", "to do"]
 
 
 class Colour(enum.Enum):
     RED = 1
-    BLUE = "b"
 
 
 class Level(enum.IntEnum):
     LOW = 1
-    HIGH = 2
 
 
 class Letter(str, enum.Enum):
     A = "a"
-
-
-class Bits(enum.Flag):
-    ONE = 1
-    TWO = 2
 
 
 class Point(NamedTuple):
@@ -66,43 +58,15 @@ class Progress:
     best: Any = None
 
 
-ran: list[str] = []  # what code of the class below ran
+ran: list[str] = []  # methods of the class below
 
 
-class Noisy:
-    """Tells of everything that runs when an object is made, filled, copied or thrown away."""
+def _noise(name: str) -> Callable[..., Any]:
+    return lambda *_: ran.append(name)
 
-    def __new__(cls, *_: object) -> Noisy:
-        ran.append("__new__")
-        return super().__new__(cls)
 
-    def __init__(self, *_: object) -> None:
-        ran.append("__init__")
-
-    def __del__(self) -> None:
-        ran.append("__del__")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        ran.append("__setattr__")
-
-    def __setstate__(self, state: object) -> None:
-        ran.append("__setstate__")
-
-    def __reduce__(self) -> Any:
-        ran.append("__reduce__")
-        return Noisy, ()
-
-    def __deepcopy__(self, memo: object) -> Noisy:
-        ran.append("__deepcopy__")
-        return self
-
-    def __hash__(self) -> int:
-        ran.append("__hash__")
-        return 1
-
-    def __eq__(self, other: object) -> bool:
-        ran.append("__eq__")
-        return self is other
+NOISES = ("init", "del", "setattr", "setstate", "reduce", "deepcopy", "hash", "eq", "iter", "bool")
+Noisy: Any = type("Noisy", (), {f"__{name}__": _noise(name) for name in NOISES})
 
 
 Kept = dict[str, Tensor]
@@ -174,32 +138,28 @@ keys = st.recursive(
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=5,
 )
-leaves = (
-    keys
-    | st.complex_numbers()
-    | st.sampled_from(
-        [
-            torch.float32,
-            torch.bfloat16,
-            torch.int64,
-            torch.complex64,
-            torch.device("cpu"),
-            torch.device("cuda", 1),
-        ]
-    )
-    | st.lists(st.integers(0, 5)).map(torch.Size)
-    | st.lists(st.floats(width=32), max_size=3).map(torch.tensor)
-    | st.lists(st.integers(-99, 99), max_size=3).map(lambda items: np.array(items, np.int16))
+atoms = [
+    torch.float32,
+    torch.bfloat16,
+    torch.complex64,
+    torch.device("cpu"),
+    torch.device("cuda:1"),
+]
+leaves = st.one_of(
+    keys,
+    st.complex_numbers(),
+    st.sampled_from(atoms),
+    st.binary().map(bytearray),
+    st.lists(st.integers(0, 5)).map(torch.Size),
+    st.lists(st.floats(width=32), max_size=3).map(torch.tensor),
+    st.lists(st.integers(-99, 99), max_size=3).map(lambda items: np.array(items, np.int16)),
 )
 values = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.lists(inner, max_size=4).map(collections.deque),
+        *(st.lists(inner, max_size=4).map(kind) for kind in (list, tuple, collections.deque)),
         st.dictionaries(st.text(), inner, max_size=4),
-        st.dictionaries(keys, inner, max_size=4),
-        st.dictionaries(keys, inner, max_size=4).map(collections.OrderedDict),
+        *(st.dictionaries(keys, inner, max_size=4).map(k) for k in (dict, collections.OrderedDict)),
         st.dictionaries(st.text(), st.integers(), max_size=4).map(collections.Counter),
         st.sets(keys, max_size=4),
     ),
@@ -219,15 +179,7 @@ def test_every_value_comes_back_with_its_type_and_its_order(value: object) -> No
         {"@object": ["os:system", {}]},
         {"@": 1},
         {"": {"@set": [1]}},
-        {
-            True: "bool",
-            2: "int",
-            2.5: "float",
-            None: "none",
-            (1, ("a", b"c")): "tuple",
-            "@x": 1,
-            "x": 2,
-        },
+        {True: "bool", 2: "int", 2.5: "float", None: "none", (1, ("a", b"c")): "", "@x": 1, "x": 2},
         [{}, [], (), "", set(), frozenset(), collections.deque()],
         collections.deque([1, (2,)], maxlen=3),
         collections.Counter({"a": 2, "b": -1, ("c", 1): 0}),
@@ -241,45 +193,30 @@ def test_every_value_comes_back_with_its_type_and_its_order(value: object) -> No
 def test_a_value_that_could_be_taken_for_something_else_comes_back(value: object) -> None:
     decoded = through_text(value)
     assert_same(decoded, value)
-    if isinstance(value, collections.deque):
-        assert decoded.maxlen == value.maxlen
+    assert getattr(decoded, "maxlen", None) == getattr(value, "maxlen", None)
 
 
-def test_of_a_named_tuple_and_of_the_version_of_torch_the_plain_value_comes_back() -> None:
-    """What torch.max returns is one, too."""
-    assert_same(
-        through_text({"point": Point(1, [2]), "deeper": [Point(Point(3))]}),
-        {"point": (1, [2]), "deeper": [((3, 0), 0)]},
-    )
+def test_values_of_some_classes_come_back_as_the_plain_value() -> None:
+    """What torch.max returns is a named tuple, too."""
+    shared = [1]
+    point = {"point": Point(1, [2]), "deeper": [Point(Point(3))]}
+    assert_same(through_text(point), {"point": (1, [2]), "deeper": [((3, 0), 0)]})
     assert_same(through_text(torch.ones(2).max(0)), (torch.tensor(1.0), torch.tensor(0)))
     assert_same(through_text(torch.__version__), str(torch.__version__))
+    assert_same(through_text(collections.defaultdict(list, {1: [2]})), {1: [2]})
+    assert through_text([shared, {"a": shared}]) == [[1], {"a": [1]}]  # twice is not a cycle
+    numbers = [np.float32(0.5), np.float64(np.inf), np.int8(-3), np.bool_(True), np.complex64(1j)]
+    assert_same(through_text([*numbers, np.str_("a")]), [0.5, math.inf, -3, True, 1j, "a"])
 
 
 @pytest.mark.parametrize("around", [lambda inner: (inner,), lambda inner: {1: inner}])
-def test_a_value_of_the_largest_allowed_depth_is_read(
-    around: Callable[[Any], Any],
-) -> None:
+def test_a_value_of_the_largest_allowed_depth_is_read(around: Callable[[Any], Any]) -> None:
     value: Any = 0
     for _ in range(65):
         value = around(value)
     content, _ = encoded(value)
-    assert_same(
-        decode(
-            parse_json(json.dumps({"a": {"b": [content]}}).encode())["a"]["b"][0],
-            "extra",
-            getting({}),
-        ),
-        value,
-    )
-
-
-def test_a_defaultdict_comes_back_as_a_dict_without_its_factory() -> None:
-    assert_same(through_text(collections.defaultdict(list, {1: [2]})), {1: [2]})
-
-
-def test_a_value_that_occurs_twice_is_not_a_cycle() -> None:
-    shared = [1]
-    assert through_text([shared, {"a": shared}]) == [[1], {"a": [1]}]
+    text = json.dumps({"a": {"b": [content]}}).encode()
+    assert_same(decode(parse_json(text)["a"]["b"][0], "extra", getting({})), value)
 
 
 @pytest.mark.parametrize(
@@ -308,18 +245,6 @@ def test_an_array_that_cannot_be_written_to_comes_back_without_a_warning() -> No
     assert decoded.tolist() == [[1, 2]] * 3
 
 
-def test_a_number_of_numpy_comes_back_as_a_number() -> None:
-    given = [
-        np.float32(0.5),
-        np.float64(np.inf),
-        np.int8(-3),
-        np.bool_(True),
-        np.str_("a"),
-        np.complex64(1j),
-    ]
-    assert_same(through_text(given), [0.5, math.inf, -3, True, "a", 1j])
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -341,15 +266,13 @@ def test_a_tensor_is_stored_separately_and_comes_back(tensor: Tensor) -> None:
     assert not kept
     assert (type(value), value.requires_grad) == (Tensor, False)
     assert_same(value, tensor.detach())
-    as_bytes = (
-        value.contiguous().view(-1).view(torch.uint8)
-    )  # as a file has it whose format does not know the dtype
+    # as a file has it whose format does not know the dtype
+    as_bytes = value.contiguous().view(-1).view(torch.uint8)
     for found in (value, as_bytes):
         decoded = decode(json.loads(json.dumps(content)), "extra", getting({name: found}))
         assert_same(decoded, tensor.detach())
-        assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr(), (
-            "what is filled later is filled in it"
-        )
+        # What is filled later is filled in it.
+        assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
 
 
 def test_of_a_tensor_that_is_conjugated_or_negated_when_it_is_read_the_values_are_kept() -> None:
@@ -432,14 +355,8 @@ def test_a_schedule_continues_from_its_saved_position(name: str) -> None:
 
 
 def refused() -> dict[str, Any]:
-    class Local:
-        pass
-
     cycle: list[Any] = [1]
     cycle.append({"again": cycle})
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
     linear = nn.Linear(1, 1)
     freed = torch.ones(1000)
     freed.untyped_storage().resize_(0)
@@ -451,50 +368,39 @@ def refused() -> dict[str, Any]:
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     return {
         "function": test_random_states_go_on_where_they_were,
-        "lambda": lambda: 0,
-        "builtin": print,
         "class": Progress,
-        "python module": math,
         "module": linear,
-        "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1),
         "schedule": schedules.StepLR(torch.optim.SGD(linear.parameters(), lr=0.1), 1),
         "generator": (i for i in range(3)),
-        "torch generator": torch.Generator(),
         "numpy generator": np.random.default_rng(0),
-        "iterator": iter([1]),
-        "lock": threading.Lock(),
         "cycle": cycle,
-        "depth": deep,
+        "depth": functools.reduce(lambda inner, _: [inner], range(5000), 0),
         "66 levels": functools.reduce(lambda inner, _: (inner,), range(66), 0),
-        "object of a class": Local(),
-        "noisy object": Noisy(),
-        "namespace": argparse.Namespace(lr=0.1),
+        "object": Noisy(),
         "dataclass": Progress(3),
         "enum": Colour.RED,
         "number that is an enum": Level.LOW,
         "text that is an enum": Letter.A,
-        "flag": Bits.ONE,
         "text of another class": type("Text", (str,), {})("a"),
         "number of another class": type("Number", (int,), {})(3),
+        "dict of another class": type("Own", (dict,), {})(),
         "fraction": fractions.Fraction(1, 3),
-        "tensor of tensors": TwoTensor(torch.arange(3.0), torch.ones(3)),
-        "object": object(),
         "range": range(3),
         "array of objects": np.array([object()]),
         "array of texts": np.array(["a"]),
+        "masked array": np.ma.masked_array([1, 2], [True, False]),
+        "structured array": np.zeros(2, [("a", "i4")]),
         "long double": np.longdouble(1),
         "ufunc": np.add,
+        "moment": np.datetime64(5, "ns"),
+        "duration": np.timedelta64(5, "ns"),
         "meta tensor": torch.empty(2, device="meta"),
         "sparse tensor": torch.eye(2).to_sparse(),
         "quantized tensor": quantized,
         "nested tensor": nested,
         "freed tensor": freed,
         "fake tensor": fake,
-        "masked array": np.ma.masked_array([1, 2], [True, False]),
-        "structured array": np.zeros(2, [("a", "i4")]),
-        "moment": np.datetime64(5, "ns"),
-        "while": np.timedelta64(5, "ns"),
-        "dict of a dict's class": type("Own", (dict,), {})(),
+        "tensor of tensors": TwoTensor(torch.arange(3.0), torch.ones(3)),
     }
 
 
@@ -504,33 +410,16 @@ def test_objects_that_are_not_data_are_refused_with_their_place(name: str) -> No
     with pytest.raises(UsageError, match="A value cannot be saved") as caught:
         encoded({"a": [0, refused()[name]]})
     lines = str(caught.value).splitlines()
-    assert [line.strip().partition(":")[0] for line in lines[1:]] == [
-        "expected",
-        "got",
-        "where",
-        "to do",
-    ]
-    assert (
-        lines[3]
-        .strip()
-        .startswith(
-            "where:    extra" if name in ("depth", "66 levels") else "where:    extra['a'][1]"
-        )
-    )
+    assert [line.strip().partition(":")[0] for line in lines[1:]] == FACTS
+    place = "extra" if name in ("depth", "66 levels") else "extra['a'][1]"
+    assert lines[3].strip().startswith(f"where:    {place}")
 
 
 def test_objects_that_are_not_data_are_refused_inside_keys_and_tuples() -> None:
-    for value in (
-        {print: 1},
-        Point(print),
-        {1: print},
-        collections.deque([print]),
-        {(1, print): 2},
-        [{1, print}],
-    ):
-        with pytest.raises(
-            UsageError, match=r"got: +a builtins.(builtin_function_or_method|tuple)"
-        ):
+    deque = collections.deque([print])
+    for value in ({print: 1}, Point(print), {1: print}, deque, {(1, print): 2}, [{1, print}]):
+        what = r"got: +a builtins.(builtin_function_or_method|tuple)"
+        with pytest.raises(UsageError, match=what):
             encoded(value)
 
 
@@ -545,174 +434,48 @@ def test_an_object_is_refused_without_running_code_of_its_class() -> None:
 
 # -- what is read
 
-OBJECTS = (
-    "@object",
-    "@enum",
-    "@flag",
-    "@named_tuple",
-    "@tensor_of",
-)  # as an earlier version has written them
+KEYS = [[], {"a": 1}, {"@object": [f"{HERE}:Noisy", {}]}, {"@tuple": [1, {"@enum": []}]}]
+PAIRS = [3, None, [1], [[1]], [[1, 2, 3]], "ab", *([[key, 1], [key, 2]] for key in KEYS)]
+TENSORS = [3, None, [], {}, "a", ["a"], ["a", "float32", [1]], ["a", "nn", [1]]]
+OBJECTS = [
+    *(None, 1, "", [], {}, [[]]),
+    *([name, {}] for name in ("os:system", "builtins:eval", "torch.nn:Linear", "os:", "", 3)),
+    *([f"{HERE}:Noisy", content] for content in ({}, {"loud": 1}, [], "ONE", None)),
+    *([f"importing:{name}", {}, None, [], []] for name in ("Anything", "deeper.Anything")),
+]
+CLASSES = "object enum flag named_tuple tensor_of call reduce"  # tags that are not known
+# Invalid contents of each tag.
+INVALID: dict[str, list[Any]] = {
+    "@dtype": ["load", "nn", "Tensor", "", "float32.is_complex", 3, None, [], {}],
+    "@device": ["nonsense", "", 3.5, None, [], {}, "cpu:-4"],
+    "@bytes": ["a", "é", 3, None, [], {}],
+    "@bytearray": ["a", "é", 3, None, [], {}],
+    "@int": [None, 3, "", "x", [], {}],
+    "@complex": [None, 3, [1, 2, 3], ["a", "b"], {}, [None]],
+    "@size": [["a"], 3, [[1]], [None], [1.5]],
+    "@tuple": [3, None, True, [{"@object": ["os:system", {}]}]],
+    "@deque": [3, None, True, [[1], -1], [[1], "a"], [1, None], [[1]]],
+    **{tag: [3, None, True, *([key, key] for key in KEYS)] for tag in ("@set", "@frozenset")},
+    **{tag: PAIRS for tag in ("@dict", "@ordered", "@counter")},
+    **{tag: TENSORS for tag in ("@tensor", "@array")},
+    **{f"@{name}": OBJECTS for name in ("", *CLASSES.split())},
+}
 
 
-@pytest.mark.parametrize("tag", OBJECTS)
-@pytest.mark.parametrize(
-    "attributes", [{}, {"loud": 1}, {"__class__": 1}, [], "ONE", None, 3], ids=repr
-)
-def test_no_object_of_a_class_that_a_text_names_is_made(tag: str, attributes: object) -> None:
-    made = {tag: [f"{HERE}:Noisy", attributes]}
-    contents: list[Any] = [made]
-    for key in (made, {"@tuple": [1, made]}, {"@frozenset": [{"@tuple": [made]}]}):
-        contents += [
-            {"@dict": [[key, 1], [key, 2]]},
-            {"@set": [key, key]},
-            {"@counter": [[key, 1]]},
-        ]
-    for content in contents:
-        ran.clear()
-        with pytest.raises(
-            CheckpointError,
-            match=f"cannot be read(.|\n)*got: +'{tag}', which this version does not know",
-        ):
-            decode(content, "extra", getting({}))
-        assert not ran, content
-
-
-@pytest.mark.parametrize("tag", OBJECTS)
-def test_decoding_imports_no_module(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tag", INVALID)
+def test_an_invalid_text_is_a_checkpoint_error_and_runs_and_imports_nothing(
+    tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A module may import others when an attribute of it is asked for; torch does."""
     module = types.ModuleType("importing")
     module.__getattr__ = lambda name: pytest.fail(f"asked for {name}")  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "importing", module)
     before = set(sys.modules)
-    for path in (
-        "importing:Anything",
-        "importing:deeper.Anything",
-        "not_there:A",
-        "torch.not_there:A",
-    ):
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            decode({tag: [path, {}, None, [], []]}, "extra", getting({}))
+    ran.clear()
+    found = {repr(content): outcome([{"around": {tag: content}}]) for content in INVALID[tag]}
+    assert {*found.values()} == {"CheckpointError"}, found
+    assert not ran
     assert set(sys.modules) == before
-
-
-def deep_text() -> Any:
-    value: Any = {"a": 1}
-    for _ in range(5000):
-        value = {"@tuple": [value]}
-    return value
-
-
-MALICIOUS: list[Any] = [
-    *(
-        {"@object": [path, {}]}
-        for path in (
-            "os:system",
-            "builtins:eval",
-            "builtins:object",
-            "os:",
-            ":",
-            "",
-            "subprocess:Popen",
-            3,
-            None,
-            [],
-        )
-    ),
-    *({"@object": ["torch.nn:Linear", content]} for content in ({}, {"weight": 1})),
-    *(
-        {tag: ["os:system", "id"]}
-        for tag in ("@enum", "@named_tuple", "@tensor_of", "@object", "@call", "@", "@reduce")
-    ),
-    *(
-        {tag: content}
-        for tag in ("@object", "@enum", "@named_tuple", "@tensor_of", "@unknown")
-        for content in (
-            None,
-            1,
-            "",
-            "a",
-            [],
-            {},
-            [[]],
-            [f"{HERE}:Progress"],
-            [f"{HERE}:Colour"],
-            [f"{HERE}:Point"],
-            [f"{HERE}:Point", 3],
-        )
-    ),
-    *(
-        {"@enum": [f"{HERE}:Colour", member]}
-        for member in ("GREEN", "__class__", "mro", None, [], 5)
-    ),
-    *(
-        {"@named_tuple": [f"{HERE}:Point", content]}
-        for content in (5, "ab1", [1], [1, 2, 3], {"a": 1})
-    ),
-    *({"@object": [f"{HERE}:Progress", content]} for content in ([1], "ab", 3, None)),
-    {"@object": [f"{HERE}:Progress", {"epoch": {"@object": ["os:system", {}]}}]},
-    {"@tensor_of": ["torch:Tensor", {}, None, [], []]},
-    {"@tensor_of": ["torch.nn.parameter:Parameter", {}, None, [], []]},
-    {
-        "@tensor_of": [
-            "torch.testing._internal.two_tensor:TwoTensor",
-            {"a": 1, "b": 2},
-            None,
-            [1],
-            [1],
-        ]
-    },
-    *(
-        {"@dtype": content}
-        for content in (
-            "load",
-            "nn",
-            "Tensor",
-            "nothing",
-            "",
-            "float32.is_complex",
-            3,
-            None,
-            [],
-            {},
-        )
-    ),
-    *({"@device": content} for content in ("nonsense", "", 3.5, None, [], {}, "cpu:-4")),
-    *({"@bytes": content} for content in ("a", "é", 3, None, [], {})),
-    *({"@int": content} for content in (None, 3, "", "x", [], {})),
-    *(
-        {"@flag": [f"{HERE}:{kind}", value]}
-        for kind, value in (("Bits", "ONE"), ("Bits", 64), ("Colour", "b"), ("Point", 1))
-    ),
-    *({"@complex": content} for content in (None, 3, [1, 2, 3], ["a", "b"], {}, [None])),
-    *({"@size": content} for content in (["a"], 3, [[1]], [None], [1.5])),
-    *(
-        {tag: content}
-        for tag in ("@tuple", "@deque", "@set", "@frozenset")
-        for content in (3, None, True)
-    ),
-    *({"@deque": content} for content in ([[1], -1], [[1], "a"], [1, None], [[1]])),
-    *({tag: [content]} for tag in ("@set", "@frozenset") for content in ([], {"a": 1})),
-    *(
-        {tag: content}
-        for tag in ("@dict", "@ordered", "@counter")
-        for content in (3, None, [1], [[1]], [[1, 2, 3]], [[[], 1]], "ab")
-    ),
-    *(
-        {tag: content}
-        for tag in ("@tensor", "@array")
-        for content in (3, None, [], {}, "unknown", ["a"], ["a", "float32", [1]])
-    ),
-    deep_text(),
-]
-
-
-def test_an_invalid_text_is_a_checkpoint_error() -> None:
-    found = [
-        (error, content)
-        for content in MALICIOUS
-        if (error := outcome([{"around": content}])) != "CheckpointError"
-    ]
-    assert not found
 
 
 def outcome(content: object) -> str:
@@ -727,51 +490,13 @@ def outcome(content: object) -> str:
         return type(error).__name__
 
 
-TAGS = [
-    f"@{name}"
-    for name in (
-        "dict",
-        "ordered",
-        "counter",
-        "tuple",
-        "set",
-        "frozenset",
-        "deque",
-        "size",
-        "tensor",
-        "array",
-    )
-]
-TAGS += [
-    f"@{name}"
-    for name in (
-        "int",
-        "bytearray",
-        "flag",
-        "bytes",
-        "complex",
-        "dtype",
-        "device",
-        "object",
-        "enum",
-        "named_tuple",
-        "tensor_of",
-    )
-]
+json_leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from([f"{HERE}:Point", f"{HERE}:Colour", "RED"]),
+    json_leaves | st.sampled_from([f"{HERE}:Point", f"{HERE}:Colour", "RED"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.tuples(
-            st.sampled_from(TAGS),
-            inner,
-        ).map(lambda pair: dict([pair]))
+        | st.tuples(st.sampled_from(list(INVALID)), inner).map(lambda pair: dict([pair]))
     ),
     max_leaves=12,
 )
@@ -784,14 +509,11 @@ def test_any_text_is_a_value_or_a_checkpoint_error(content: object) -> None:
 
 
 def test_a_value_of_an_earlier_version_is_named_with_what_to_do() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"to do: +load an older checkpoint, or use the version"
-    ) as caught:
+    deep = functools.reduce(lambda inner, _: {"@tuple": [inner]}, range(5000), {"a": 1})
+    assert outcome(deep) == "CheckpointError"
+    what = r"got: +'@object', which this version(.|\n)*to do: +load an older checkpoint, or use"
+    with pytest.raises(CheckpointError, match=what) as caught:
         decode({"a": {"@object": ["elsewhere:Thing", {}]}}, "extra", getting({}))
-    assert "where:    extra['a']" in str(caught.value)
-    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
-        "expected",
-        "got",
-        "where",
-        "to do",
-    ]
+    text = str(caught.value)
+    assert "where:    extra['a']" in text
+    assert [line.strip().partition(":")[0] for line in text.splitlines()[1:]] == FACTS
