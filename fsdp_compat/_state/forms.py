@@ -42,21 +42,20 @@ def set_state_dict_type(
             where="set_state_dict_type(module, state_dict_type)",
             fix="use SHARDED_STATE_DICT: DTensors, of which each rank holds its part",
         )
-    units = model_units_in(module)
-    default: Any = default_form(kind)
-    configs: list[Any] = [
-        as_ours(state_dict_config, StateDictConfig, "state_dict_config"),
-        as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config"),
-    ]
-    for number, name in enumerate(("state_dict_config", "optim_state_dict_config")):
-        configs[number] = configs[number] or getattr(default, name)
-        _require_config(name, configs[number], type(getattr(default, name)), units)
+    units, default = model_units_in(module), default_form(kind)
+    found = StateDictSettings(
+        kind,
+        as_ours(state_dict_config, StateDictConfig, "state_dict_config")
+        or default.state_dict_config,
+        as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config")
+        or default.optim_state_dict_config,
+    )
+    for name in ("state_dict_config", "optim_state_dict_config"):
+        _require_config(name, getattr(found, name), type(getattr(default, name)), units)
     wrapped = [model_unit_of(child) for child in module.modules() if not is_lazy(child)]
     before = _one_form([unit for unit in wrapped if unit is not None] or units, module)
-    settings = StateDictSettings(kind, *configs)
-    with_mesh = _with_dtensors(settings)
     for unit in units:
-        unit.form = settings if unit.device_mesh is None else with_mesh
+        unit.form = found if unit.device_mesh is None else _with_dtensors(found)
     model_loading.follow(module)
     return before
 
@@ -85,6 +84,15 @@ def _require_config(name: str, given: Any, kind: type, units: Sequence[ModelUnit
             where=where,
             fix=f"pass {kind.__name__}(...)",
         )
+
+
+def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
+    """Return the settings for units with a device mesh: sharded state dicts hold DTensors."""
+    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
+        return settings
+    configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config
+    with_dtensors = [dataclasses.replace(config, _use_dtensor=True) for config in configs]
+    return StateDictSettings(settings.state_dict_type, *with_dtensors)
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -124,13 +132,3 @@ def state_dict_type(
             yield
     finally:
         model_loading.follow(module)
-
-
-def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
-    """Return the settings for units with a device mesh: ``_use_dtensor`` is set for sharded state
-    dicts."""
-    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
-        return settings
-    configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config
-    with_dtensors = [dataclasses.replace(config, _use_dtensor=True) for config in configs]
-    return StateDictSettings(settings.state_dict_type, *with_dtensors)

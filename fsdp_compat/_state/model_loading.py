@@ -135,9 +135,8 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
     if not own.unit.summoned:
         _metadata, _strict, missing, _unexpected, errors = rest
         _load_unit(own, state_dict, prefix, missing, errors)
-    inner = prefix if own.unit.module is wrapper else f"{prefix}{FSDP_WRAPPED_MODULE}."
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+        state_dict[f"{prefix}{FSDP_WRAPPED_MODULE}.{key[len(prefix) :]}"] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
     own.unit.view.in_state_dict = True  # until _after_load
     if own.unit.buffers is not None:
@@ -146,11 +145,8 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
-    """Report names before wrapping, and no sharded forms of parameters.
-
-    The outermost wrapper cleans the names, because it still has to recognise its own sharded forms
-    in inner modules (ties).
-    """
+    """Report names before wrapping, and no sharded forms of parameters. The outermost wrapper
+    cleans the names: it has to recognise its own sharded forms in inner modules (ties) before."""
     own = registered_unit(wrapper)
     own.unit.view.in_state_dict = False
     if own.unit.buffers is not None:
@@ -182,10 +178,7 @@ def _refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
     """Raise CheckpointError, before anything changes, if a parameter's value is missing
-    (``strict``) or cannot be its value.
-
-    model: a unit, or a module around units. label: its name in the error.
-    """
+    (``strict``) or cannot be its value. model: a unit, or a module around units."""
     missing: list[str] = []
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
@@ -207,11 +200,10 @@ def _refuse_values(
             if is_flat_name(key) and key not in known
         ]
     if strict and (missing or errors or _loads_plainly(model)):
-        forgiven = "" if errors else "num_batches_tracked"  # modules of torch do without it
         absent = {
             name
             for name in others.keys() - by_name.keys()
-            if not (forgiven and name.endswith(forgiven))
+            if errors or not name.endswith("num_batches_tracked")  # torch does without it
         }
         missing = [name for name in order if name in missing or name in absent]
         unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
@@ -313,12 +305,10 @@ def _load_unit(
     errors: list[str],
 ) -> None:
     """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's
-    part of each into its shard.
+    part of each into its shard; nothing if a value does not fit, as a module around this one may be
+    loading, without an earlier check.
 
-    Values may be in any form. Lazy values are loaded one by one. Missing parameters are added to
-    ``missing``, values that do not fit to ``errors``; then nothing is loaded: a module around this
-    one may be loading, without an earlier check. Collective if a value is sharded in another way
-    than the unit, or is `Rank0Value`.
+    Collective if a value is sharded in another way than the unit, or is `Rank0Value`.
     """
     plan = _UnitPlan(own, entries, prefix)
     missing += plan.missing
@@ -477,13 +467,11 @@ def _before_load_around(
 
 
 def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
-    """Return the state dict for this rank to load, with values from rank 0 on ranks without one.
+    """Return the state dict for this rank to load, with values from rank 0 on ranks without one;
+    ``given`` as it is if all ranks have one, or none has.
 
-    given: a state dict, which may be None or empty on ranks that have none; it is not changed. If
-    all ranks have one, or none has, it is returned as it is. Names and what is no tensor are sent
-    at once, a unit's parameters when the unit is loaded (`Rank0Value`), so that only one unit is in
-    memory at a time, and other tensors one by one: unless ``assign``, into the model's own memory.
-
+    A unit's parameters are sent when the unit is loaded (`Rank0Value`), so that only one unit is in
+    memory at a time; other tensors one by one: unless ``assign``, into the model's own memory.
     Collective. Raises CheckpointError, on all ranks and before anything changes, for a bad dict.
     """
     units, own = model_units_in(model), model_unit_of(model)

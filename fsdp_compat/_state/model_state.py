@@ -32,6 +32,7 @@ from .sharded_values import (
     sharded_value,
 )
 from .units import (
+    CHECKPOINT_WRAPPED_MODULE,
     ModelUnit,
     Wanted,
     clean_name,
@@ -48,7 +49,6 @@ from .units import (
     shows_originals,
     slots_in,
     wanted_by,
-    without_checkpoint_wrapper,
 )
 
 
@@ -145,24 +145,17 @@ def _values_beside(
 
 def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
     """The keys under which the modules hold, or miss, the unit's parameters in their sharded form:
-    none while the unit is summoned.
-
-    Activation checkpointing's wrapper takes itself out of the names at one time and not at
-    another: both are here. It may have come between the wrapper and the unit's module.
-    """
+    none while the unit is summoned. Activation checkpointing's wrapper takes itself out of the
+    names at one time and not at another: both are here."""
     if unit.summoned:
         return set()
     keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}
-    return keys | {without_checkpoint_wrapper(key) for key in keys}
+    return keys | {clean_name(key, [CHECKPOINT_WRAPPED_MODULE]) for key in keys}
 
 
 def unmanaged_state(model: nn.Module) -> dict[str, Any]:
-    """Return what a state dict of the model holds beside the parameters of units, by clean name.
-    Nothing is sent.
-
-    The modules' own methods and hooks make the entries, so that a class which saves something in
-    its own way is heard.
-    """
+    """Return what a state dict of the model holds beside the parameters of units, by clean name:
+    what the modules' own methods and hooks make of it. Nothing is sent."""
     managed = managed_names(model)
     form = default_form(StateDictType.LOCAL_STATE_DICT)
     # Not every parameter of a unit has a local form.
@@ -186,8 +179,7 @@ def _gathered_groups(module: nn.Module) -> Iterator[Group]:
 
 
 def _on_cpu(value: Any, as_copy: bool) -> Any:
-    """Return a tensor on the CPU. as_copy: a copy also where it is there already, which training
-    does not change."""
+    """Return a tensor on the CPU; ``as_copy`` also where it is there already."""
     is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
     is_there = not is_tensor or (value.device.type == "cpu" and not as_copy)
     return value if is_there else copied(value, to_cpu=True)
@@ -206,11 +198,8 @@ def _compact(value: Any) -> Any:
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
-    """Return the clean names of the parameters that are wanted, by index. A tied parameter has
-    several.
-
-    prefixes: what the names begin with; several where modules hold the unit under several names.
-    """
+    """Return the clean names of the parameters that are wanted, by index. prefixes: of the names;
+    several where modules hold the unit under several names."""
     trainable = {
         index: param.requires_grad for param, indices in store.sharded_params for index in indices
     }
@@ -275,12 +264,9 @@ def _gathered(
 
 
 def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of a unit's parameters, one group gathered at a time; nothing
-    on ranks that are to have none.
-
-    A tied parameter comes under all its names, with one tensor, which is a copy. Collective: all
-    ranks, to the end.
-    """
+    """Yield (name, copy of the whole tensor) of a unit's parameters, one group gathered at a time;
+    nothing on ranks that are to have none. A tied parameter comes under all its names, with one
+    tensor. Collective: all ranks, to the end."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
@@ -295,11 +281,8 @@ def gathered_unit(
     unit: Unit, prefixes: Sequence[str], wanted: Wanted
 ) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
     """Return (names, what gives the whole parameter, a copy on the CPU) for what is wanted of a
-    unit; all groups are gathered.
-
-    What is gathered is held by what is returned. Collective, also what gives the parameters, where
-    they are DTensors.
-    """
+    unit; all groups are gathered, and held by what is returned. Collective, and so is what gives
+    parameters that are DTensors."""
     return [
         (names, functools.partial(gathered.copy, index, torch.device("cpu")))
         for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
@@ -307,13 +290,9 @@ def gathered_unit(
 
 
 def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value) of a unit's parameters, where a value holds this rank's part of the
-    parameter.
-
-    Without a mesh it is boxes over the unit's process group, and nothing is sent. With a mesh it is
-    a DTensor, a copy, and this is collective: all ranks, to the end; one group is gathered at a
-    time.
-    """
+    """Yield (name, value with this rank's part) of a unit's parameters: boxes, and nothing is sent;
+    with a mesh DTensors, copies, and this is collective: all ranks, to the end, one group gathered
+    at a time."""
     config: Any = own.form.state_dict_config
     for group in own.unit.groups:
         if own.device_mesh is None or group.shard.ranks == 1:
@@ -347,22 +326,15 @@ def _shard_entries(
 def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold
     anything wanted; with use_orig_params=True first (name of a parameter, this rank's elements of
-    it), which share the memory. Nothing is sent.
-
-    The values view the shard; on the CPU, and where some parameters are left out, a copy. Where one
-    rank holds all there are no shards: then the parameters come under their own names, as torch has
-    it.
-    """
+    it), which share the memory: views of the shard, or of a copy on the CPU or with a filter. Where
+    one rank holds all, parameters come under their own names, as in torch. Nothing is sent."""
     to_cpu = own.form.state_dict_config.offload_to_cpu
     for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)
-        if group.shard.ranks == 1:
-            if section is store.sections[0]:
-                yield from _shard_entries(own, group, prefix, as_views=True)
-            continue
         chosen = _chosen(store, [prefix], own.wanted)
-        chosen = {i: names for i, names in chosen.items() if section is store.section_of(i)}
-        if not chosen:
+        if group.shard.ranks == 1:
+            yield from _shard_entries(own, group, prefix, as_views=True)
+        if group.shard.ranks == 1 or not chosen:
             continue
         if store.parallel[0] is not None:
             raise UsageError.of(
@@ -373,13 +345,12 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
                 fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, "
                 "rank0_only=True) for large models",
             )
-        shard = store.shard.detach()[section.place.slice]
+        shard = store.shard.detach()
         if to_cpu or own.wanted is not everything:
             shard = copied(shard, to_cpu)
         for index, names in chosen.items() if shows_originals(own.unit) else ():
-            part = section.layout.part_in_shard(index - section.first_param, store.rank)
             for name in names:
-                yield name, shard[part.slice].as_subclass(LocalPart)
+                yield name, store.own_part(shard, index).as_subclass(LocalPart)
         cut = flat_cut(group, section, own.group)
         yield prefix + flat_name, sharded_value(cut, shard[: cut.part.numel])
 

@@ -41,9 +41,7 @@ def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
 
 def read_local(value: Any, cut: Cut) -> torch.Tensor:
     """Return this rank's elements, 1-D, of a value that ``is_local``. cut: of the flat tensor.
-
-    Collective if its shards are padded otherwise, which all ranks see.
-    """
+    Collective if its shards are padded otherwise, which all ranks see."""
     is_torchs = isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor)
     if is_torchs and _described(value) == _parts(cut.layout):
         own = value.local_shards()
@@ -77,10 +75,8 @@ def is_tensor(value: object) -> bool:
 
 
 def materialised(value: Any, name: str) -> torch.Tensor:
-    """Return a tensor as it is, and load a lazy value, by ``torch.detach``.
-
-    Raises CheckpointError if loading fails or gives another shape or dtype than announced.
-    """
+    """Return a tensor as it is, and load a lazy value, by ``torch.detach``. Raises CheckpointError
+    if loading fails or gives another shape or dtype than announced."""
     if isinstance(value, torch.Tensor):
         return value
     cause: Exception | None = None
@@ -171,11 +167,8 @@ def dtype_of(value: Any) -> torch.dtype:
 
 def read_part(value: Any, cut: Cut) -> torch.Tensor:
     """Return this rank's elements, 1-D, out of a value of the whole parameter: plain, sharded in
-    any way, or lazy. A view where possible. A lazy value is loaded if the rank has a part.
-
-    Collective: if ``value`` is sharded in another way than ``cut``, which all ranks see; they all
-    call, in one order.
-    """
+    any way, or lazy, which is loaded if the rank has a part. A view where possible. Collective if
+    ``value`` is sharded in another way than ``cut``, which all ranks see."""
     part, parallel = cut.part, cut.parallel
     if not isinstance(value, torch.Tensor):
         if not part:

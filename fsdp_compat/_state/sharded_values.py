@@ -1,8 +1,7 @@
 """The sharded values of state dicts: a rank's part of a parameter as boxes.
 
-A shard is one interval of every parameter, an interval is a few boxes, and each box is a contiguous
-run of the shard. So the boxes are views of the shard, or of one copy of it, and nothing is sent for
-a sharded state dict."""
+A shard is one interval of every parameter, which is a few boxes, each a contiguous run of the
+shard: they are views of it, or of one copy, and nothing is sent for a sharded state dict."""
 
 from __future__ import annotations
 
@@ -188,11 +187,10 @@ def _of_each_shard(name: str) -> Any:
 class BoxedTensor(ShardedTensor):
     """One parameter (or one optimizer state of its shape), sharded: this rank's boxes.
 
-    It is a ShardedTensor whose contents are its ``local_shards()``: a tensor that the user puts
-    there is saved, copied and loaded like the previous one. Copies (deepcopy, ``clone()``, pickle)
-    have memory of their own. The metadata of all ranks takes time proportional to their number, so
-    it is computed on first use. A rank without a part has one empty shard, because
-    torch.distributed.checkpoint drops values without shards.
+    Its contents are its ``local_shards()``: a tensor that the user puts there is saved, copied and
+    loaded like the previous one. Copies (deepcopy, ``clone()``, pickle) have memory of their own.
+    The metadata of all ranks is computed on first use. A rank without a part has one empty shard,
+    because torch.distributed.checkpoint drops values without shards.
     """
 
     cut: Cut
@@ -248,10 +246,8 @@ class BoxedTensor(ShardedTensor):
 
     def elements(self) -> torch.Tensor:
         """Return this rank's elements out of the local shards, 1-D and in order: a view where they
-        follow one another in memory.
-
-        Raises CheckpointError if the user has put a tensor there that does not fit.
-        """
+        follow one another in memory. Raises CheckpointError for a tensor there that does not
+        fit."""
         self._require_fitting_shards()
         tensors = [shard.tensor.detach() for shard in self._local_shards]
         first = tensors[0]
@@ -366,12 +362,9 @@ class BoxedTensor(ShardedTensor):
         return self._with([shard.tensor.detach().clone() for shard in self._local_shards])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle without the process group, so that it can be read without one. Unpickled values
-        use the default group, if there is one.
-
+        """Pickle without the process group; unpickled values use the default one, if there is any.
         Elements are copied first if pickle would write more than them, or may move them to shared
-        memory under a shard that is in use.
-        """
+        memory under a shard that is in use."""
         run, cut = self.elements(), self.cut
         is_alone = run.untyped_storage().nbytes() == run.nbytes and not self.is_view
         run = run if self._is_flat or is_alone else run.clone()
@@ -402,10 +395,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class LocalPart(torch.Tensor):
-    """This rank's elements of one parameter in a local state dict: a 1-D view of its shard.
-
-    A plain tensor, except that torch.distributed.checkpoint must know it: it takes tensors for the
-    same on all ranks (see ``_torch_patches/local_parts.py``). Results and pickles are plain."""
+    """This rank's elements of one parameter in a local state dict: a 1-D view of its shard, marked
+    for ``_torch_patches/local_parts.py``. Results and pickles are plain tensors."""
 
     __torch_function__ = _torch_private.no_torch_function
 
@@ -441,11 +432,8 @@ torch.serialization.add_safe_globals(
 
 def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
     """Return the value of a parameter for a sharded state dict, given this rank's elements of it,
-    1-D.
-
-    A view of ``run``: with one rank, and for parameters without elements, a plain tensor in the
-    parameter's shape; otherwise boxes of the whole parameter.
-    """
+    1-D. A view of ``run``: with one rank, and for parameters without elements, a plain tensor in
+    the parameter's shape; otherwise boxes of the whole parameter."""
     shape = cut.place.whole_shape
     if not math.prod(shape) or (cut.layout.ranks == 1 and cut.is_of_whole):
         return run.view(shape)
@@ -453,12 +441,9 @@ def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return the value for a sharded state dict of a model with a device mesh: a DTensor sharded
-    along dimension 0.
-
-    The mesh's last dimension splits, the others repeat; a 0-d value is repeated along all. This
-    rank's part is a copy, no larger than itself. Nothing is sent.
-    """
+    """Return the value for a sharded state dict of a model with a device mesh: a DTensor, whose
+    dimension 0 the mesh's last dimension splits, while the others repeat it; a 0-d value is
+    repeated along all. This rank's part is a compact copy. Nothing is sent."""
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
     placements: list[Placement] = [Replicate()] * mesh.ndim

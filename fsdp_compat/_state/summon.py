@@ -46,11 +46,8 @@ def shown_stores() -> set[object]:
 @contextlib.contextmanager
 def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes
-    back at the end.
-
-    Collective. With use_orig_params=True the user's own parameters are whole inside of the context;
-    otherwise modules show other Parameters. A forward inside of the context computes with these.
-    """
+    back at the end. Collective. With use_orig_params=True the user's own parameters are whole
+    inside of the context; otherwise modules show other Parameters."""
     with contextlib.ExitStack() as stack:
         for unit in units:
             if not unit.summoned:  # an outer context shows it already
@@ -64,9 +61,9 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
     for group in unit.groups:
         full = group.gather_full()
         grads = _gather_grads(group) if options.with_grads else None
+        is_shard = full.data_ptr() == store_of(group).shard.data_ptr()
         if options.serve_only:
             continue
-        is_shard = full.data_ptr() == store_of(group).shard.data_ptr()
         if is_shard and not options.keeps_changes_of(group):
             full = full.clone()
         fulls.append((group, full.cpu() if options.offload_to_cpu else full, grads))
@@ -74,7 +71,7 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
         if not options.serve_only:
             unit.view.begin_summon()
             stack.callback(unit.view.end_summon)
-            stores = {group.store for group, _, _ in fulls}
+            stores = {group.store for group in unit.groups}
             _shown_stores.update(stores)
             stack.callback(_shown_stores.difference_update, stores)
             for group, full, grads in fulls:
@@ -91,7 +88,6 @@ def _shown(
     parameters sharded again."""
     store = store_of(group)
     wholes = store.whole(full.detach())
-    whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)
     shown: list[nn.Parameter] = []
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
     target_grads = [param.grad for param, _ in store.sharded_params]
@@ -111,29 +107,24 @@ def _shown(
             parameters.pop(slot.attribute, None)
         else:
             parameters[slot.attribute] = slot.parameter
-    for index, (parameter, grad) in enumerate(zip(shown, whole_grads, strict=True)):
-        parallel = store.parallel[index]
-        if grad is not None:
-            dtype = parameter.grad_dtype  # another one with keep_low_precision_grads
-            parameter.grad = (
-                parallel.wrap(grad) if parallel is not None else grad.to(dtype or grad.dtype)
-            )
+    whole_grads = store.whole(grads.to(full.device)) if grads is not None else ()
+    for parameter, grad, parallel in zip(shown, whole_grads, store.parallel, strict=False):
+        dtype = parameter.grad_dtype or grad.dtype  # another one with keep_low_precision_grads
+        parameter.grad = grad.to(dtype) if parallel is None else parallel.wrap(grad)
     try:
         yield
     finally:
         with torch.no_grad():
             if writeback:
-                values = [_torch_private.local_part(parameter.data) for parameter in shown]
-                store.take_from_whole(values)
-                if grads is not None:
-                    _write_back_grads(store, list(map(_grad_of, shown)), target_grads)
-            for parameter, data, grad in kept:
+                store.take_from_whole([_torch_private.local_part(each.data) for each in shown])
+            if writeback and grads is not None:
+                _write_back_grads(store, list(map(_grad_of, shown)), target_grads)
+            for parameter, data, kept_grad in kept:
                 parameter.grad = None
                 parameter.data = data
-                parameter.grad = grad
+                parameter.grad = kept_grad
     for param, indices in store.sharded_params if writeback else ():
-        before = param.requires_grad
-        toggled = [shown[index].requires_grad is not before for index in indices]
+        toggled = [shown[index].requires_grad is not param.requires_grad for index in indices]
         follow_toggles(param, toggled, f"{group.name}, in summon_full_params")
 
 

@@ -1,9 +1,8 @@
-"""The registry of a model's units, used by state dicts, optimizer state and checkpoints, and names
-without the parts that wrappers add.
+"""The registry of a model's units, and names without the parts that wrappers add.
 
 A front end registers one ``ModelUnit`` per unit, on the module whose name in the model is the
-unit's name: a wrapper, or the unit's module itself. No code here or above depends on which front
-end made a unit.
+unit's name: a wrapper, or the unit's module itself. State dicts, optimizer state and checkpoints
+do not depend on which front end made a unit.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from .._engine.ownership import ParamSlots
 from .._engine.runtime import Runtime, runtime_of
 from .._engine.state_store import FLAT_PARAM, flat_param_name, store_of
 from .._engine.unit import Unit
-from .._layout.rows import CopiedLayout
 from .._layout.spec import Section
 from ..api import (
     FullOptimStateDictConfig,
@@ -46,19 +44,14 @@ Wanted = Callable[[str, bool], bool]
 # The child that holds the wrapped module, named as in torch; and that of torch's wrapper of
 # activation checkpointing.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
-_CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
+CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
+_WRAPPERS = (FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE)
 
 
-def clean_name(name: str) -> str:
+def clean_name(name: str, wrappers: Collection[str] = _WRAPPERS) -> str:
     """Return a parameter's, buffer's or module's name as it was before FSDP and activation
     checkpointing wrapped anything."""
-    wrappers = (FSDP_WRAPPED_MODULE, _CHECKPOINT_WRAPPED_MODULE)
     return ".".join(part for part in name.split(".") if part not in wrappers)
-
-
-def without_checkpoint_wrapper(name: str) -> str:
-    """Return a name as the wrapper of activation checkpointing reports it: without its own part."""
-    return ".".join(part for part in name.split(".") if part != _CHECKPOINT_WRAPPED_MODULE)
 
 
 def everything(name: str, trainable: bool) -> bool:
@@ -68,21 +61,14 @@ def everything(name: str, trainable: bool) -> bool:
 
 def wanted_by(given: Any, where: str) -> Wanted:
     """Return what a ``filter`` chooses: a function of a name, the string "trainable", or None for
-    everything.
-
-    Raises UsageError for anything else.
-    """
+    everything; raises UsageError for anything else."""
     if given is None:
         return everything
     if given == "trainable":
         return lambda name, trainable: trainable
     if not callable(given) or not takes(given, 1):
-        raise wrong_type(
-            "filter",
-            "a function of a name that returns True or False, the string 'trainable', or None",
-            given,
-            where,
-        )
+        known = "a function of a name that returns True or False, the string 'trainable', or None"
+        raise wrong_type("filter", known, given, where)
     return lambda name, trainable: bool(given(name))
 
 
@@ -94,14 +80,8 @@ def named_sections(unit: Unit) -> list[tuple[str, Group, Section]]:
 
 
 def shows_originals(unit: Unit) -> bool:
-    """True if the unit's own parameters are 1-D views of flat shards: use_orig_params=True."""
-    stores = [store_of(group) for group in unit.groups]
-    return not any(
-        store.is_flattened
-        or len(store.sections) > 1
-        or isinstance(store.sections[0].layout, CopiedLayout)
-        for store in stores
-    )
+    """True if the unit's own parameters are views of flat shards: use_orig_params=True."""
+    return not any(store_of(group).is_flattened for group in unit.groups)
 
 
 def is_flat_name(name: str) -> bool:
@@ -121,26 +101,23 @@ ATTRIBUTE = "_fsdp_model_unit"
 
 @dataclasses.dataclass(eq=False)
 class ModelUnit:
-    """One unit of a model, with everything that state dicts and checkpoints need to know about
-    it."""
+    """One unit of a model, and what state dicts and checkpoints need to know about it."""
 
     unit: Unit
     mesh: Mesh
     device: torch.device  # where the unit computes
     group: dist.ProcessGroup  # the ranks that share one copy of the parameters
     device_mesh: DeviceMesh | None = None
-    # {clean name of a module in the unit: names of its parameters before sharding}; gives the order
-    # of state dicts.
+    # {clean name of a module in the unit: names of its parameters before sharding}
     attribute_order: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     form: StateDictSettings = dataclasses.field(
         default_factory=lambda: default_form(StateDictType.FULL_STATE_DICT)
     )
     wanted: Wanted = everything  # the filter of the state_dict() call that is running
-    # While load_state_dict() runs: the prefix of the unit's keys, and the keys of its sharded
-    # parameters.
+    # While load_state_dict() runs: the prefix of the unit's keys, those of its sharded parameters.
     loading: tuple[str, set[str]] = ("", set())
-    # Of a unit of several modules, whose names have nothing in common: gives the unit's parameters
-    # the names that they have in a model. None: their names begin at the unit's module.
+    # Of a unit of several modules: gives the unit's parameters the names that they have in a model.
+    # None: their names begin at the unit's module.
     rename: Callable[[nn.Module], None] | None = None
 
     @property
@@ -159,8 +136,7 @@ class ModelUnit:
         return self.mesh.is_first or not getattr(self.form.state_dict_config, "rank0_only", False)
 
     def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, value) of the buffers that are cast for computing, with the values in their
-        original dtype."""
+        """Yield (name, value in the original dtype) of the buffers that are cast for computing."""
         exact = self.unit.buffers.in_full() if self.unit.buffers is not None else {}
         for path, child in self.unit.module.named_modules(remove_duplicate=False) if exact else ():
             for name in child._buffers:
@@ -189,11 +165,8 @@ def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def register(module: nn.Module, unit: ModelUnit | Callable[[], ModelUnit]) -> None:
-    """Register ``unit`` on ``module``, whose name in the model becomes the unit's name.
-
-    unit: or a function that returns it, which is called each time that the unit is asked for. It
-    may be collective.
-    """
+    """Register ``unit`` on ``module``, whose name in the model becomes the unit's name; or a
+    function that returns it, which may be collective and is called each time it is asked for."""
     module.__dict__[ATTRIBUTE] = unit
 
 
@@ -220,8 +193,7 @@ def model_units_in(model: nn.Module) -> list[ModelUnit]:
 def in_form(
     units: Sequence[ModelUnit], form: StateDictSettings | None = None, wanted: Wanted | None = None
 ) -> Generator[None, None, None]:
-    """Give all units one form, or one filter, inside of the context; at the end they have theirs
-    again."""
+    """Give all units one form, or one filter, inside of the context."""
     before = [(unit.form, unit.wanted) for unit in units]
     try:
         for unit in units:
@@ -245,10 +217,8 @@ def require_idle(model: nn.Module, what: str) -> None:
 
 
 def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
-    """Return the units in a model with the prefix of their parameter names, outer ones first.
-
-    once: False lists a unit whose module has several names under each of them.
-    """
+    """Return the units in a model with the prefix of their parameter names, outer ones first;
+    those whose module has several names ``once`` or under each."""
     found = []
     for name, child in model.named_modules(remove_duplicate=once):
         if (registered := model_unit_of(child)) is not None:
@@ -360,13 +330,11 @@ def _below(prefix: str, name: str) -> str:
 
 def names_before(model: nn.Module) -> list[str]:
     """Return the names of a model's parameters in their order before sharding."""
-    if model_unit_of(model) is not None:
-        return names_in_order(model, "")
     names = []
     for path, child in model.named_modules():
         registered = model_unit_of(child)
-        if registered is not None and registered.unit.is_root:
-            names += names_in_order(child, f"{clean_name(path)}.")
+        if registered is not None and (registered.unit.is_root or child is model):
+            names += names_in_order(child, _below("", clean_name(path)))
     return names
 
 

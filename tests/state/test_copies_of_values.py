@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType as TorchType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
 from fsdp_compat import (
     CheckpointError,
@@ -34,7 +31,6 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from tests.support.odd_model import (
     STEPS,
-    Block,
     Config,
     assert_same,
     cloned,
@@ -370,28 +366,6 @@ def test_replaced_local_shards_are_copied_saved_and_loaded(
     world_size: int, form: StateDictType, tmp_path: Path
 ) -> None:
     run_ranks(world_size, _replaced, FLAT, form, str(tmp_path))
-
-
-def _replaced_as_in_torch() -> None:
-    theirs = TorchFSDP(
-        make_model(1, scalar=False),
-        auto_wrap_policy=TorchWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
-    ours = shard(make_model(1, scalar=False), FLAT)
-    for of_torch, module in ((True, theirs), (False, ours)):
-        kind: Any = TorchType.SHARDED_STATE_DICT if of_torch else SHARDED
-        with (TorchFSDP if of_torch else FSDP).state_dict_type(module, kind):
-            module.load_state_dict(replace_shards(module.state_dict(), lambda tensor: tensor * 3))
-    with TorchFSDP.state_dict_type(theirs, TorchType.FULL_STATE_DICT):
-        expected = theirs.state_dict()
-    assert torch.equal(expected["cube"], make_model(1, scalar=False).cube * 3)
-    assert_same(ours.state_dict(), expected)
-
-
-def test_replaced_local_shards_are_loaded_as_by_torchs_fsdp1() -> None:
-    run_ranks(2, _replaced_as_in_torch)
 
 
 def _replaced_wrongly(form: StateDictType, directory: str) -> None:

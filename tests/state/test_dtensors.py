@@ -30,6 +30,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
+from tests.support.odd_model import assert_holds, stack
 from tests.support.ranks import run_ranks
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
@@ -107,14 +108,6 @@ def sharded_state(model: nn.Module, offload_to_cpu: bool = False) -> dict[str, A
 def torchs_state(model: nn.Module) -> dict[str, Any]:
     with TorchFSDP.state_dict_type(model, TorchType.SHARDED_STATE_DICT):
         return model.state_dict()
-
-
-def assert_holds(model: nn.Module, plain: nn.Module) -> None:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        found = model.state_dict()
-    expected = plain.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def _as_torchs(hybrid: bool) -> None:
@@ -207,7 +200,8 @@ def _save(path: str, kind: str) -> None:
             checkpoint_id=path,
         )
     else:
-        dcp.save(sharded_state(ours(make_model(1), True, kind == "hybrid")), checkpoint_id=path)
+        model = ours(make_model(1, odd=kind != "for torch"), True, kind == "hybrid")
+        dcp.save(sharded_state(model), checkpoint_id=path)
 
 
 def _load(path: str, kind: str, odd: bool) -> None:
@@ -237,41 +231,25 @@ def _load(path: str, kind: str, odd: bool) -> None:
 
 def test_files_load_across_mesh_sizes_sharded_tensors_and_torchs_fsdp1(tmp_path: Path) -> None:
     for number, (writers, saved) in enumerate(
-        [(3, "mesh"), (4, "hybrid"), (2, "boxes"), (2, "torch")]
+        [(3, "mesh"), (4, "hybrid"), (2, "boxes"), (2, "torch"), (3, "for torch")]
     ):
         path = str(tmp_path / str(number))
         run_ranks(writers, _save, path, saved)
-        odd = saved != "torch"
+        odd = saved not in ("torch", "for torch")
         readers = {
             "mesh": [(2, "mesh"), (1, "mesh"), (2, "boxes")],
             "hybrid": [(3, "mesh")],
             "boxes": [(3, "mesh"), (4, "hybrid")],
+            "for torch": [(2, "torch")],
         }
         for world_size, kind in readers.get(saved, [(3, "mesh"), (2, "boxes")]):
             run_ranks(world_size, _load, path, kind, odd)
 
 
-def _save_ours_without_odd_ones(path: str) -> None:
-    dcp.save(sharded_state(ours(make_model(1, odd=False))), checkpoint_id=path)
-
-
-def test_torchs_fsdp1_reads_our_files(tmp_path: Path) -> None:
-    run_ranks(3, _save_ours_without_odd_ones, str(tmp_path))
-    run_ranks(2, _load, str(tmp_path), "torch", False)
-
-
-class Stack(nn.Module):
-    """Units of one size, and a root without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-
-
 def _memory() -> None:
     torch.manual_seed(0)
-    plain = Stack()
-    unit_nbytes = plain.layers[0].weight.nbytes
+    plain = stack(4)
+    unit_nbytes = plain[0].weight.nbytes
     model = FSDP(
         copy.deepcopy(plain),
         device_mesh=mesh_of(False),

@@ -17,11 +17,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError
+from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError, fully_shard
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint._full import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
+from tests.support.odd_model import assert_identical, stack
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -113,13 +114,6 @@ def chosen(plain: nn.Module, choice: Filter) -> dict[str, Any]:
     }
 
 
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert torch.equal(actual[name], value), name
-
-
 def sent(model: FSDP) -> tuple[int, int]:
     """(gathers, bytes) that this rank has sent; the counters begin anew."""
     counters = {id(group.shard): group.shard.traffic for group in model._runtime.groups}.values()
@@ -141,22 +135,22 @@ def _full() -> None:
         model = shard(make_model(), use_orig_params, wrapped)
         for choice in CHOICES:
             expected = chosen(plain, choice)
-            assert_same(model.state_dict(filter=choice), expected)
+            assert_identical(model.state_dict(filter=choice), expected)
             assert list(
                 model.state_dict(prefix="a.", filter=lambda name: name.endswith("bias"))
             ) == [f"a.{name}" for name in plain.state_dict() if name.endswith("bias")]
             found = dict(iter_full_state_dict(model, filter=choice))
             assert found.keys() == expected.keys()
-            assert_same({name: found[name] for name in expected}, expected)
+            assert_identical({name: found[name] for name in expected}, expected)
             with FSDP.state_dict_type(
                 model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
             ):
-                assert_same(
+                assert_identical(
                     model.state_dict(filter=choice), expected if dist.get_rank() == 0 else {}
                 )
-        assert_same(model.state_dict(), plain.state_dict())
+        assert_identical(model.state_dict(), plain.state_dict())
         with FSDP.summon_full_params(model):
-            assert_same(model.state_dict(filter=is_lora), chosen(plain, is_lora))
+            assert_identical(model.state_dict(filter=is_lora), chosen(plain, is_lora))
             with pytest.raises(StateError, match="summon_full_params"):
                 next(iter_full_state_dict(model))
         for wrong in (3, "all", lambda: True):
@@ -202,7 +196,7 @@ def _sharded(path: str) -> None:
                 read = other.state_dict(filter=choice)
             dcp.load(read, checkpoint_id=folder)
             other.load_state_dict(read, strict=False)
-            assert_same(other.state_dict(filter=choice), expected)
+            assert_identical(other.state_dict(filter=choice), expected)
         with FSDP.state_dict_type(model, LOCAL):
             keys = list(model.state_dict(filter=is_lora))
         flat = ["blocks.0._flat_param", "blocks.1._flat_param"]
@@ -240,7 +234,7 @@ def _bytes() -> None:
             assert least <= nbytes <= (least if wrapped else 2 * least) + 64 * gathers * (ranks - 1)
         sent(model)
         one = model.state_dict(filter=lambda name: name == "blocks.1.base.bias")
-        assert_same(one, {"blocks.1.base.bias": make_model().blocks[1].base.bias})
+        assert_identical(one, {"blocks.1.base.bias": make_model().blocks[1].base.bias})
         assert sent(model) <= (1, WIDTH * 4 * (ranks - 1)), "of a group only what matches travels"
     model = shard(make_model())
     sent(model)
@@ -265,6 +259,11 @@ class Around(nn.Module):
 
 def _iterates() -> None:
     plain = make_model()
+    rows = fully_shard(make_model())
+    for choice in CHOICES:
+        found, expected = dict(iter_full_state_dict(rows, filter=choice)), chosen(plain, choice)
+        assert found.keys() == expected.keys()
+        assert_identical({name: found[name] for name in expected}, expected)
     for use_orig_params in (False, True):
         model = shard(make_model(), use_orig_params)
         pairs = list(iter_full_state_dict(model))
@@ -281,7 +280,7 @@ def _iterates() -> None:
         ]
         found = dict(pairs)
         assert found["embed.weight"] is found["head.weight"]
-        assert_same({name: found[name] for name in plain.state_dict()}, plain.state_dict())
+        assert_identical({name: found[name] for name in plain.state_dict()}, plain.state_dict())
         live = [*model.parameters(), *model.buffers()]
         for name, value in pairs:
             assert value.untyped_storage().nbytes() == value.nbytes, name
@@ -294,7 +293,7 @@ def _iterates() -> None:
     container = Around(FSDP)
     found = dict(iter_full_state_dict(container))
     assert found.keys() == whole.state_dict().keys()
-    assert_same({name: found[name] for name in whole.state_dict()}, whole.state_dict())
+    assert_identical({name: found[name] for name in whole.state_dict()}, whole.state_dict())
     assert found["first.base.weight"] is found["again.base.weight"]
     with pytest.raises(UsageError, match="module"):
         iter_full_state_dict(3)  # type: ignore[arg-type]
@@ -305,15 +304,9 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
     run_ranks(world_size, _iterates)
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-
-
 def _memory() -> None:
     torch.manual_seed(0)
-    model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = FSDP(stack(bias=True), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     unit_nbytes = 2 * model._runtime.groups[0].store.shard.nbytes
     for make in (
         iter_full_state_dict,
@@ -325,7 +318,7 @@ def _memory() -> None:
         assert unit_nbytes < new.peak <= unit_nbytes + 2 * largest, (new.peak, unit_nbytes, largest)
     with NewBytes() as new:
         for name, _ in iter_full_state_dict(model):
-            if name == "layers.2.weight":
+            if name == "2.weight":
                 break
         gc.collect()
         del _

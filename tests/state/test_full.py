@@ -14,93 +14,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType as TorchType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
-from fsdp_compat import FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import FullStateDictConfig, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.full_model import Block, Config, make_model, shard
 from tests.support.memory import NewBytes, allocated_nbytes
 from tests.support.pairwise import pairs
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
-
-
-class Block(nn.Module):
-    """A buffer between parameters, a 0-d parameter, and extra state."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.linear = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.register_buffer("calls", torch.tensor(3))
-        self.register_buffer("scratch", torch.ones(2), persistent=False)
-        self.note = "made"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.norm(self.linear(x))
-
-    def get_extra_state(self) -> dict[str, str]:
-        return {"note": self.note}
-
-    def set_extra_state(self, state: dict[str, str]) -> None:
-        self.note = state["note"]
-
-
-class Model(nn.Module):
-    """Everything that can be in a state dict: ties, a shared module, two dtypes, frozen, 0-d and
-    empty parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(5), Block(5))
-        self.nothing = nn.Parameter(torch.randn(0, 3))
-        self.first = nn.Linear(5, 5)
-        self.second = self.first
-        self.wide = nn.Linear(2, 3, bias=False).double()
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch] -> [batch, 7]
-        x = self.second(self.first(self.blocks(self.embed(tokens))))
-        return (
-            self.head(x)
-            + self.frozen.sum()
-            + self.wide(torch.ones(2).double()).sum().float()
-            + self.nothing.sum()
-        )
-
-
-def make_model(seed: int = 0) -> Model:
-    torch.manual_seed(seed)
-    return Model()
-
-
-def shard(
-    model: nn.Module,
-    strategy: str = "FULL_SHARD",
-    use_orig_params: bool = False,
-    policy: str = "blocks",
-) -> FSDP:
-    policies: dict[str, Any] = {
-        "none": None,
-        "blocks": ModuleWrapPolicy({Block}),
-        "always": always_wrap_policy,
-    }
-    return FSDP(
-        model,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=policies[policy],
-    )
 
 
 def step(model: nn.Module, seed: int = 0) -> float:
@@ -549,51 +473,6 @@ def test_a_file_loads_on_every_world_size_and_into_a_plain_model(tmp_path: Path)
         saved = torch.load(path, weights_only=True)
         plain.load_state_dict(saved)
         assert_same(plain.state_dict(), saved)
-
-
-# --- torch's FSDP1 --------------------------------------------------------------------------------
-
-
-def _exchanges_with_torch(use_orig_params: bool) -> None:
-    def plain(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(3, 5), Block(5), nn.Linear(5, 3), Block(3))
-        model[1].gain = nn.Parameter(torch.tensor([1.5]))  # torch refuses 0-d ones
-        model[3].gain = nn.Parameter(torch.tensor([1.5]))
-        return model
-
-    policy = TorchWrapPolicy({Block})
-    theirs = TorchFSDP(
-        plain(0),
-        auto_wrap_policy=policy,
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-    ours = FSDP(
-        plain(1), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
-    )
-    with TorchFSDP.state_dict_type(
-        theirs, TorchType.FULL_STATE_DICT, TorchFullConfig(offload_to_cpu=False)
-    ):
-        before = {
-            name: v.clone() if isinstance(v, Tensor) else v
-            for name, v in theirs.state_dict().items()
-        }
-        assert set(before) == set(plain(0).state_dict())
-        ours.load_state_dict(before)
-        assert_same(ours.state_dict(), plain(0).state_dict())
-        with torch.no_grad(), FSDP.summon_full_params(ours):
-            for parameter in ours.parameters():
-                parameter.mul_(3)
-        theirs.load_state_dict(ours.state_dict())
-        for name, value in theirs.state_dict().items():
-            if isinstance(value, Tensor):
-                assert torch.equal(value, ours.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_dicts_load_between_torchs_fsdp1_and_ours(use_orig_params: bool) -> None:
-    run_ranks(2, _exchanges_with_torch, use_orig_params)
 
 
 def _loads_names_of_wrappers() -> None:

@@ -3,6 +3,7 @@ plain models, in other worlds."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.support.odd_model import (
     Block,
     Config,
     Frozen,
+    assert_holds,
     assert_same,
     assert_same_optim,
     make_model,
@@ -208,6 +210,20 @@ def test_dcp_checkpoints_of_torchs_fsdp_load(
     runs = {scalar: run_of(optimizer, scalar) for scalar in (True, False)}
     run_ranks(writers, _torch_writes, optimizer, runs, str(tmp_path))
     run_ranks(readers, _ours_read, optimizer, runs, str(tmp_path))
+
+
+def _torchs_values_in_memory() -> None:
+    for kind, config in zip(SHARDED, CONFIGS, strict=True):
+        theirs = torch_model(kind, 1)
+        with torch_form(theirs, "sharded") if kind != "FSDP2" else contextlib.nullcontext():
+            state = theirs.state_dict()
+        model = shard(make_model(2, scalar=False), config)
+        model.load_state_dict(state)
+        assert_holds(model, make_model(1, scalar=False))
+
+
+def test_sharded_values_of_torchs_fsdp_load_in_memory() -> None:
+    run_ranks(3, _torchs_values_in_memory)
 
 
 # --- from ours to torch ---------------------------------------------------------------------------

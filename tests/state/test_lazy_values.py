@@ -18,7 +18,7 @@ from fsdp_compat import CheckpointError, FullStateDictConfig, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.odd_model import Block, Config, assert_same, cloned, make_model, shard
+from tests.support.odd_model import Block, Config, assert_same, cloned, make_model, shard, stack
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -104,17 +104,9 @@ def test_lazy_values_load_as_in_torchs_fsdp1() -> None:
     run_ranks(2, _as_torchs_fsdp1)
 
 
-class Stack(nn.Module):
-    """Units of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-
-
 def wrapped_stack(seed: int) -> FSDP:
     torch.manual_seed(seed)
-    return FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    return FSDP(stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 
 def rank0_only(model: nn.Module) -> None:
@@ -125,7 +117,7 @@ def rank0_only(model: nn.Module) -> None:
 
 def _one_at_a_time() -> None:
     wanted = {name: value.clone() for name, value in wrapped_stack(1).state_dict().items()}
-    unit_nbytes = wanted["layers.0.weight"].nbytes
+    unit_nbytes = wanted["0.weight"].nbytes
     model = wrapped_stack(2)
     Lazy.loads = 0
     with NewBytes() as new:

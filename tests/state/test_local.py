@@ -26,6 +26,7 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.odd_model import assert_holds
 from tests.support.ranks import run_ranks
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
@@ -70,14 +71,6 @@ def shard(model: nn.Module, use_orig_params: bool, policy: Any = LINEARS, **opti
 def local_state(model: nn.Module, offload_to_cpu: bool = False) -> dict[str, Any]:
     with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig(offload_to_cpu=offload_to_cpu)):
         return model.state_dict()
-
-
-def assert_holds(model: nn.Module, plain: nn.Module) -> None:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        found = model.state_dict()
-    expected = plain.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def torchs(use_orig_params: bool, seed: int = 0) -> TorchFSDP:

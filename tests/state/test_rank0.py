@@ -10,75 +10,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import (
     CheckpointError,
     FsdpCompatError,
     FullStateDictConfig,
-    ShardingStrategy,
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support import full_model
+from tests.support.full_model import Block, shard
 from tests.support.memory import NewBytes
+from tests.support.odd_model import assert_holds
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
 FULL = StateDictType.FULL_STATE_DICT
 
 
-class Block(nn.Module):
-    """A buffer that is not contiguous, extra state, and a 0-d parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.gain = nn.Parameter(torch.randn(()))
-        self.register_buffer("grid", torch.randn(2, 3).t())
-        self.note = "made"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)) * self.gain
-
-    def get_extra_state(self) -> str:
-        return self.note
-
-    def set_extra_state(self, state: str) -> None:
-        self.note = state
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.wide = nn.Parameter(torch.randn(3).double())
-        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
-        self.ignored = nn.Linear(2, 2)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.same = self.blocks[0]
-
-
-def make_model(seed: int) -> Model:
-    torch.manual_seed(seed)
-    model = Model()
+def make_model(seed: int) -> full_model.Model:
+    """Return a model whose buffers and extra state differ, too."""
+    model = full_model.make_model(seed)
     model.blocks[1].note = f"seed {seed}"
     model.blocks[0].norm.running_mean.fill_(seed)
     return model
-
-
-def shard(model: nn.Module, use_orig_params: bool = False, **options: Any) -> FSDP:
-    return FSDP(
-        model,
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        ignored_modules=[model.ignored] if isinstance(model, Model) else None,
-        **options,
-    )
 
 
 def rank0(model: nn.Module) -> Any:
@@ -90,25 +48,16 @@ def alone(state: Any) -> Any:
     return state if dist.get_rank() == 0 else ({}, None)[dist.get_rank() % 2]
 
 
-def assert_holds(model: nn.Module, plain: nn.Module) -> None:
-    found, expected = model.state_dict(), plain.state_dict()
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert (
-            torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
-        ), name
-
-
 def _same_as_everywhere(hybrid: bool) -> None:
     options: dict[str, Any] = {}
     if hybrid:
         options = {
             "device_mesh": init_device_mesh("cpu", (2, 2)),
-            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            "strategy": "HYBRID_SHARD",
         }
     forms = [*itertools.product((False, True), (True, False))]
     for use_orig_params, strict in sample(forms, 0, 3):
-        model = shard(make_model(1), use_orig_params, **options)
+        model = shard(make_model(1), use_orig_params=use_orig_params, **options)
         with rank0(model):
             assert (
                 str(model.load_state_dict(alone(make_model(2).state_dict()), strict=strict))
@@ -128,14 +77,14 @@ def _same_as_everywhere(hybrid: bool) -> None:
         some = {
             name: v.half()
             for name, v in make_model(5).state_dict().items()
-            if name.endswith(("linear.weight", "wide"))
+            if name.endswith(("linear.weight", "wide.weight"))
         }
         with rank0(model):
             keys = model.load_state_dict(alone(some), strict=False)
         expected.load_state_dict(some, strict=False)
         assert_holds(model, expected)
         assert "embed.weight" in keys.missing_keys
-    model = shard(make_model(1), sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = shard(make_model(1), "NO_SHARD")
     with rank0(model):
         model.load_state_dict(
             alone({f"module.{name}": value for name, value in make_model(2).state_dict().items()})

@@ -3,7 +3,6 @@ either side."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import tempfile
@@ -21,56 +20,23 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType as TorchType
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.odd_model import Block, Config, OddModel, assert_holds, assert_identical
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most, sample
 
-Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
 Shapes = Sequence[tuple[int, ...]]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width + 2, bias=False)
-        self.norm = nn.BatchNorm1d(width + 2)
-        self.back = nn.Linear(width + 2, width)
+class Model(OddModel):
+    """Parameters smaller than the world, 0-d and empty."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.back(self.norm(self.linear(x)))
-
-
-class Model(nn.Module):
-    """Ties, odd sizes, parameters smaller than the world, and with ``odd`` 0-d and empty ones,
-    which torch refuses."""
-
-    def __init__(self, odd: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(5), Block(5))
-        self.cube = nn.Parameter(torch.randn(3, 5, 7))
-        self.one = nn.Parameter(torch.randn(1))
-        self.gain = nn.Parameter(torch.randn(()) if odd else torch.randn(2))
-        self.nothing = nn.Parameter(torch.randn(0, 3) if odd else torch.randn(2, 3))
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("count", torch.randint(99, (2,)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return (
-            self.head(self.blocks(self.embed(tokens)) * self.gain.sum())
-            + self.cube.sum()
-            + self.one
-            + self.nothing.sum()
-        )
+    def __init__(self) -> None:
+        super().__init__(scalar=True)
+        self.nothing = nn.Parameter(torch.randn(0, 3))
 
 
 class Bag(nn.Module):
@@ -85,9 +51,9 @@ class Bag(nn.Module):
         )
 
 
-def make_model(seed: int = 0, odd: bool = True) -> Model:
+def make_model(seed: int = 0) -> Model:
     torch.manual_seed(seed)
-    return Model(odd)
+    return Model()
 
 
 def shard(model: nn.Module, config: Config) -> FSDP:
@@ -114,18 +80,6 @@ def sharded_state(model: nn.Module, as_views: bool = False) -> dict[str, Any]:
     config = ShardedStateDictConfig(as_views=True) if as_views else None  # None: the default
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
         return model.state_dict()
-
-
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert torch.equal(actual[name], value), name
-
-
-def assert_holds(model: FSDP, plain: nn.Module) -> None:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        assert_equal(model.state_dict(), plain.state_dict())
 
 
 def save(path: str, config: Config, seed: int) -> None:
@@ -249,7 +203,7 @@ def _whole_values(config: Config) -> None:
     storages = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
     for as_views in (False, True):
         state = sharded_state(model, as_views)
-        assert_equal(state, make_model().state_dict())
+        assert_identical(state, make_model().state_dict())
         assert (state["cube"].untyped_storage().data_ptr() in storages) is as_views
 
 
@@ -302,7 +256,7 @@ def test_one_process_without_a_group_reads_a_checkpoint_into_plain_tensors(
     for writers, path in checkpoints.items():
         state = make_model(99).state_dict()
         dcp.load(state, checkpoint_id=path, no_dist=True)
-        assert_equal(state, make_model(writers).state_dict())
+        assert_identical(state, make_model(writers).state_dict())
 
 
 def _save_bag(path: str, config: Config, shapes: Shapes) -> None:
@@ -346,74 +300,6 @@ def test_any_shapes_load_between_any_two_configurations(
         run_ranks(readers, _load_bag, path, loaded, shapes)
 
 
-def _train(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.tensor([1, 2, 5, 3])).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _trained(config: Config, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
-    """A model after two steps, the same for every way of sharding it, up to rounding."""
-    model = shard(make_model(seed), config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for _ in range(2):
-        _train(model, optimizer)
-    return model, optimizer
-
-
-def _both(model: FSDP, optimizer: torch.optim.Optimizer, form: StateDictType) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, form):
-        return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy({"model": state["model"], "state": state["optim"]["state"]})
-
-
-def _save_both(path: str, config: Config) -> dict[str, Any]:
-    """Save at once, and in the background while training goes on; return what was there, whole."""
-    model, optimizer = _trained(config, 1)
-    expected = _copied(_both(model, optimizer, StateDictType.FULL_STATE_DICT))
-    dcp.save(_both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/now")
-    future = dcp.async_save(
-        _both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/later"
-    )
-    for _ in range(2):
-        _train(model, optimizer)
-    future.result()
-    after = _both(model, optimizer, StateDictType.FULL_STATE_DICT)
-    assert not torch.equal(after["model"]["cube"], expected["model"]["cube"]), (
-        "training has gone on"
-    )
-    return expected
-
-
-def _load_both(path: str, config: Config, expected: dict[str, Any]) -> None:
-    for folder in ("now", "later"):
-        model, optimizer = _trained(config, 2)
-        state = _both(model, optimizer, StateDictType.SHARDED_STATE_DICT)
-        dcp.load(state, checkpoint_id=f"{path}/{folder}")
-        model.load_state_dict(state["model"])
-        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            optimizer.load_state_dict(
-                FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
-            )
-        found = _both(model, optimizer, StateDictType.FULL_STATE_DICT)
-        assert_equal(found["model"], expected["model"])
-        assert found["optim"]["state"].keys() == expected["state"].keys()
-        for name, entry in expected["state"].items():
-            for key, value in entry.items():
-                assert torch.equal(found["optim"]["state"][name][key], value), (folder, name, key)
-
-
-@pytest.mark.parametrize(("writers", "readers"), sample([(1, 3), (3, 2)], 1))
-def test_dcp_saves_model_and_optimizer_also_while_training_continues(
-    writers: int, readers: int, tmp_path: Path
-) -> None:
-    expected = run_ranks(writers, _save_both, str(tmp_path), SPREAD[writers % 2])[0]
-    run_ranks(readers, _load_both, str(tmp_path), SPREAD[readers % 2], expected)
-
-
 # --- in memory ------------------------------------------------------------------------------------
 
 
@@ -426,101 +312,6 @@ def _from_other_layouts() -> None:
 
 def test_a_sharded_dict_of_another_layout_loads_in_memory() -> None:
     run_ranks(3, _from_other_layouts)
-
-
-def _copies(directory: str) -> None:
-    model = shard(make_model(1), SPREAD[0])
-    state = sharded_state(model)
-    path = f"{directory}/{dist.get_rank()}"
-    torch.save(state, path)
-    for number, copied in enumerate((copy.deepcopy(state), torch.load(path, weights_only=False))):
-        other = shard(make_model(2 + number), SPREAD[0])
-        other.load_state_dict(copied)
-        assert_holds(other, make_model(1))
-
-
-def test_a_sharded_dict_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    run_ranks(3, _copies, str(tmp_path))
-
-
-# --- torch's FSDP1 and FSDP2 ----------------------------------------------------------------------
-
-
-def _torch_fsdp1(seed: int, use_orig_params: bool) -> TorchFSDP:
-    return TorchFSDP(
-        make_model(seed, odd=False),
-        auto_wrap_policy=TorchWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-
-
-def _with_torchs_fsdp1(directory: str, use_orig_params: bool) -> None:
-    theirs = _torch_fsdp1(1, use_orig_params)
-    ours = shard(make_model(2, odd=False), ("FULL_SHARD", not use_orig_params, "always"))
-    with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):
-        dcp.save(theirs.state_dict(), checkpoint_id=f"{directory}/theirs")
-        state = sharded_state(ours)
-        dcp.load(state, checkpoint_id=f"{directory}/theirs")
-        ours.load_state_dict(state)
-        assert_holds(ours, make_model(1, odd=False))
-
-        in_memory = shard(make_model(2, odd=False), ("SHARD_GRAD_OP", use_orig_params, "none"))
-        in_memory.load_state_dict(theirs.state_dict())
-        assert_holds(in_memory, make_model(1, odd=False))
-
-        changed = shard(make_model(3, odd=False), ("FULL_SHARD", use_orig_params, "blocks"))
-        dcp.save(sharded_state(changed), checkpoint_id=f"{directory}/ours")
-        back = theirs.state_dict()
-        dcp.load(back, checkpoint_id=f"{directory}/ours")
-        theirs.load_state_dict(back)
-    with TorchFSDP.summon_full_params(theirs):
-        for name, parameter in make_model(3, odd=False).named_parameters():
-            assert torch.equal(dict(theirs.named_parameters())[name], parameter), name
-
-
-@pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
-def test_checkpoints_load_between_torchs_fsdp1_and_ours(
-    tmp_path: Path, use_orig_params: bool
-) -> None:
-    run_ranks(2, _with_torchs_fsdp1, str(tmp_path), use_orig_params)
-
-
-def _torch_fsdp2(seed: int) -> nn.Module:
-    model = make_model(seed, odd=False)
-    for block in model.blocks:
-        torch_fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return torch_fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def _with_torchs_fsdp2(directory: str) -> None:
-    theirs = _torch_fsdp2(1)
-    ours = shard(make_model(2, odd=False), SPREAD[0])
-    dcp.save(theirs.state_dict(), checkpoint_id=f"{directory}/theirs")
-    state = sharded_state(ours)
-    dcp.load(state, checkpoint_id=f"{directory}/theirs")
-    ours.load_state_dict(state)
-    assert_holds(ours, make_model(1, odd=False))
-
-    in_memory = shard(make_model(2, odd=False), SPREAD[1])
-    assert isinstance(theirs.state_dict()["cube"], DTensor)
-    in_memory.load_state_dict(theirs.state_dict())
-    assert_holds(in_memory, make_model(1, odd=False))
-
-    dcp.save(
-        sharded_state(shard(make_model(3, odd=False), SPREAD[1])), checkpoint_id=f"{directory}/ours"
-    )
-    back = theirs.state_dict()
-    dcp.load(back, checkpoint_id=f"{directory}/ours")
-    theirs.load_state_dict(back)
-    for name, parameter in theirs.named_parameters():
-        assert torch.equal(
-            parameter.full_tensor(), dict(make_model(3, odd=False).named_parameters())[name]
-        ), name
-
-
-def test_checkpoints_load_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
-    run_ranks(3, _with_torchs_fsdp2, str(tmp_path))
 
 
 def _misuses_a_value() -> None:

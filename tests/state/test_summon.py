@@ -19,11 +19,10 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.errors import StateError, UsageError
-from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.odd_model import Config, assert_identical, make_model, shard
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
-Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
 CONFIGS: tuple[Config, ...] = (
     ("FULL_SHARD", False, "blocks"),
     ("FULL_SHARD", True, "always"),
@@ -33,50 +32,8 @@ CONFIGS: tuple[Config, ...] = (
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(0.5))
-        self.linear = nn.Linear(5, 5)
-        self.norm = nn.BatchNorm1d(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.norm(self.linear(x))
-
-
-class Model(nn.Module):
-    """A tie, a frozen parameter, and blocks that can be units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(tokens)) + self.frozen)
-
-
-def make_model(seed: int = 0) -> Model:
-    torch.manual_seed(seed)
-    return Model()
-
-
-def shard(config: Config, seed: int = 0) -> FSDP:
-    strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {
-        "none": None,
-        "blocks": ModuleWrapPolicy({Block}),
-        "always": always_wrap_policy,
-    }
-    return FSDP(
-        make_model(seed),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=policies[policy],
-    )
+def wrapped(config: Config) -> FSDP:
+    return shard(make_model(), config)
 
 
 def losses_of(model: nn.Module) -> Tensor:
@@ -103,13 +60,6 @@ def slots(model: nn.Module) -> list[tuple[str, str, int, tuple[int, ...], int]]:
     ]
 
 
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert torch.equal(actual[name], value), name
-
-
 # --- what is shown --------------------------------------------------------------------------------
 
 
@@ -117,7 +67,7 @@ def _shows_whole_parameters() -> None:
     plain = make_model()
     expected = dict(plain.named_parameters())
     for config in CONFIGS:
-        model = shard(config)
+        model = wrapped(config)
         before = slots(model)
         assert {name for name, _ in model.named_parameters()}.isdisjoint(expected), (
             "outside they carry the prefix of the wrapper"
@@ -125,7 +75,7 @@ def _shows_whole_parameters() -> None:
         for writeback, offload_to_cpu in itertools.product((True, False), (True, False)):
             with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=offload_to_cpu):
                 shown = dict(model.named_parameters())
-                assert_equal(shown, expected)
+                assert_identical(shown, expected)
                 assert all(type(parameter) is nn.Parameter for parameter in shown.values())
                 assert {name: p.requires_grad for name, p in shown.items()} == {
                     n: p.requires_grad for n, p in expected.items()
@@ -139,7 +89,7 @@ def _shows_whole_parameters() -> None:
                 ]
                 assert model.module.head.weight is model.module.embed.weight
                 assert all(parameter.grad is None for parameter in shown.values())
-                assert_equal(
+                assert_identical(
                     {k: v for k, v in model.state_dict().items() if k in expected},
                     {k: v for k, v in plain.state_dict().items() if k in expected},
                 )
@@ -155,14 +105,14 @@ def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -
 def _recurse() -> None:
     expected = dict(make_model().named_parameters())
     for use_orig_params in (False, True):
-        model = shard(("FULL_SHARD", use_orig_params, "blocks"))
+        model = wrapped(("FULL_SHARD", use_orig_params, "blocks"))
         with FSDP.summon_full_params(model, recurse=False):
             assert torch.equal(model.module.embed.weight, expected["embed.weight"])
-            linear = model.module.blocks[0].module.linear
-            assert "weight" not in linear._parameters or linear.weight.dim() == 1
+            up = model.module.blocks[0].module.up
+            assert "weight" not in up._parameters or up.weight.dim() == 1
         with FSDP.summon_full_params(model.blocks[1], recurse=False):
             assert torch.equal(
-                model.module.blocks[1].module.linear.weight, expected["blocks.1.linear.weight"]
+                model.module.blocks[1].module.up.weight, expected["blocks.1.up.weight"]
             )
             names = [name for name, _ in make_model().blocks[1].named_parameters()]
             assert [name for name, _ in model.blocks[1].named_parameters()] == names
@@ -173,8 +123,8 @@ def _recurse() -> None:
         with FSDP.summon_full_params(model.module.blocks):  # a container, not an instance
             for number in (0, 1):
                 assert torch.equal(
-                    model.module.blocks[number].module.linear.weight,
-                    expected[f"blocks.{number}.linear.weight"],
+                    model.module.blocks[number].module.up.weight,
+                    expected[f"blocks.{number}.up.weight"],
                 )
 
 
@@ -185,13 +135,13 @@ def test_recurse_controls_whether_inner_units_are_shown() -> None:
 def _rank0_only() -> None:
     expected = dict(make_model().named_parameters())
     for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
-        model = shard(config)
+        model = wrapped(config)
         before = slots(model)
         with FSDP.summon_full_params(
             model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu
         ):
             if dist.get_rank() == 0:
-                assert_equal(dict(model.named_parameters()), expected)
+                assert_identical(dict(model.named_parameters()), expected)
             else:
                 assert slots(model) == before
         assert slots(model) == before
@@ -214,7 +164,7 @@ def _is_whole(model: FSDP) -> bool:
 
 def _changes() -> None:
     for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
-        model = shard(config)
+        model = wrapped(config)
         original = make_model().state_dict()
         with torch.no_grad():
             with FSDP.summon_full_params(model, writeback=False, offload_to_cpu=offload_to_cpu):
@@ -224,7 +174,7 @@ def _changes() -> None:
             sevens = {
                 name: torch.full_like(original[name], 7.0) for name in names if _is_whole(model)
             }
-            assert_equal(model.state_dict(), {**original, **sevens})
+            assert_identical(model.state_dict(), {**original, **sevens})
             other = make_model(1)
             with FSDP.summon_full_params(model, offload_to_cpu=offload_to_cpu):
                 for name, parameter in model.named_parameters():
@@ -236,7 +186,7 @@ def _changes() -> None:
             **original,
             **{name: p.detach() for name, p in other.named_parameters(remove_duplicate=False)},
         }
-        assert_equal(model.state_dict(), changed)
+        assert_identical(model.state_dict(), changed)
         plain = make_model()
         plain.load_state_dict(changed)
         assert step(model) == pytest.approx(step(plain), rel=1e-6)
@@ -292,11 +242,11 @@ def test_without_writeback_changes_stay_as_in_torch_but_not_on_one_replica(
 
 def _loads_inside() -> None:
     for config in CONFIGS:
-        model, other = shard(config), make_model(1).state_dict()
+        model, other = wrapped(config), make_model(1).state_dict()
         with FSDP.summon_full_params(model):
             model.load_state_dict(other)
-            assert_equal(model.state_dict(), other)
-        assert_equal(model.state_dict(), other)
+            assert_identical(model.state_dict(), other)
+        assert_identical(model.state_dict(), other)
 
 
 def test_a_dict_can_be_loaded_inside() -> None:
@@ -305,7 +255,7 @@ def test_a_dict_can_be_loaded_inside() -> None:
 
 def _nested() -> None:
     for config in CONFIGS:
-        model = shard(config)
+        model = wrapped(config)
         before = slots(model)
         with torch.no_grad(), FSDP.summon_full_params(model):
             outside = slots(model)
@@ -342,7 +292,7 @@ class _Stop(Exception):
 
 def _exceptions() -> None:
     for config, writeback in itertools.product(CONFIGS, (False, True)):
-        model = shard(config)
+        model = wrapped(config)
         before = slots(model)
         for with_grads in (False, True):
             outer = FSDP.summon_full_params(model, writeback=writeback, with_grads=with_grads)
@@ -352,7 +302,7 @@ def _exceptions() -> None:
         with pytest.raises(_Stop):
             model.apply(_raise)
         assert slots(model) == before
-        assert_equal(model.state_dict(), make_model().state_dict())
+        assert_identical(model.state_dict(), make_model().state_dict())
         assert step(model) == pytest.approx(step(make_model()), rel=1e-6)
     dist.barrier()
 
@@ -371,7 +321,7 @@ def _with_grads() -> None:
     losses_of(plain).backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     for config in CONFIGS:
-        model = shard(config)
+        model = wrapped(config)
         with FSDP.summon_full_params(model, with_grads=True):
             assert all(parameter.grad is None for parameter in model.parameters())
         losses_of(model).backward()
@@ -423,18 +373,7 @@ def _objects() -> None:
     for config in CONFIGS:
         plain = make_model()
         originals = dict(plain.named_parameters())
-        strategy, use_orig_params, policy = config
-        policies: dict[str, Any] = {
-            "none": None,
-            "blocks": ModuleWrapPolicy({Block}),
-            "always": always_wrap_policy,
-        }
-        model = FSDP(
-            plain,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-            auto_wrap_policy=policies[policy],
-        )
+        use_orig_params, model = config[1], shard(plain, config)
         registered = list(model.parameters())
         if use_orig_params:
             assert all(
@@ -466,7 +405,7 @@ def test_parameter_objects_keep_their_identity() -> None:
 def _forward_inside() -> None:
     plain = make_model().eval()
     for config in CONFIGS:
-        model = shard(config).eval()
+        model = wrapped(config).eval()
         tokens = expected = torch.tensor([1, 2])
         with torch.no_grad():
             for _ in range(3):  # a greedy generation, in which ranks may stop at different lengths
@@ -512,7 +451,7 @@ def test_gradients_arrive_after_a_first_forward_inside(use_orig_params: bool) ->
 def _recurse_only_the_root_and_forward() -> None:
     plain = make_model().eval()
     for use_orig_params in (False, True):
-        model = shard(("FULL_SHARD", use_orig_params, "blocks")).eval()
+        model = wrapped(("FULL_SHARD", use_orig_params, "blocks")).eval()
         tokens = torch.tensor([1, 2, 3])
         with torch.no_grad(), FSDP.summon_full_params(model, recurse=False, writeback=False):
             torch.testing.assert_close(model(tokens), plain(tokens))
@@ -561,10 +500,10 @@ def _apply() -> None:
     plain = make_model()
     plain.apply(_init)
     for config in CONFIGS:
-        model = shard(config)
+        model = wrapped(config)
         seen: list[nn.Module] = []
         assert model.apply(_init) is model
-        assert_equal(model.state_dict(), plain.state_dict())
+        assert_identical(model.state_dict(), plain.state_dict())
         assert model.apply(seen.append) is model
         assert set(seen) == set(model.modules())
         assert step(model) == pytest.approx(step(copy.deepcopy(plain)), rel=1e-6)
@@ -586,7 +525,7 @@ def test_apply_sees_whole_parameters_and_keeps_changes(world_size: int) -> None:
 
 def _between_forward_and_backward() -> None:
     for config in CONFIGS:
-        model, plain = shard(config), make_model()
+        model, plain = wrapped(config), make_model()
         loss = losses_of(model)
         with FSDP.summon_full_params(model, writeback=False):
             norms = [parameter.norm().item() for parameter in model.parameters()]

@@ -40,7 +40,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateDictType
 from fsdp_compat._torch_patches import dcp_adapter, on_import
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.odd_model import (
@@ -196,32 +195,6 @@ def test_every_option_gives_the_unsharded_models_values(world_size: int) -> None
 
 def test_every_option_gives_the_unsharded_momentum() -> None:
     run_ranks(2, _options, "SGD", CONFIGS[1:2], run_of("SGD"))
-
-
-def _is_wrong_without(run: dict[str, Any]) -> None:
-    small = FSDP(nn.Linear(3, 3, bias=False))
-    theirs = {
-        name: getattr(torch_functions, name).__kwdefaults__["_fsdp_compat_route"].args[1]
-        for name in dcp_adapter.FUNCTIONS
-    }
-    with FSDP.state_dict_type(small, StateDictType.SHARDED_STATE_DICT):
-        wrong = theirs["get_model_state_dict"](small, options=FULL)["weight"]
-        right = get_model_state_dict(small, options=FULL)["weight"]
-    assert torch.equal(right, small.state_dict()["weight"])
-    assert wrong.shape == right.shape
-    assert not torch.equal(wrong, right), "only the first box of each rank is gathered"
-    model, optimizer = in_state("Adam", CONFIGS[1], run)
-    wrong = theirs["get_optimizer_state_dict"](model, optimizer)
-    name = next(
-        name for name in sorted(wrong["state"]) if wrong["state"][name]["exp_avg"].numel() > 1
-    )
-    assert wrong["state"][name]["exp_avg"].dim() == 1, (
-        "each rank has a part of its own, under one key"
-    )
-
-
-def test_torchs_own_functions_are_silently_wrong_for_our_values() -> None:
-    run_ranks(2, _is_wrong_without, run_of("Adam"))
 
 
 # --- from rank 0, strictness, several optimizers --------------------------------------------------

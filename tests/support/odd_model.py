@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy
+from fsdp_compat import ShardingStrategy, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
@@ -69,6 +69,11 @@ def make_model(seed: int = 0, scalar: bool = True) -> OddModel:
     return OddModel(scalar)
 
 
+def stack(layers: int = 6, bias: bool = False) -> nn.Sequential:
+    """Return layers of one size, to be units, so that memory can be counted in units."""
+    return nn.Sequential(*(nn.Linear(64, 64, bias=bias) for _ in range(layers)))
+
+
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer with two parameter groups: the first block, and the rest."""
     named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
@@ -98,7 +103,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def shard(model: nn.Module, config: Config) -> FSDP:
     strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {"blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+    policies: dict[str, Any] = {
+        "none": None,
+        "blocks": ModuleWrapPolicy({Block}),
+        "always": always_wrap_policy,
+    }
     ranks = dist.get_world_size()
     return FSDP(
         model,
@@ -237,6 +246,18 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], where: s
             assert torch.equal(found, value), f"{where} {name}: {found} instead of {value}"
         else:
             assert found == value, f"{where} {name}"
+
+
+def assert_identical(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compare whole values bit by bit; keys in the same order."""
+    assert list(actual) == list(expected)
+    assert_same(actual, expected)
+
+
+def assert_holds(model: nn.Module, plain: nn.Module) -> None:
+    """The full state dict of ``model`` is that of an unsharded one. Collective."""
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        assert_identical(model.state_dict(), plain.state_dict())
 
 
 def assert_same_optim(
