@@ -3,9 +3,12 @@ written. ``corpus/make.py`` wrote them, and noted the values before it saved the
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import shutil
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,10 +161,11 @@ def _load_all(kind: str) -> None:
     warnings.simplefilter("ignore")
     for path in ENTRIES:
         with about(path):
-            _require_loaded(path, kind)
+            _require_loaded(path, kind, CORPUS / path)
 
 
-def _require_loaded(path: str, kind: str) -> None:
+def _require_loaded(path: str, kind: str, folder: Path, more: dict[str, Any] | None = None) -> None:
+    """Require that a folder gives the values of an entry, and more extra values."""
     model, _ = ours(kind)
     entry, expected = ENTRIES[path], noted(path)
     optimizer = content.OPTIMIZERS[entry["content"]](model)
@@ -171,13 +175,13 @@ def _require_loaded(path: str, kind: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    extra = checkpoint.load(CORPUS / path, model, optimizer if expected["groups"] else None)
+    extra = checkpoint.load(folder, model, optimizer if expected["groups"] else None)
     if path in NATIVE and entry["extra"]:
         is_alike = len(list((CORPUS / path).glob("rank-*"))) == dist.get_world_size()
         rank = dist.get_rank() if is_alike else 0
         assert content.facts_of(extra) == {**entry["extra"], "rank": rank}
     else:
-        assert content.facts_of(extra or {}) == entry["extra"]
+        assert content.facts_of(extra or {}) == {**entry["extra"], **(more or {})}
     loaded = content.facts_of(dict(checkpoint.iter_full_state_dict(model)))
     assert loaded == expected["model"]
     if is_rank_local:
@@ -204,6 +208,26 @@ def test_every_checkpoint_loads_into_a_model_that_is_sharded_in_any_way(
     kind: str, ranks: int
 ) -> None:
     run_ranks(ranks, _load_all, kind)
+
+
+def _load_trainer(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    for kind in ("flat", "rows"):
+        _require_loaded(
+            "clients/accelerate-sharded", kind, folder, {"scheduler": {"last_epoch": 7}}
+        )
+
+
+def test_a_checkpoint_of_the_trainer_loads_as_it_lies(tmp_path: Path) -> None:
+    """The Trainer saves model and optimizer as Accelerate does, and other files beside them."""
+    folder = tmp_path / "checkpoint-7"
+    shutil.copytree(CORPUS / "clients/accelerate-sharded", folder)
+    torch.save({"last_epoch": 7}, folder / "scheduler.pt")
+    torch.save(argparse.Namespace(bf16=True, compute=print), folder / "training_args.bin")
+    for rank in range(2):
+        torch.save({"cpu": torch.zeros(8)}, folder / f"rng_state_{rank}.pth")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 7, "log_history": []}))
+    run_ranks(3, _load_trainer, folder)
 
 
 def _load_with_values_that_are_not_read() -> list[str]:

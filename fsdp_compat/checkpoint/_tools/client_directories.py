@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .._texts import brief, found_in, parse_json, read_text, size, text_in
+from .._texts import brief, found_in, parse_json, read_text, size
 from .archive import Archive
 from .dcp import damaged, is_dcp, tree_of
 from .paths import member, require_inside
 from .rank_files import tree_of_ranks
-from .safetensors_files import read_safetensors
+from .safetensors_files import read_safetensors, weight_map
 from .shapes import Shapes
 from .torch_save import read_torch_file
 from .tree import archive_of
@@ -34,8 +34,7 @@ _OF_ONE_PROCESS = re.compile(
     r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|dl_state_dict(_\d+)?\.bin|training_args\.bin"
 )
 _TRAINER_STATE = "trainer_state.json"
-_META = "meta.pt"  # of Lightning and Fabric
-_COMMON = "common.pt"  # of Megatron
+_BESIDE_DCP = {"meta.pt": "Fabric", "common.pt": "Megatron-FSDP"}  # Lightning has a meta.pt as well
 
 _Parts = dict[
     str, list[Path]
@@ -47,13 +46,10 @@ def read_client_directory(
 ) -> Archive | None:
     """Return what a directory of one of these libraries holds; None if it is not one.
 
-    - Accelerate: each model and optimizer as FULL (``pytorch_model_fsdp.bin``), SHARDED
-      (``pytorch_model_fsdp_0/``), LOCAL or one file per rank (``..._rank0.bin``), and those of
-      DistributedDataParallel (``model.safetensors``). With several models, names begin with
-      "model." and "model_1.".
-    - the Trainer's ``checkpoint-500``: the same; the step is that of ``trainer_state.json``
-    - Lightning and Fabric: ``.metadata`` and ``meta.pt``
-    - Megatron-FSDP: ``.metadata`` and ``common.pt``
+    - Accelerate, and the Trainer's ``checkpoint-500``: each model and optimizer as FULL
+      (``pytorch_model_fsdp.bin``), SHARDED (``pytorch_model_fsdp_0/``), LOCAL or one file per rank
+      (``..._rank0.bin``), and those of DistributedDataParallel (``model.safetensors``)
+    - Lightning and Fabric: ``.metadata`` and ``meta.pt``; Megatron-FSDP: ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
     as random numbers, is named in ``left_out``. ignored: as for ``torch_save.load``. Raises
@@ -69,7 +65,7 @@ def read_client_directory(
         return None
     archive = _opened(path, parts if has_models else {**plain, **parts}, shapes, ignored)
     if has_models:
-        copies = (file.name for files in plain.values() for file in files)
+        copies = [file.name for files in plain.values() for file in files]
         archive.left_out += [f"{name}: a further copy of the model" for name in copies]
     archive.kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
     _add_values(archive, path, names, ignored)
@@ -81,20 +77,15 @@ def read_client_directory(
 
 def _with_values_beside(path: Path, ignored: Collection[str]) -> Archive | None:
     """Return a torch.distributed.checkpoint with a file of plain values, or None without it."""
-    name = next((name for name in (_META, _COMMON) if (path / name).is_file()), None)
+    name = next((name for name in _BESIDE_DCP if (path / name).is_file()), None)
     if name is None:
         return None
     tree, world_size, left_out = tree_of(path)
     values = _torch_values(member(path, name), left_out, ignored)
     values = values if isinstance(values, dict) else {"values": values}
-    kind = "Lightning" if "pytorch-lightning_version" in values else "Fabric"
-    return archive_of(
-        path,
-        kind if name == _META else "Megatron-FSDP",
-        {**values, **tree},
-        world_size=world_size,
-        left_out=left_out,
-    )
+    kind = "Lightning" if "pytorch-lightning_version" in values else _BESIDE_DCP[name]
+    tree = {**values, **tree}
+    return archive_of(path, kind, tree, world_size=world_size, left_out=left_out)
 
 
 def _torch_values(path: Path, left_out: list[str], ignored: Collection[str]) -> Any:
@@ -152,45 +143,42 @@ def _opened(path: Path, parts: _Parts, shapes: Shapes | None, ignored: Collectio
     sections: dict[str, Any] = {}
     world_sizes, left_out = [0], list[str]()
     for key in sorted(parts, key=lambda key: (len(key), key)):
-        first, *others = parts[key]
-        world_size, texts = None, list[str]()
-        if first.is_dir():
-            found, world_size, texts = tree_of(first)
-        elif others or "_rank" in first.name:
-            found, world_size, texts = tree_of_ranks(parts[key], shapes, ignored)
-        elif ".safetensors" in first.name:
-            weights = read_safetensors(first)
-            found, texts = weights.tensors, weights.left_out
-        elif first.suffix == ".json":
-            found = tensors_of_index(first, ignored)
-        else:
-            found = read_torch_file(first, ignored=ignored)
+        found, world_size, texts = _read(parts[key], shapes, ignored)
         inside = found.get(key.partition("_")[0]) if isinstance(found, dict) else None
         sections[key] = inside if isinstance(inside, dict) else found
         world_sizes.append(world_size or 0)
         left_out += [f"{key}: {text}" for text in texts]
-    world_size = max(world_sizes) or None
-    return archive_of(path, "", sections, world_size=world_size, left_out=left_out)
+    return archive_of(path, "", sections, world_size=max(world_sizes) or None, left_out=left_out)
+
+
+def _read(
+    files: list[Path], shapes: Shapes | None, ignored: Collection[str]
+) -> tuple[Any, int | None, list[str]]:
+    """Return the nested values of one part, the number of ranks, and what could not be read."""
+    first = files[0]
+    if first.is_dir():
+        return tree_of(first)
+    if len(files) > 1 or "_rank" in first.name:
+        return tree_of_ranks(files, shapes, ignored)
+    if ".safetensors" in first.name:
+        weights = read_safetensors(first)
+        return weights.tensors, None, weights.left_out
+    read = tensors_of_index if first.suffix == ".json" else read_torch_file
+    return read(first, ignored=ignored), None, []
 
 
 def tensors_of_index(index: Path, ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the model in the torch.save files that ``pytorch_model.bin.index.json`` lists. Raises
     CheckpointError and OSError."""
-    directory = index.parent
-    try:
-        places = parse_json(read_text(index))["weight_map"]
-        files = {text_in(name): text_in(file) for name, file in places.items()}
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise damaged(index, brief(error)) from error
     trees: dict[str, Any] = {}
     found = {}
-    for name, file in files.items():
+    for name, file in weight_map(index).items():
+        path = require_inside(index.parent, index.parent / file)
         if file not in trees:
-            trees[file] = read_torch_file(member(directory, file), ignored=ignored)
-        values = trees[file]
-        if not isinstance(values, dict) or name not in values:
-            raise damaged(directory / file, f"no tensor {name!r:.200}, which {index.name} lists")
-        found[name] = values[name]
+            trees[file] = read_torch_file(path, ignored=ignored)
+        if not isinstance(trees[file], dict) or name not in trees[file]:
+            raise damaged(path, f"no tensor {name!r:.200}, which {index.name} lists")
+        found[name] = trees[file][name]
     return found
 
 

@@ -65,7 +65,7 @@ class FlatParams:
         prefix = _prefix(key)
         if flat.inside is not None:
             layout = [
-                dataclasses.replace(param, name=_under(prefix, plain_name(param.name)))
+                dataclasses.replace(param, name=prefix + plain_name(param.name))
                 for param in flat.inside.params
             ]
         elif flat.views:
@@ -99,7 +99,7 @@ class FlatParams:
     def _names(self, node: _Node, prefix: str, others: list[str]) -> list[str]:
         """Return the names of the parameters that a flat one holds: those of its wrapper without
         inner ones, unless they have an entry of their own."""
-        inner = [other for other in others if other != prefix and _is_in(other, prefix)]
+        inner = tuple(other for other in others if other != prefix and other.startswith(prefix))
         whole = {
             plain_name(str(name)): value.shape
             for name, value in node.items()
@@ -109,8 +109,8 @@ class FlatParams:
             name
             for name, shape in self._shapes.entries.items()
             if whole.get(name) != shape.sizes
-            and _is_in(name, prefix)
-            and not any(_is_in(name, other) for other in inner)
+            and name.startswith(prefix)
+            and not name.startswith(inner)
         ]
 
     def _in_order(self, key: Any, names: list[str], numel: int) -> Sequence[ParamSpec]:
@@ -201,15 +201,8 @@ def _listed(numels: dict[str, int]) -> str:
 
 
 def _prefix(key: Any) -> str:
-    return plain_name(str(key)).rpartition(".")[0]
-
-
-def _is_in(name: str, prefix: str) -> bool:
-    return not prefix or name == prefix or name.startswith(f"{prefix}.")
-
-
-def _under(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    """Return what the names of a wrapper's parameters begin with: "blocks.1.", or ""."""
+    return "".join(plain_name(str(key)).rpartition(".")[:2])
 
 
 def _cut(flat: StoredTensor, param: ParamSpec) -> StoredTensor:

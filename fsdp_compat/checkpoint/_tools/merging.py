@@ -21,17 +21,18 @@ _NESTED = (dict, list, tuple, StoredTensor, RankPart)
 class Merger:
     """Merges nested values of several ranks.
 
-    differing: paths of plain tensors that differ between ranks, whose first is taken; with a text
-    if their shapes do. num_sharded: how many tensors were put together. left_out: what was dropped.
+    differing: plain tensors that differ between ranks, by path ("model/w/"), whose first is taken;
+    with a text if their shapes do. num_sharded: how many tensors were put together. left_out: what
+    was dropped.
     """
 
     def __init__(self, where: Path, files: Files) -> None:
-        self.differing: dict[tuple[str, ...], str] = {}
+        self.differing: dict[str, str] = {}
         self.num_sharded = 0
         self.left_out: list[str] = []
         self._where, self._files = where, files
 
-    def merge(self, values: Mapping[int, Any], path: tuple[str, ...] = ()) -> Any:
+    def merge(self, values: Mapping[int, Any], path: str = "") -> Any:
         """values: by rank. Returns the merged value, in the containers of the first rank. Raises
         CheckpointError."""
         first = next(iter(values.values()))
@@ -39,8 +40,8 @@ class Merger:
         if kinds & {RankPart, StoredTensor}:
             if len(kinds) > 1:
                 found = " and ".join(sorted(kind.__name__ for kind in kinds))
-                raise self.disagreement(path, "values of one kind on all ranks", found)
-            return self._together(values, path) if RankPart in kinds else self._one(values, path)
+                raise disagreement(self._where, path, "values of one kind on all ranks", found)
+            return self._tensor(values, path)
         alike = {rank: value for rank, value in values.items() if type(value) is type(first)}
         if isinstance(first, dict):
             return self._dict(alike, path)
@@ -48,76 +49,55 @@ class Merger:
             return first
         alike = {rank: value for rank, value in alike.items() if len(value) == len(first)}
         return type(first)(
-            self.merge({rank: value[at] for rank, value in alike.items()}, (*path, str(at)))
+            self.merge({rank: value[at] for rank, value in alike.items()}, f"{path}{at}/")
             for at in range(len(first))
         )
 
-    def disagreement(self, path: tuple[str, ...], expected: str, got: str) -> CheckpointError:
-        """Return the error for files that do not belong together."""
-        return disagreement(self._where, "/".join(path), expected, got)
-
-    def _dict(self, values: Mapping[int, dict[Any, Any]], path: tuple[str, ...]) -> dict[Any, Any]:
+    def _dict(self, values: Mapping[int, dict[Any, Any]], path: str) -> dict[Any, Any]:
         before = len(self.differing)
         merged = {
             key: self.merge(
                 {rank: value[key] for rank, value in values.items() if key in value},
-                (*path, str(key)),
+                f"{path}{key}/",
             )
             for key in dict.fromkeys(key for value in values.values() for key in value)
         }
         inside = [*self.differing][before:]
-        if merged.keys() >= {"state", "param_groups"} and any(
-            each[: len(path) + 1] == (*path, "state") for each in inside
-        ):  # those of FSDP1's flat parameters, which nothing describes
-            for each in inside:
-                del self.differing[each]
-            self.left_out.append(
-                f"{'/'.join(path) or 'optimizer'}: each rank holds values of its own, without "
-                "shapes or names; save FSDP.optim_state_dict(model, optimizer) instead"
-            )
-            return {}
-        return merged
+        is_optimizer = merged.keys() >= {"state", "param_groups"}
+        if not is_optimizer or not any(name.startswith(f"{path}state/") for name in inside):
+            return merged
+        # The state of FSDP1's flat parameters: nothing describes it.
+        for name in inside:
+            del self.differing[name]
+        self.left_out.append(
+            f"{path[:-1] or 'optimizer'}: each rank holds values of its own, without shapes or "
+            "names; save FSDP.optim_state_dict(model, optimizer) instead"
+        )
+        return {}
 
-    def _together(self, parts: Mapping[int, RankPart], path: tuple[str, ...]) -> StoredTensor:
-        """Return the tensor that the parts of the ranks make up; those that occur again are
-        copies."""
-        self.num_sharded += 1
-        facts = {(part.shape, part.dtype) for part in parts.values()}
-        if len(facts) > 1:
-            found = " and ".join(f"{list(shape)} of {dtype}" for shape, dtype in facts)
-            raise self.disagreement(path, "the same shape on all ranks", found)
-        ((shape, dtype),) = facts
+    def _tensor(self, values: Mapping[int, Any], path: str) -> StoredTensor:
+        """Return the tensor that the parts of the ranks make up, or that each rank has; what occurs
+        again are copies."""
+        first = next(iter(values.values()))
+        facts = dict.fromkeys(f"shape {[*x.shape]} of {x.dtype}" for x in values.values())
+        problem = " and ".join(facts) if len(facts) > 1 else None
         pieces: dict[Box, Piece] = {}
         copies = []
-        for rank, part in parts.items():
-            for piece in part.pieces:
-                piece = dataclasses.replace(piece, holder=rank)
-                if pieces.setdefault(piece.box, piece) is not piece:
-                    copies.append(piece)
-        problem = coverage_problem(shape, [*pieces])
-        if problem is not None:
-            raise self.disagreement(path, "parts that cover the tensor once", problem)
-        return StoredTensor("", dtype, shape, tuple(pieces.values()), tuple(copies))
-
-    def _one(self, values: Mapping[int, StoredTensor], path: tuple[str, ...]) -> StoredTensor:
-        """Return the first rank's tensor, with those of the others as copies if they are equal."""
-        first = next(iter(values.values()))
-        for rank, other in values.items():
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
-                text = f"shape {list(first.shape)} and, on rank {rank}, {list(other.shape)}"
-                self.differing[path] = text
-        if (
-            path not in self.differing
-            and len({sample(each, self._files) for each in values.values()}) > 1
-        ):
-            self.differing[path] = ""
-        pieces, *copies = (
-            dataclasses.replace(piece, holder=rank)
-            for rank, value in values.items()
-            for piece in value.pieces
-        )
-        is_same = path not in self.differing
-        return dataclasses.replace(first, pieces=(pieces,), copies=tuple(copies) if is_same else ())
+        for rank, value in values.items():
+            for piece in value.pieces:
+                held = dataclasses.replace(piece, holder=rank)
+                if pieces.setdefault(piece.box, held) is not held:
+                    copies.append(held)
+        if isinstance(first, RankPart):
+            self.num_sharded += 1
+            problem = problem or coverage_problem(first.shape, [*pieces])
+            if problem is not None:
+                raise disagreement(self._where, path, "parts that make up one tensor", problem)
+            first = StoredTensor("", first.dtype, first.shape, ())
+        elif problem or len({sample(value, self._files) for value in values.values()}) > 1:
+            self.differing[path] = problem or ""
+            return first
+        return dataclasses.replace(first, pieces=tuple(pieces.values()), copies=tuple(copies))
 
 
 def sample(tensor: StoredTensor, files: Files) -> bytes:
@@ -129,12 +109,12 @@ def sample(tensor: StoredTensor, files: Files) -> bytes:
     return b"".join(bytes(memory_of(read_box(tensor, each, files))) for each in (box, last))
 
 
-def disagreement(where: Path, name: str, expected: str, got: str) -> CheckpointError:
+def disagreement(where: Path, path: str, expected: str, got: str) -> CheckpointError:
     """Return the error for files that do not belong together."""
     return CheckpointError.of(
         "The files of the ranks do not belong together.",
         expected=expected,
-        got=f"{name}: {got}" if name else got,
+        got=f"{path[:-1]}: {got}" if path else got,
         where=str(where),
         fix="pass the files of all ranks of one run and one step",
     )

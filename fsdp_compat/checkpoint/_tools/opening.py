@@ -16,7 +16,7 @@ from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .native import is_native, read_native
 from .paths import require_inside
-from .rank_files import rank_files_in, read_rank_files
+from .rank_files import TORCH_SUFFIXES, rank_files_in, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import RankPart
@@ -29,7 +29,6 @@ _DEEPSPEED = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states\.pt|mp_rank_\d+_model_states\.pt"
 )
 _DEEPSPEED_SCRIPT = "zero_to_fp32.py"  # beside the directory of a step
-_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
 def open_archive(
@@ -105,7 +104,7 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
         return read_rank_files(files, shapes, ignored=ignored)
     if INDEX in names or any(name.endswith(".safetensors") for name in names):
         return read_safetensors(path)
-    files = [path / name for name in names if Path(name).suffix in _TORCH_SUFFIXES]
+    files = [path / name for name in names if Path(name).suffix in TORCH_SUFFIXES]
     if len(files) == 1:
         return _read_file(require_inside(path, files[0]), shapes, ignored)
     if _DEEPSPEED_SCRIPT in names:
@@ -174,8 +173,7 @@ def _of_deepspeed(path: Path) -> NotRead:
         expected="the whole state dict that zero_to_fp32.py makes of one",
         got="files of DeepSpeed, whose own code is needed to put its parts together",
         where=str(path),
-        fix="run DeepSpeed's zero_to_fp32.py, which lies beside the checkpoint, and pass what it "
-        "writes",
+        fix="run zero_to_fp32.py, which lies beside the checkpoint, and pass what it writes",
     )
 
 

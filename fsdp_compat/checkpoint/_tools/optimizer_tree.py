@@ -30,28 +30,23 @@ class OptimizerState:
 
     @property
     def parameters(self) -> list[str]:
-        return parameters_of(self.states, self.param_groups)
+        """Those that have a state, and those that only groups list."""
+        listed = [name for group in self.param_groups for name in group["params"]]
+        return list(dict.fromkeys([*self.states, *listed]))
 
-
-def parameters_of(states: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the parameters that have a state, and those that only groups list."""
-    listed = [name for group in groups for name in group["params"]]
-    return list(dict.fromkeys([*states, *listed]))
-
-
-def renamed(
-    states: States, groups: Sequence[dict[str, Any]], new_name: Callable[[str], str]
-) -> tuple[States, Groups]:
-    """Return states and groups under new names of the parameters; tensors are named by them."""
-    return (
-        {
+    def renamed(self, new_name: Callable[[str], str]) -> OptimizerState:
+        """Return the same under new names of the parameters; tensors are named by them."""
+        states = {
             new_name(name): {
                 key: named(value, f"{new_name(name)}/{key}") for key, value in state.items()
             }
-            for name, state in states.items()
-        },
-        [{**group, "params": [new_name(name) for name in group["params"]]} for group in groups],
-    )
+            for name, state in self.states.items()
+        }
+        groups = [
+            {**group, "params": [new_name(name) for name in group["params"]]}
+            for group in self.param_groups
+        ]
+        return dataclasses.replace(self, states=states, param_groups=groups)
 
 
 def named(value: Any, path: str) -> Any:
@@ -80,10 +75,8 @@ def is_optimizer(value: Any, is_known: bool) -> bool:
         and (_GROUPS in value or (is_known and _STATE in value))
     ):
         return groups is None or _are_dicts(groups)
-    texts = [str(key) for key in value]
-    of_state = sum(text.startswith(f"{_STATE}.") for text in texts)
-    of_groups = sum(text.startswith(f"{_GROUPS}.") for text in texts)
-    return of_state + of_groups == len(texts) and bool(is_known or (of_state and of_groups))
+    sections = {"".join(str(key).partition(".")[:2]) for key in value}
+    return sections <= {f"{_STATE}.", f"{_GROUPS}."} and (is_known or len(sections) == 2)
 
 
 def _are_dicts(value: Any) -> bool:
@@ -93,25 +86,8 @@ def _are_dicts(value: Any) -> bool:
 
 def optimizer_in(tree: dict[Any, Any]) -> OptimizerState:
     """Return the state in a value that ``is_optimizer``."""
-    if isinstance(tree.get(_STATE), dict) or _GROUPS in tree:
-        return _nested(tree)
-    return _flattened(tree)
-
-
-def merged(optimizers: Mapping[str, OptimizerState]) -> OptimizerState | None:
-    """Return one state for all optimizers, or None if several number their parameters or share
-    some."""
-    found = list(optimizers.values())
-    if len(found) == 1:
-        return found[0]
-    names = [name for one in found for name in one.parameters]
-    if any(one.is_by_number for one in found) or len(set(names)) < len(names):
-        return None
-    return OptimizerState(
-        {name: states for one in found for name, states in one.states.items()},
-        [group for one in found for group in one.param_groups],
-        rest={key: one.rest for key, one in optimizers.items() if one.rest},
-    )
+    is_nested = isinstance(tree.get(_STATE), dict) or _GROUPS in tree
+    return _nested(tree) if is_nested else _flattened(tree)
 
 
 def _flattened(tree: dict[Any, Any]) -> OptimizerState:
@@ -150,8 +126,7 @@ def _nested(tree: dict[Any, Any]) -> OptimizerState:
     names = _names_of_numbers(found)
     if names is None:
         return dataclasses.replace(found, is_by_number=bool(found.parameters))
-    states, groups = renamed(states, groups, names.__getitem__)
-    return OptimizerState(states, groups, rest=rest)
+    return found.renamed(names.__getitem__)
 
 
 def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
@@ -172,14 +147,12 @@ def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
 
 
 def named_optimizer(
-    states: Mapping[str, dict[Any, Any]],
-    groups: Sequence[dict[str, Any]],
-    names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
+    states: States, groups: Groups, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[States, Groups]:
     """Return states and groups by name. names: of the parameters, in the order of their numbers;
     shapes: of the model's tensors. Raises ValueError if they cannot be these parameters'."""
-    given = sorted(parameters_of(states, groups), key=int)
+    numbered = OptimizerState(states, groups)
+    given = sorted(numbered.parameters, key=int)
     if len(names) != len(given) or len(set(names)) < len(names):
         raise ValueError(f"{len(set(names))} different names for {len(given)} parameters")
     by_number = dict(zip(given, names, strict=True))
@@ -196,4 +169,5 @@ def named_optimizer(
                 f"{name!r}, of shape {list(shapes[name])}, as number {number}, whose state has the "
                 f"shape {list(*found)}"
             )
-    return renamed(dict(states), groups, by_number.__getitem__)
+    found_by_name = numbered.renamed(by_number.__getitem__)
+    return found_by_name.states, found_by_name.param_groups

@@ -14,21 +14,21 @@ from ...errors import CheckpointError
 from .archive import Archive
 from .flat_files import FlatParams
 from .merging import Merger, disagreement
-from .pickles import refused
+from .pickles import refusing
 from .reading import Files
 from .shapes import Shapes
 from .torch_save import read_torch_file
 from .tree import archive_of
 
-_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar", ""})
+_KIND = "per-rank torch.save files"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NAMED = re.compile(
-    r"(?P<stem>.*?)[._-]*(?:world_?size[_-]?(?P<world>\d+)[._-]+)?(?<![a-z])(?:rank|shard)[_-]?"
-    r"(?P<rank>\d{1,6})(?:[_-]?of[_-]?(?P<of>\d+))?(?P<rest>(?:[._-].*)?)",
+    r"(?P<stem>.*?)[._-]*(?:world_?size[_-]?(?P<world>\d{1,6})[._-]+)?(?<![a-z])(?:rank|shard)[_-]?"
+    r"(?P<rank>\d{1,6})(?:[_-]?of[_-]?(?P<of>\d{1,6}))?(?P<rest>(?:[._-].*)?)",
     re.IGNORECASE,
 )
 _NUMBERED = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<rank>\d{1,6})")
 _NOT_RANKS = re.compile(r".*-\d+-of-\d+")  # parts of one state dict, as the Hugging Face hub has
-_MAX_RANKS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,13 @@ class RankFiles:
     is_named: bool  # whether the names say that the numbers are ranks
 
     @property
+    def num_ranks(self) -> int:
+        return self.world_size or max(self.paths) + 1
+
+    @property
     def missing(self) -> list[int]:
         """The ranks without a file, at most ten."""
-        num = self.world_size or max(self.paths) + 1
-        return [rank for rank in range(min(num, _MAX_RANKS)) if rank not in self.paths][:10]
+        return [rank for rank in range(self.num_ranks) if rank not in self.paths][:10]
 
     @property
     def key(self) -> str:
@@ -74,7 +77,7 @@ def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
         named = _NAMED.fullmatch(path.stem)
         match = named or _NUMBERED.fullmatch(path.stem)
         is_other = path.name.startswith(".") or _NOT_RANKS.fullmatch(path.stem)
-        if match is None or is_other or path.suffix not in _SUFFIXES:
+        if match is None or is_other or path.suffix not in (*TORCH_SUFFIXES, ""):
             continue
         parts = match.groupdict()
         world = parts.get("world") or parts.get("of")
@@ -92,13 +95,8 @@ def read_rank_files(
 ) -> Archive:
     """Return the archive that the files of all ranks make up, see ``tree_of_ranks``."""
     tree, world_size, left_out = tree_of_ranks(paths, shapes, ignored)
-    return archive_of(
-        paths[0].parent if len(paths) > 1 else paths[0],
-        "per-rank torch.save files",
-        tree,
-        world_size=world_size,
-        left_out=left_out,
-    )
+    path = paths[0].parent if len(paths) > 1 else paths[0]
+    return archive_of(path, _KIND, tree, world_size=world_size, left_out=left_out)
 
 
 def tree_of_ranks(
@@ -112,35 +110,31 @@ def tree_of_ranks(
     Raises CheckpointError if ranks are missing, or files do not belong together; OSError.
     """
     where = paths[0].parent
-    groups, world_size = _complete_groups(paths, where)
+    groups = _complete_groups(paths, where)
     left_out: list[str] = []
     trees: dict[str, Any] = {}
     for group in groups:
         key = group.key if group.key not in trees else group.stem
-        try:
+        with refusing(where):
             trees[key] = _merged(group, shapes, ignored, where, left_out)
-        except (CheckpointError, OSError):
-            raise
-        except Exception as error:  # whatever wrong values raise
-            raise refused(where, error) from error
-    return trees if len(trees) > 1 else next(iter(trees.values())), world_size, left_out
+    tree = trees if len(trees) > 1 else next(iter(trees.values()))
+    return tree, groups[0].num_ranks, left_out
 
 
-def _complete_groups(paths: Sequence[Path], where: Path) -> tuple[list[RankFiles], int]:
-    """Return the files by what they hold, and the number of ranks."""
+def _complete_groups(paths: Sequence[Path], where: Path) -> list[RankFiles]:
+    """Return the files by what they hold, each of the same number of ranks."""
     groups = rank_groups(paths)
     if len(paths) == 1 and not any(group.is_named for group in groups):
         groups = [RankFiles("", {0: paths[0]}, 1, True)]  # a run of one rank names none
-    sizes = {group.world_size or len(group.paths) for group in groups}
-    if sum(len(group.paths) for group in groups) != len(paths) or len(sizes) > 1:
-        found = ", ".join(sorted(path.name for path in paths)[:8])
-        raise disagreement(where, "", "one file per rank, with the rank in its name", found)
     for group in groups:
         if group.missing:
-            missing = ", ".join(map(str, group.missing))
-            num = group.world_size or max(group.paths) + 1
-            raise disagreement(where, "", f"files of {num} ranks", f"no file of rank {missing}")
-    return groups, sizes.pop()
+            got = f"no file of rank {', '.join(map(str, group.missing))}"
+            raise disagreement(where, "", f"files of {group.num_ranks} ranks", got)
+    num_files = sum(len(group.paths) for group in groups)
+    if num_files != len(paths) or len({group.num_ranks for group in groups}) > 1:
+        found = ", ".join(sorted(path.name for path in paths)[:8])
+        raise disagreement(where, "", "one file per rank, with the rank in its name", found)
+    return groups
 
 
 def _merged(
@@ -160,8 +154,8 @@ def _merged(
         flat_params.unflatten(merged)
     for path, got in merger.differing.items():
         if got:
-            raise disagreement(where, "/".join(path), "the same shape on all ranks", got)
-        left_out.append(f"{'/'.join(path)}: other values on each rank; the first rank's are kept")
+            raise disagreement(where, path, "the same shape on all ranks", got)
+        left_out.append(f"{path[:-1]}: other values on each rank; the first rank's are kept")
     if not group.is_named and len(group.paths) > 1 and not merger.num_sharded:
         raise CheckpointError.of(
             "These numbered files are not one checkpoint: none of them holds a shard.",

@@ -59,7 +59,7 @@ def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo
     if path.is_dir() and not index.exists():
         files = sorted(path.glob("*.safetensors"))
     elif index.suffix == ".json":
-        file_names = _weight_map(index)
+        file_names = weight_map(index)
         files = [directory / name for name in dict.fromkeys(file_names.values())]
     missing = [file for file in files if not file.is_file()]
     if missing or not files:
@@ -99,7 +99,7 @@ def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo
     return found
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     """Return the names of the files of an index, by tensor; none if there is no index. They are
     names of files beside it: a path might lead elsewhere."""
     try:

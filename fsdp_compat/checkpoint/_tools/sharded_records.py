@@ -120,28 +120,14 @@ def _rows_of(parts: list[Interval], wanted: Interval) -> list[Interval]:
 
 def _boxes(rows: Sequence[list[Interval]]) -> Iterator[tuple[Box, Box]]:
     """Yield the boxes of a local tensor with those of the whole one that they are."""
-    placed = [_with_places(parts) for parts in rows]
-    if (num := math.prod(map(len, placed))) > _MAX_BOXES:
+    if (num := math.prod(map(len, rows))) > _MAX_BOXES:
         raise Refused(f"a DTensor of which one rank holds {num} parts")
+    places = [itertools.accumulate((part.numel for part in dim), initial=0) for dim in rows]
+    placed = [list(zip(dim, starts)) for dim, starts in zip(rows, places, strict=True)]  # noqa: B905
     for parts in itertools.product(*placed):
         sizes = tuple(part.numel for part, _ in parts)
         starts = tuple(part.start for part, _ in parts)
         yield Box(tuple(place for _, place in parts), sizes), Box(starts, sizes)
-
-
-def _with_places(parts: list[Interval]) -> list[tuple[Interval, int]]:
-    """Return the intervals, those that follow one another as one, with their places in the local
-    tensor."""
-    found: list[tuple[Interval, int]] = []
-    place = 0
-    for part in parts:
-        if found and found[-1][0].stop == part.start:
-            last, start = found[-1]
-            found[-1] = Interval(last.start, part.stop), start
-        else:
-            found.append((part, place))
-        place += part.numel
-    return found
 
 
 # -- ShardedTensors

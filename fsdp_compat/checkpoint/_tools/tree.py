@@ -13,25 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...errors import CheckpointError
 from .archive import Archive, StoredTensor
-from .optimizer_tree import (
-    OptimizerState,
-    is_optimizer,
-    merged,
-    named,
-    optimizer_in,
-    parameters_of,
-    renamed,
-)
+from .optimizer_tree import OptimizerState, is_optimizer, named, optimizer_in
+from .pickles import refused
 
 _MODEL_KEY = re.compile(
     r"(model|module|net|network|weights|params|state_dict|model_states?|model_state_dict|"
     r"model_weights|app|pytorch_model_fsdp)_?\d*"
 )
-_NUMBER = re.compile(r"(_\d+)?\.?$")  # of one of several models, or optimizers
+_LETTERS = re.compile(r"\D+")  # around the number of one of several models or optimizers
 _STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 _DDP = "module."
@@ -42,12 +32,7 @@ Tree = dict[Any, Any]
 
 
 def archive_of(
-    path: Path,
-    kind: str,
-    tree: Any,
-    *,
-    world_size: int | None = None,
-    left_out: Sequence[str] = (),
+    path: Path, kind: str, tree: Any, *, world_size: int | None = None, left_out: Sequence[str] = ()
 ) -> Archive:
     """Return the archive of nested containers whose leaves are StoredTensors and plain values.
 
@@ -68,7 +53,7 @@ def archive_of(
         optimizers = _take_optimizers(tree)
         _set_model(archive, _take_models(tree))
         archive.extra = {str(key): value for key, value in tree.items() if value != {}}
-        _set_optimizer(archive, optimizers)
+        _set_optimizers(archive, optimizers)
     archive.extra = named(archive.extra, "")
     return archive
 
@@ -84,18 +69,14 @@ def _take_optimizers(tree: Tree) -> dict[str, Tree]:
         return {"optimizer": optimizer}
     for level in _levels(tree):
         found: dict[str, Tree] = {}
-        for prefix, node in level:
-            for key, value in [*node.items()]:
-                path, several = f"{prefix}{key}", isinstance(value, (list, tuple))
-                parts = (
-                    {f"{path}.{at}": part for at, part in enumerate(value)}
-                    if several
-                    else {path: value}
-                )
-                is_known = "optim" in str(key).lower()
-                if parts and all(is_optimizer(part, is_known) for part in parts.values()):
-                    found |= parts
-                    del node[key]
+        for path, node, key, value in level:
+            parts = {path: value}
+            if isinstance(value, (list, tuple)):
+                parts = {f"{path}.{number}": part for number, part in enumerate(value)}
+            is_known = "optim" in str(key).lower()
+            if parts and all(is_optimizer(part, is_known) for part in parts.values()):
+                found |= parts
+                del node[key]
         if found:
             return found
     return {}
@@ -105,40 +86,43 @@ def _take_models(tree: Tree) -> dict[str, dict[str, StoredTensor]]:
     """Remove the models, and return the flat entries of each by its key; "" for the top."""
     for level in _levels(tree):
         found = {
-            f"{prefix}{key}": _flat_tensors(node, key)
-            for prefix, node in level
-            for key, value in [*node.items()]
+            path: _flat_tensors(node, key)
+            for path, node, key, value in level
             if _MODEL_KEY.fullmatch(str(key)) and _holds_model(value)
         }
         if found:
             return found
-        if level[0][1] is tree and any(_is_weight(key, value) for key, value in tree.items()):
+        weights = (key for _, node, key, value in level if node is tree and _has_shape(value))
+        if any("." in str(key) for key in weights):
             break
     loose = {str(key): value for key, value in tree.items() if isinstance(value, StoredTensor)}
     if loose:
         for key in [key for key, value in tree.items() if isinstance(value, StoredTensor)]:
             del tree[key]
         return {"": loose}
-    keys = [key for key, value in tree.items() if _holds_tensors_alone(value)]
-    return {str(key): _flat_tensors(tree, key) for key in keys}
+    dicts = {key: [*value.values()] for key, value in tree.items() if isinstance(value, dict)}
+    return {
+        str(key): _flat_tensors(tree, key)
+        for key, items in dicts.items()
+        if any(map(_has_shape, items)) and all(isinstance(item, StoredTensor) for item in items)
+    }
 
 
-def _levels(tree: Tree) -> Iterator[list[tuple[str, Tree]]]:
-    """Yield the mappings of each level, the top first, with their paths ("app.")."""
-    level, depth = [("", tree)], 0
-    while level and depth < _MAX_LEVELS:
+def _levels(tree: Tree) -> Iterator[list[tuple[str, Tree, Any, Any]]]:
+    """Yield the entries of each level, the top first: path ("app.model"), mapping, key, value."""
+    level = [(str(key), tree, key, value) for key, value in tree.items()]
+    for _ in range(_MAX_LEVELS):
         yield level
-        depth += 1
         level = [
-            (f"{prefix}{key}.", value)
-            for prefix, node in level
-            for key, value in node.items()
+            (f"{path}.{key}", value, key, item)
+            for path, _, _, value in level
             if isinstance(value, dict)
+            for key, item in value.items()
         ]
 
 
-def _is_weight(key: object, value: Any) -> bool:
-    return isinstance(value, StoredTensor) and bool(value.shape) and "." in str(key)
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, StoredTensor) and bool(value.shape)
 
 
 def _holds_model(value: Any) -> bool:
@@ -153,11 +137,6 @@ def _holds_model(value: Any) -> bool:
         if _MODEL_KEY.fullmatch(str(key)) or "optim" in str(key)
     )
     return not is_of_sections and _any_tensor(value)
-
-
-def _holds_tensors_alone(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else ()
-    return all(isinstance(item, StoredTensor) for item in items) and any(x.shape for x in items)
 
 
 def _any_tensor(value: Any) -> bool:
@@ -209,28 +188,25 @@ def without_ddp(archive: Archive) -> None:
     do not say whether the model has an attribute ``module`` instead. The optimizer's names follow
     those of the model."""
     for prefix in archive.models:
-        of_optimizer = parameters_of(archive.states, archive.param_groups or ())
-        names = [*archive.tensors, *archive.aliases] or of_optimizer
+        optimizer = OptimizerState(archive.states, archive.param_groups or [])
+        names = [*archive.tensors, *archive.aliases] or optimizer.parameters
         names = [name for name in names if name.startswith(prefix)]
         old = prefix
         while names and all(name.startswith(old + _DDP) for name in names):
             old += _DDP
-        if old == prefix:
-            continue
         new_names = {
             name: prefix + name.removeprefix(old) if name.startswith(old) else name
-            for name in (*archive.tensors, *archive.aliases, *of_optimizer)
+            for name in (*archive.tensors, *archive.aliases, *optimizer.parameters)
         }
         archive.tensors = {
             new_names[name]: dataclasses.replace(tensor, name=new_names[name])
             for name, tensor in archive.tensors.items()
         }
         archive.aliases = {new_names[n]: new_names[first] for n, first in archive.aliases.items()}
-        if len({new_names[name] for name in of_optimizer}) == len(of_optimizer):
-            archive.states, groups = renamed(
-                archive.states, archive.param_groups or (), new_names.__getitem__
-            )
-            archive.param_groups = None if archive.param_groups is None else groups
+        renamed = optimizer.renamed(new_names.__getitem__)
+        if len(renamed.parameters) == len(optimizer.parameters):
+            archive.states = renamed.states
+            archive.param_groups = archive.param_groups and renamed.param_groups
 
 
 # -- filling the archive
@@ -242,91 +218,65 @@ def _set_model(archive: Archive, models: dict[str, dict[str, StoredTensor]]) -> 
     by_place: dict[Any, str] = {}
     for prefix, tensors in zip(archive.models, models.values(), strict=False):
         for old, plain in _plain_names(tensors).items():
-            name, place = prefix + plain, _place(tensors[old])
-            first = name if place is None else by_place.setdefault(place, name)
+            name, tensor = prefix + plain, tensors[old]
+            place = tensor.dtype, tensor.shape, tensor.pieces
+            first = by_place.setdefault(place, name) if tensor.numel else name
             if first != name:
                 archive.aliases[name] = first
             else:
-                archive.tensors[name] = dataclasses.replace(tensors[old], name=name)
+                archive.tensors[name] = dataclasses.replace(tensor, name=name)
 
 
-def _place(tensor: StoredTensor) -> Any:
-    """Return where in files the values of a tensor are, or None if it has none there."""
-    if not tensor.numel or any(isinstance(each.source, torch.Tensor) for each in tensor.pieces):
-        return None
-    places = tuple((piece.box, piece.source) for piece in tensor.pieces)
-    return tensor.dtype, tensor.shape, places
-
-
-def _set_optimizer(archive: Archive, trees: dict[str, Tree]) -> None:
-    """Enter the state of one or several optimizers."""
-    if not trees:
-        return
-    one = merged({key: _with_prefix(archive, key, optimizer_in(trees[key])) for key in trees})
-    if one is None:
+def _set_optimizers(archive: Archive, trees: dict[str, Tree]) -> None:
+    """Enter the state of all optimizers under names, or of a single one under numbers."""
+    found = {path: _with_prefix(archive, path, optimizer_in(tree)) for path, tree in trees.items()}
+    names = [name for one in found.values() for name in one.parameters]
+    is_by_number = any(one.is_by_number for one in found.values())
+    if len(found) > 1 and (is_by_number or len({*names}) < len(names)):
         archive.left_out.append(
-            f"the state of {len(trees)} optimizers, as their parameters are numbered; see the "
-            "extra values"
+            f"the state of {len(trees)} optimizers, as their parameters are numbered, or the same; "
+            "see the extra values"
         )
         archive.extra |= trees
         return
-    archive.is_by_number, archive.states = one.is_by_number, one.states
-    archive.param_groups = one.param_groups
-    if one.rest:
-        archive.extra[next(iter(trees))] = one.rest
+    archive.is_by_number = is_by_number
+    for path, one in found.items():
+        archive.states |= one.states
+        archive.param_groups = [*(archive.param_groups or ()), *one.param_groups]
+        if one.rest:
+            archive.extra[path] = one.rest
 
 
 def _with_prefix(archive: Archive, path: str, given: OptimizerState) -> OptimizerState:
     """Return the state of an optimizer under plain names, those of its model among several."""
-    names = {name: name for name in given.parameters}
-    if not given.is_by_number:
-        names = _plain_names(names)
-        known = {*archive.tensors, *archive.aliases}
-        fitting = [p for p in archive.models if all(p + name in known for name in names.values())]
-        fitting = [p for p in fitting if _number(p) == _number(path)] or fitting
-        if len(fitting) == 1:
-            names = {name: fitting[0] + plain for name, plain in names.items()}
-    states, groups = renamed(given.states, given.param_groups, names.__getitem__)
-    return dataclasses.replace(given, states=states, param_groups=groups)
-
-
-def _number(path: str) -> str | None:
-    match = _NUMBER.search(path)
-    return match and match[1]
+    if given.is_by_number:
+        return given.renamed(str)
+    names = _plain_names(given.parameters)
+    known = {*archive.tensors, *archive.aliases}
+    fitting = [p for p in archive.models if all(p + name in known for name in names.values())]
+    fitting = [p for p in fitting if _LETTERS.sub("", p) == _LETTERS.sub("", path)] or fitting
+    prefix = fitting[0] if len(fitting) == 1 else ""
+    return given.renamed(lambda name: prefix + names[name])
 
 
 # -- bounds
 
 
 def _unshared(tree: Any, path: Path) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which no mapping is shared."""
+    """Return a copy of nested dicts, lists and tuples in which none is shared."""
     num = 0
 
     def copied(value: Any) -> Any:
         nonlocal num
+        if not isinstance(value, (dict, list, tuple)):
+            return value
         num += 1
         if num > _MAX_CONTAINERS:
-            raise _unclear(path, f"more than {_MAX_CONTAINERS} containers, by references")
-        if isinstance(value, dict):
-            if len({str(key) for key in value}) < len(value):
-                raise _unclear(path, "keys that are equal as texts, such as 0 and '0'")
-            return {key: item if _is_leaf(item) else copied(item) for key, item in value.items()}
-        if all(map(_is_leaf, value)):
-            return value
-        return type(value)(item if _is_leaf(item) else copied(item) for item in value)
+            raise refused(path, f"more than {_MAX_CONTAINERS} containers, by references")
+        if not isinstance(value, dict):
+            return type(value)(map(copied, value))
+        if len({str(key) for key in value}) < len(value):
+            raise refused(path, "keys that are equal as texts, such as 0 and '0'")
+        return {key: copied(item) for key, item in value.items()}
 
-    return tree if _is_leaf(tree) else copied(tree)
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (dict, list, tuple))
-
-
-def _unclear(path: Path, got: str) -> CheckpointError:
-    return CheckpointError.of(
-        f"The values of {path.name} cannot be followed.",
-        expected=f"keys that differ, in at most {_MAX_CONTAINERS} containers",
-        got=got,
-        where=str(path),
-        fix="restore the file from an intact copy; nothing was loaded",
-    )
+    return copied(tree)

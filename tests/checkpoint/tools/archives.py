@@ -45,4 +45,4 @@ def archive(path: Path, tensors: dict[str, Tensor], **facts: Any) -> Archive:
 def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
     """Let the tools find these archives at their paths."""
     found = {made.path: made for made in archives}
-    monkeypatch.setattr(opening, "_opened", lambda path, *given: found[path])
+    monkeypatch.setattr(opening, "_read_directory", lambda path, *given: found[path])

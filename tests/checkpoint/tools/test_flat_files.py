@@ -80,29 +80,22 @@ def _save(directory: Path, dtype: torch.dtype, is_ours: bool) -> None:
         torch.save({"model": values, "epoch": 3}, directory / name)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
-    """Directories by number of ranks, dtype, and whether the files are ours."""
-    found = {}
-    for key in [
-        (2, torch.float32, False),
-        (4, torch.float32, False),
-        (4, torch.float64, False),
-        (3, torch.bfloat16, False),
-        (4, torch.float32, True),
-    ]:
-        found[key] = tmp_path_factory.mktemp("local")
-        run_ranks(key[0], _save, found[key], *key[1:])
-    return found
-
-
-KEYS = [
+KEYS = [  # number of ranks, dtype, and whether the files are ours
     (2, torch.float32, False),
     (4, torch.float32, False),
     (4, torch.float64, False),
     (3, torch.bfloat16, False),
     (4, torch.float32, True),
 ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+    """Directories by key."""
+    found = {key: tmp_path_factory.mktemp("local") for key in KEYS}
+    for key, path in found.items():
+        run_ranks(key[0], _save, path, *key[1:])
+    return found
 
 
 def paths_of(directory: Path, use_orig_params: bool) -> list[Path]:
@@ -149,41 +142,46 @@ def test_shapes_of_a_full_checkpoint_do_where_buffers_and_ties_are_not_marked(
     require_model(read_rank_files(paths, shapes_of_archive(full)), model)
 
 
-def test_sorted_names_are_refused_because_the_order_is_lost(saved: dict[Any, Path]) -> None:
+WRONG = "blocks.1.first.weight"  # of 15 elements, and a gap of 1 with use_orig_params=True
+
+
+@pytest.mark.parametrize(
+    ("use_orig_params", "numel", "message"),
+    [
+        (False, None, "fsdp-compat shapes"),
+        (True, None, "fsdp-compat shapes"),
+        (False, 20, rf"blocks\.1\._flat_param(.|\n)*{WRONG} 20"),
+        (True, 14, rf"blocks\.1\._flat_param(.|\n)*{WRONG} 15"),
+        (True, 16, rf"blocks\.1\._flat_param(.|\n)*{WRONG} 15"),
+    ],
+)
+def test_shapes_that_are_missing_or_do_not_add_up_are_refused(
+    saved: dict[Any, Path], use_orig_params: bool, numel: int | None, message: str
+) -> None:
+    known = shapes_of(make_model())
+    shapes = None
+    if numel is not None:
+        wrong = {**known.entries, WRONG: Shape((numel,), torch.float32)}
+        shapes = Shapes(wrong, known.ties)
+    with pytest.raises(CheckpointError, match=message):
+        read_rank_files(paths_of(saved[KEYS[1]], use_orig_params), shapes)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_sorted_names_do_only_where_the_files_say_where_each_parameter_lies(
+    saved: dict[Any, Path], use_orig_params: bool
+) -> None:
     model = make_model()
     full = Archive(Path("x"), "safetensors", {})
     for name, values in sorted(model.state_dict().items()):
         if name != "head.weight":
             full.tensors[name] = of_memory(name, values)
-    with pytest.raises(CheckpointError, match="order of the parameters"):
-        read_rank_files(paths_of(saved[KEYS[1]], False), shapes_of_archive(full))
-
-
-def test_without_shapes_the_error_says_where_to_get_them(saved: dict[Any, Path]) -> None:
-    with pytest.raises(CheckpointError, match="fsdp-compat shapes"):
-        read_rank_files(paths_of(saved[KEYS[0]], False))
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_shapes_that_do_not_add_up_are_listed(
-    saved: dict[Any, Path], use_orig_params: bool
-) -> None:
-    shapes = shapes_of(make_model())
-    wrong = dict(shapes.entries)
-    wrong["blocks.1.first.weight"] = Shape((4, 5), torch.float32)
-    with pytest.raises(CheckpointError, match=r"blocks\.1\._flat_param") as caught:
-        read_rank_files(paths_of(saved[KEYS[1]], use_orig_params), Shapes(wrong, shapes.ties))
-    assert f"blocks.1.first.weight {15 if use_orig_params else 20}" in str(caught.value)
-
-
-@pytest.mark.parametrize("numel", [14, 16])
-def test_sizes_that_only_add_up_with_gaps_are_refused(saved: dict[Any, Path], numel: int) -> None:
-    """13 to 16 elements need as many, aligned; but then values are in gaps, or padding is not."""
-    shapes = shapes_of(make_model())
-    wrong = dict(shapes.entries)
-    wrong["blocks.1.first.weight"] = Shape((numel,), torch.float32)
-    with pytest.raises(CheckpointError, match=r"blocks\.1\._flat_param"):
-        read_rank_files(paths_of(saved[KEYS[1]], True), Shapes(wrong, shapes.ties))
+    paths = paths_of(saved[KEYS[1]], use_orig_params)
+    if use_orig_params:
+        require_model(read_rank_files(paths, shapes_of_archive(full)), model)
+    else:
+        with pytest.raises(CheckpointError, match="order of the parameters"):
+            read_rank_files(paths, shapes_of_archive(full))
 
 
 # -- shapes
