@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import typing
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine.runtime import live_runtimes
@@ -46,30 +45,25 @@ _PICKLED_APART = _Lost(
 # The optimizers that were checked after the last unit was made.
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-_handle: RemovableHandle | None = None
+_undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
     """Check every optimizer of this process before it steps."""
-    global _handle
-    if _handle is None:
-        _handle = register_optimizer_step_pre_hook(_before_step)
+    if not _undo:
+        _undo.append(register_optimizer_step_pre_hook(_before_step).remove)
 
 
 def undo() -> None:
     """Stop checking: an optimizer that was created before wrapping then steps without an error."""
-    global _handle
-    if _handle is not None:
-        _handle.remove()
-        _handle = None
+    while _undo:
+        _undo.pop()()
 
 
 def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
     """Register ``originals``, which were flattened into ``stores``."""
-    _checked.clear()
     fix = "create the optimizer after wrapping, or pass use_orig_params=True"
-    for parameter in originals:
-        _managed[parameter] = _Lost(f"{_shown(parameter)} part of a FlatParameter now", fix)
+    _lose(originals, "part of a FlatParameter", fix)
     for store in stores:
         for sharded_param, indices in store.sharded_params:
             sharded_param.__dict__[_MARK] = True
@@ -78,10 +72,14 @@ def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> Non
 
 def note_replaced(originals: Iterable[nn.Parameter]) -> None:
     """Register ``originals``, which were sharded into DTensors."""
+    _lose(originals, "a DTensor", "create the optimizer after fully_shard")
+
+
+def _lose(originals: Iterable[nn.Parameter], now: str, fix: str) -> None:
     _checked.clear()
-    fix = "create the optimizer after fully_shard"
     for parameter in originals:
-        _managed[parameter] = _Lost(f"{_shown(parameter)} a DTensor now", fix)
+        got = f"a parameter of shape {tuple(parameter.shape)}, which is {now} now"
+        _managed[parameter] = _Lost(got, fix)
 
 
 def note_assigned(parameter: nn.Parameter, name: str) -> None:
@@ -94,10 +92,6 @@ def note_assigned(parameter: nn.Parameter, name: str) -> None:
         "create the optimizer from wrapped_model.parameters(); to train that parameter elsewhere, "
         "assign a copy of it",
     )
-
-
-def _shown(parameter: nn.Parameter) -> str:
-    return f"a parameter of shape {tuple(parameter.shape)}, which is"
 
 
 def is_managed(parameter: nn.Parameter) -> bool:

@@ -1,14 +1,10 @@
 """``optimizer.state_dict()`` itself, without ``FSDP.optim_state_dict``: this rank's parts alone.
 
 Another rank, or a model that is cut differently, would take them for the state of its own elements:
-they often have the same shape. So the dict gets an entry that says whose it is, and
-``optimizer.load_state_dict`` compares. The entry is a key beside "state" and "param_groups", which
-torch's ``load_state_dict`` and other readers ignore; in a parameter group it would become a setting
-of the optimizer that loads it. It has plain values, which ``torch.load(weights_only=True)``
-accepts.
-
-DTensors need no entry, and get none, because torch.distributed.checkpoint can reshard them: the
-mesh of an unpickled DTensor still has the coordinates of the rank that saved it."""
+they often have the same shape. So the dict gets a key beside "state" and "param_groups", which
+other readers ignore, with plain values that say whose it is, and ``load_state_dict`` compares.
+DTensors need none: torch.distributed.checkpoint can reshard them, and the mesh of an unpickled one
+still has the coordinates of the rank that saved it."""
 
 from __future__ import annotations
 

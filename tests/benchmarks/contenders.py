@@ -212,9 +212,7 @@ class Timings:
         return zip(self.seconds[name], self.seconds[to], strict=True)
 
 
-def require_rounds(
-    parser: argparse.ArgumentParser, rounds: int, fewest: int = MIN_ROUNDS
-) -> None:
+def require_rounds(parser: argparse.ArgumentParser, rounds: int, fewest: int = MIN_ROUNDS) -> None:
     """Exit with an error for fewer rounds than a median needs."""
     if rounds < fewest:
         parser.error(f"--rounds {rounds}: medians of fewer than {fewest} rounds mean little")

@@ -22,6 +22,7 @@ from tests.support.optimizer_state import (
     FEW_CONFIGS,
     OPTIMIZERS,
     Config,
+    TakesAsItIs,
     assert_four_facts,
     assert_state,
     by_name,
@@ -205,9 +206,8 @@ def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(tmp_path: Any)
     run_ranks(3, _own_parts_only, str(tmp_path))
 
 
-class InBlocks(torch.optim.SGD):
-    """Keeps 8 bits for large parts and 32 for small ones, as optimizers of 8-bit states do; takes
-    its state as it is, where torch's own way casts it."""
+class InBlocks(TakesAsItIs):
+    """Keeps 8 bits for large parts and 32 for small ones, as optimizers of 8-bit states do."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -216,12 +216,6 @@ class InBlocks(torch.optim.SGD):
             self.state[p]["seen"] = (
                 torch.full_like(p, 7, dtype=torch.uint8) if large else torch.full_like(p, 0.5)
             )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.state.update(
-            {parameters[number]: dict(entry) for number, entry in state_dict["state"].items()}
-        )
 
 
 def _dtypes() -> None:

@@ -26,9 +26,11 @@ from tests.support.optimizer_state import (
     OPTIMIZERS,
     Config,
     NeedsClosure,
+    TakesAsItIs,
     Trained,
     assert_four_facts,
     by_name,
+    by_rank,
     from_rank0,
     full_state,
     loadable,
@@ -58,14 +60,12 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class Blocks(torch.optim.Optimizer):
+class Blocks(TakesAsItIs):
     """SGD with momentum that keeps the momentum in 8 bits with a scale per block of 4 elements, and
-    all sorts of other things. Takes its state as it is, where torch's own way casts it."""
+    all sorts of other things."""
 
-    def __init__(
-        self, params: Any, lr: float = 0.1, own: Callable[[Tensor], dict[str, Any]] | None = None
-    ) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, own: Callable[[Tensor], dict[str, Any]] | None = None) -> None:
+        super().__init__(params, lr=0.1)
         self.own = own  # not in state_dict(): what else it keeps
 
     @torch.no_grad()
@@ -76,14 +76,11 @@ class Blocks(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    num_blocks = -(-p.numel() // 4)
                     state.update(
                         step=0,
                         codes=torch.zeros(p.shape, dtype=torch.uint8),
-                        scales=torch.zeros(num_blocks),
+                        scales=torch.zeros(-(-p.numel() // 4)),
                         kind="8 bit",
-                    )
-                    state.update(
                         nothing=None,
                         history=History(p.sum()),
                         nested={"seen": [p.sum().clone()], "rank": rank()},
@@ -96,13 +93,6 @@ class Blocks(torch.optim.Optimizer):
                 state["codes"] = (p.grad.abs() * 255).clamp(max=255).to(torch.uint8)
                 state["history"].means.append(p.grad.sum())
                 p.sub_(p.grad, alpha=group["lr"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.state.clear()
-        self.state.update(
-            {parameters[number]: dict(entry) for number, entry in state_dict["state"].items()}
-        )
 
 
 RANK_LOCAL = ("scales", "history", "nested")
@@ -246,9 +236,7 @@ def _round_trips(directory: str) -> None:
             warnings.simplefilter("ignore", UserWarning)
             full, boxes = full_state(model, optimizer), sharded_state(model, optimizer)
         train(model, optimizer, range(2, 4))  # what was taken does not change
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (rank_keys(boxes), rank_keys(full)))
-        own, everyones = zip(*gathered, strict=True)
+        own, everyones = zip(*by_rank((rank_keys(boxes), rank_keys(full))), strict=True)
         assert sum(map(len, own)) == len(set.union(*own)), "no two ranks share a key"
         assert bool(own[0]) is not whole
         if not whole:
@@ -318,10 +306,7 @@ def _differing_scalars() -> None:
     own = keeping(lambda p: {"norm": float(rank()), "same": 2.0})
     model, optimizer = in_config(CONFIGS[1], own)
     full = full_state(model, optimizer)
-    parts: list[Any] = [None] * 2
-    dist.all_gather_object(
-        parts, {clean_name(name) for name, p in model.named_parameters() if p.numel()}
-    )
+    parts = by_rank({clean_name(name) for name, p in model.named_parameters() if p.numel()})
     assert parts[0] & parts[1] and parts[0] ^ parts[1]
     for name, entry in full["state"].items():
         assert entry["same"] == 2.0
@@ -354,8 +339,7 @@ def _not_everywhere() -> None:
     expected = copy.deepcopy(states_of(optimizer))
     assert len(expected) < len(list(model.parameters()))
     full = full_state(model, optimizer)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {name: entry["step"] for name, entry in full["state"].items()})
+    gathered = by_rank({name: entry["step"] for name, entry in full["state"].items()})
     assert all(steps == gathered[0] for steps in gathered)
     assert set(gathered[0]) == {name for name, p in make_model().named_parameters() if p.numel()}, (
         "every rank that has a part"

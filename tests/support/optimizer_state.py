@@ -177,6 +177,17 @@ def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str
     }
 
 
+class TakesAsItIs(torch.optim.SGD):
+    """Takes its state as it is: torch's own way casts 8-bit states to the parameter's dtype."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state.clear()
+        self.state.update(
+            {parameters[number]: dict(entry) for number, entry in state_dict["state"].items()}
+        )
+
+
 class NeedsClosure(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise ValueError("no closure")
@@ -258,6 +269,13 @@ def num_sent(model: FSDP) -> int:
         id(comm): comm for group in model._runtime.groups for comm in (group.shard, group.replica)
     }
     return sum(sum(comm.traffic.counts.values()) for comm in comms.values())
+
+
+def by_rank(value: Any) -> list[Any]:
+    """Return every rank's value. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 # -- assertions
