@@ -72,7 +72,10 @@ def test_names_from_files_neither_move_the_cursor_nor_make_lines(model: Path, ot
 
 
 def test_json_has_a_stable_form(model: Path, other: Path) -> None:
-    content = json.loads(run("inspect", model, "--json").stdout)
+    def content_of(*arguments: Any) -> dict[str, Any]:
+        return json.loads(run(*arguments, "--json").stdout)
+
+    content = content_of("inspect", model)
     assert list(content) == [
         *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section"),
         *("nbytes_by_dtype", "nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
@@ -80,41 +83,28 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     tensors = {tensor["path"]: tensor for tensor in content["tensors"]}
     assert f"model/{HOSTILE}" in tensors, "JSON has names as they are"
     (part,) = tensors["model/a.weight"].pop("parts")
-    assert tensors["model/a.weight"] == {
-        "path": "model/a.weight",
-        "dtype": "float32",
-        "shape": [2, 3],
-        "nbytes": 24,
-    }
+    expected = {"path": "model/a.weight", "dtype": "float32", "shape": [2, 3], "nbytes": 24}
+    assert tensors["model/a.weight"] == expected
     start = part.pop("start")
     assert model.read_bytes()[start + 4 : start + 8] == b"\0\0\x80?"
     assert part == {
-        "offsets": [0, 0],
-        "sizes": [2, 3],
-        "nbytes": 24,
-        "rank": None,
-        "file": "model.safetensors",
-        "is_copy": False,
+        **{"offsets": [0, 0], "sizes": [2, 3], "nbytes": 24, "rank": None},
+        **{"file": "model.safetensors", "is_copy": False},
     }
-    content = json.loads(run("verify", model, "--json").stdout)
+    content = content_of("verify", model)
     assert list(content) == [
         *("path", "kind", "is_intact", "problems", "num_files", "num_checksums"),
         *("num_without_checksum", "nbytes", "num_not_finite", "dtypes", "tensors", "left_out"),
     ]
-    assert content["is_intact"] is True and content["tensors"][0].keys() == {
-        *("path", "dtype", "shape", "num_nan", "num_inf")
-    }
-    content = json.loads(run("diff", model, other, "--json").stdout)
+    assert content["is_intact"] is True
+    assert list(content["tensors"][0]) == ["path", "dtype", "shape", "num_nan", "num_inf"]
+    content = content_of("diff", model, other)
     assert list(content) == [
         *("one", "other", "is_same", "num_different", "missing", "added", "tensors", "values")
     ]
     assert content["tensors"][0] == {
-        "path": "model/a.weight",
-        "dtypes": ["float32", "float32"],
-        "shapes": [[2, 3], [2, 3]],
-        "num_different": 5,
-        "max_absolute": 2.5,
-        "max_relative": pytest.approx(1 / 3),
+        **{"path": "model/a.weight", "dtypes": ["float32"] * 2, "shapes": [[2, 3]] * 2},
+        **{"num_different": 5, "max_absolute": 2.5, "max_relative": pytest.approx(1 / 3)},
     }
 
 
@@ -141,17 +131,16 @@ def test_ranks_copies_and_other_values_are_listed(
 def test_colours_and_frames_are_for_terminals(
     monkeypatch: pytest.MonkeyPatch, model: Path, other: Path
 ) -> None:
-    plain = tables.of_difference(checkpoint.diff(model, other), False)
+    found = checkpoint.diff(model, other)
+    plain = tables.of_difference(found, False)
     assert "\x1b" not in plain and "─" not in plain
     monkeypatch.setattr(tables, "is_terminal", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    text = tables.of_difference(checkpoint.diff(model, other), False)
-    assert "\x1b[" in text and "─" in text
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = tables.of_difference(checkpoint.diff(model, other), False)
-    assert "\x1b" not in text and "─" in text
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        text = tables.of_difference(found, False)
+        assert ("\x1b[" in text) == (not no_color) and "─" in text
     assert max(map(len, text.splitlines())) <= 60, "folded, not cut"
 
 
@@ -237,32 +226,32 @@ def test_wrong_arguments_are_2_and_one_message(
     assert sorted(os.listdir()) == ["bad.json", "list.json", "names.json"]
 
 
+def commands_of(source: Path, target: Path) -> list[list[Any]]:
+    return [
+        ["convert", source, target],
+        ["merge", source, target.with_suffix(".safetensors")],
+        ["reshard", source, target, "--world-size", 2],
+    ]
+
+
 def test_damaged_or_unknown_files_are_3(model: Path, tmp_path: Path) -> None:
     model.write_bytes(model.read_bytes()[:-1])
-    (tmp_path / "empty").mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
     assert run("verify", model).exit_code == 1
-    assert_one_message(run("verify", tmp_path / "empty"), 3)
-    for path in (model, tmp_path / "empty"):
-        for arguments in (
-            ["inspect", path],
-            ["diff", path, path],
-            ["convert", path, tmp_path / "t"],
-            ["merge", path, tmp_path / "t.safetensors"],
-            ["reshard", path, tmp_path / "t", "--world-size", 2],
-        ):
+    assert_one_message(run("verify", empty), 3)
+    for path in (model, empty):
+        reading = [["inspect", path], ["diff", path, path]]
+        for arguments in (*reading, *commands_of(path, tmp_path / "t")):
             assert_one_message(run(*arguments), 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model.safetensors"]
+    assert sorted(tmp_path.iterdir()) == [empty, model]
 
 
 def test_a_target_that_exists_is_3_and_stays_as_it_was(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "target.safetensors"
     target.write_text("precious")
-    for arguments in (
-        ["convert", model, target],
-        ["merge", model, target],
-        ["reshard", model, target, "--world-size", 2],
-        ["shapes", "torch.nn:Identity", "-o", target],
-    ):
+    shapes = ["shapes", "torch.nn:Identity", "-o", target]
+    for arguments in (*commands_of(model, target), shapes):
         result = run(*arguments)
         assert_one_message(result, 3)
         assert "The target exists already" in result.stderr
@@ -313,47 +302,52 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, model: Path)
 )
 def test_sizes(monkeypatch: pytest.MonkeyPatch, model: Path, text: str, nbytes: int) -> None:
     got: dict[str, Any] = {}
-    monkeypatch.setattr(commands, "convert", lambda *_, **given: got.update(given) or "t")
+    monkeypatch.setattr(commands, "convert", lambda **given: got.update(given) or "t")
     assert run("convert", model, "t", "--memory", text, "--max-file-size", text).exit_code == 0
     assert got["memory"] == got["max_file_nbytes"] == nbytes
 
 
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("convert m t", {"max_file_nbytes": 5_000_000_000}),
+        (
+            "convert m t.pth --dtype bf16 --no-optimizer --shapes m --max-file-size 1kB",
+            {
+                **{"dtype": torch.bfloat16, "optimizer": False, "shapes": Path("m")},
+                "max_file_nbytes": 1000,
+            },
+        ),
+        ("merge m t.pt --rename a=>b --rename ^x=>", {"rename": (("a", "b"), ("^x", ""))}),
+        ("merge m t.safetensors --rename-file names.json", {"rename": {"a": "b"}}),
+        (
+            "reshard m t --world-size 4 --unit b --workers 3 --step 0",
+            {"to": "native", "world_size": 4, "unit": "b", "step": 0, "workers": 3},
+        ),
+        (
+            "reshard dcp t --world-size 2 --include x --include y",
+            {"to": "dcp", "world_size": 2, "include": ("x", "y")},
+        ),
+    ],
+)
 def test_arguments_reach_convert(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, expected: dict[str, Any]
 ) -> None:
-    calls: list[dict[str, Any]] = []
-
-    def convert(source: Path, target: Path, **given: Any) -> Path:
-        calls.append({key: value for key, value in given.items() if value not in (None, ())})
-        return target
-
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(commands, "convert", lambda **given: got.update(given) or given["target"])
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "names.json").write_text('{"a": "b"}')
-    monkeypatch.setattr(commands, "convert", convert)
-    usual = {"memory": 256 << 20, "workers": 1, "progress": False, "keep_module": False}
-    file = {"max_file_nbytes": 5_000_000_000}
-    result = run("convert", model, "t")
-    assert result.stdout == "t\n"
-    assert calls.pop() == {**file, **usual}
-    run("convert", model, "t.pth", "--dtype", "bf16", "--no-optimizer", "--shapes", model)
-    assert calls.pop() == {
-        **{"dtype": torch.bfloat16, "optimizer": False, "shapes": model},
-        **(file | usual),
-    }
-    run("convert", model, "t", "--to", "native", "--rename", "a=>b", "--rename", r"^x\.=>")
-    assert calls.pop() == {
-        **{"to": "native", "rename": (("a", "b"), (r"^x\.", ""))},
-        **(file | usual),
-    }
-    run("merge", model, "t.safetensors", "--rename-file", tmp_path / "names.json")
-    assert calls.pop() == {"rename": {"a": "b"}, **usual}
-    run("reshard", model, "t", "--world-size", "4", "--unit", "b", "--workers", "3", "--step", "0")
-    usual["workers"] = 3
-    assert calls.pop() == {"to": "native", "world_size": 4, "unit": "b", "step": 0, **usual}
+    (tmp_path / "m").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").touch()
-    run("reshard", tmp_path / "dcp", "t", "--world-size", "2", "--include", "x", "--include", "y")
-    usual["workers"] = 1
-    assert calls.pop() == {"to": "dcp", "world_size": 2, "include": ("x", "y"), **usual}
+    _, source, target, *_ = program.split()
+    result = run(*program.split())
+    assert result.stdout == f"{target}\n", result.output
+    assert {key: value for key, value in got.items() if value not in (None, ())} == {
+        **{"source": Path(source), "target": Path(target), "memory": 256 << 20, "workers": 1},
+        **{"progress": False, "keep_module": False},
+        **expected,
+    }
 
 
 def test_convert_writes_what_was_asked_for(model: Path, tmp_path: Path) -> None:
@@ -459,14 +453,10 @@ except SystemExit as end:
 def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
+    command = [sys.executable, "-c", PROGRAM, str(model)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(model)],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=environment
     )
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (0, "")

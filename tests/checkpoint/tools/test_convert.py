@@ -15,63 +15,48 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import fsdp_compat
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint._tools import commands
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
+from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
 from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
 from fsdp_compat.checkpoint._tools.native import write_native
-from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
+from fsdp_compat.checkpoint._tools.opening import open_archive
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.shapes import shapes_of
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support import checkpoints
+from tests.support.checkpoints import assert_is_reference, assert_same
 from tests.support.pairwise import each_value
 from tests.support.ranks import run_ranks
 
 SUFFIX = {"safetensors-file": ".safetensors", "torch": ".pt"}
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-    )
-
-
-def to(name: str, source: Path, folder: Path, **settings: Any) -> Path:
-    """Convert to a format, with a name that fits."""
-    number = sum(1 for _ in folder.iterdir())
+def to(name: str, source: Path, target: Path, **settings: Any) -> Path:
+    """Convert to a format: to a new path in a folder, or to ``target`` and the format's suffix."""
+    if target.is_dir():
+        target /= str(sum(1 for _ in target.iterdir()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of values that the target does not hold
-        return convert(source, folder / f"{number}{SUFFIX.get(name, '')}", to=name, **settings)
+        return convert(
+            source, target.with_name(target.name + SUFFIX.get(name, "")), to=name, **settings
+        )
 
 
-def require_equal(found: Archive, made: dict[str, Any], with_optimizer: bool = True) -> None:
-    assert problems_of(found) == []
-    names = {**{name: name for name in found.tensors}, **found.aliases}
+def run(*arguments: Any) -> Result:
+    """Run a command."""
+    return CliRunner().invoke(commands.commands, [str(argument) for argument in arguments])
+
+
+def values(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model."""
     with Files() as files:
-        for name, value in made["model"].items():
-            held = names.get(name) or names[made["aliases"][name]]  # safetensors: a tie once
-            assert same(read(found.tensors[held], files), value), name
-        assert set(names) <= set(made["model"])
-        if not with_optimizer:
-            assert found.param_groups is None
-            return
-        for name, states in made["optimizer"]["state"].items():
-            for key, value in states.items():
-                stored = found.states[name][key]
-                own = read(stored, files) if isinstance(stored, StoredTensor) else stored
-                assert same(torch.as_tensor(own, dtype=value.dtype), value), (name, key)
-        for group in found.param_groups or []:
-            assert group["lr"] == made["optimizer"]["param_groups"][0]["lr"]
-        taken = [name for group in found.param_groups or [] for name in group["params"]]
-        assert sorted(taken) == sorted(made["optimizer"]["state"])
+        return {name: read(each, files) for name, each in open_archive(path).tensors.items()}
 
 
 @each_value
@@ -85,7 +70,7 @@ def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
     has_optimizer = kind not in ("fsdp1-local", "ours-safetensors")
     names = made["optimizer"]["param_groups"][0]["params"] if kind == "ddp" else None  # numbered
     if names is None:
-        require_equal(open_archive(made["path"], shapes), made, has_optimizer)
+        assert_is_reference(open_archive(made["path"], shapes), made, has_optimizer)
     out = tmp_path / "out"
     out.mkdir()
     numbers = {"dcp": ranks % 4 + 1, "native": ranks % 3 + 2}
@@ -100,7 +85,7 @@ def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
             unit=r"blocks\.\d+\.|words\." if name == "native" else None,
             workers=ranks % 2 + 1,
         )
-        require_equal(open_archive(written), made, has_optimizer and target.holds_optimizer)
+        assert_is_reference(open_archive(written), made, has_optimizer and target.holds_optimizer)
 
 
 def test_every_format_becomes_every_other(tmp_path: Path) -> None:
@@ -112,7 +97,7 @@ def test_every_format_becomes_every_other(tmp_path: Path) -> None:
         for other, target in FORMATS.items():
             again = open_archive(to(other, source, folder, world_size=3))
             both = FORMATS[name].holds_optimizer and target.holds_optimizer
-            require_equal(again, made, both)
+            assert_is_reference(again, made, both)
             if name == "native" and other == "torch":
                 assert again.extra == {"epoch": 2}
 
@@ -125,15 +110,12 @@ def load_and_compare(path: str, front_end: str) -> None:
     checkpoint.load(path, model, optimizer)
     expected = checkpoints.reference()
     for name, value in checkpoint.iter_full_state_dict(model):
-        assert same(value, expected["model"][name]), name
-    states = torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(
-        model,
-        optimizer,
-        options=torch.distributed.checkpoint.state_dict.StateDictOptions(full_state_dict=True),
-    )
+        assert_same(value, expected["model"][name], name)
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
     for name, of_param in expected["optimizer"]["state"].items():
         for key, value in of_param.items():
-            assert same(torch.as_tensor(states["state"][name][key]), value), (name, key)
+            assert_same(torch.as_tensor(states["state"][name][key]), value, f"{name}/{key}")
 
 
 @pytest.mark.parametrize("front_end", ["ours_fsdp1", "ours_fully_shard"])
@@ -165,9 +147,8 @@ def test_what_is_taken_and_how_it_is_called(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in half.tensors.values()} == {torch.float16}
     assert sorted(half.states) == sorted(half.tensors)  # a tie has its state once
     assert half.states["layers.0.in.weight"]["exp_avg"].dtype == torch.float32
-    with Files() as files:
-        found = read(half.tensors["layers.1.in.weight"], files)
-    assert same(found, made["model"]["blocks.1.up.weight"].to(torch.float16))
+    expected = made["model"]["blocks.1.up.weight"].to(torch.float16)
+    assert_same(values(half.path)["layers.1.in.weight"], expected, "values")
     assert [sorted(group["params"]) for group in half.param_groups or []] == [sorted(half.states)]
 
 
@@ -205,15 +186,14 @@ def test_numbered_optimizer_state_gets_names_from_the_caller_alone(tmp_path: Pat
         convert(source, tmp_path / "refused", to="native", optimizer=True)
 
     (tmp_path / "names.json").write_text(json.dumps(names))
-    program = ["convert", source, tmp_path / "native", "--to", "native"]
-    program += ["--optimizer-names", tmp_path / "names.json"]
-    result = CliRunner().invoke(commands.commands, list(map(str, program)))
+    option = ("--optimizer-names", tmp_path / "names.json")
+    result = run("convert", source, tmp_path / "native", "--to", "native", *option)
     assert result.exit_code == 0, result.output
     found = open_archive(tmp_path / "native")
     with Files() as files:
         for name, parameter in model.named_parameters():
             momentum = read(found.states[name]["momentum_buffer"], files)
-            assert same(momentum, optimizer.state[parameter]["momentum_buffer"]), name
+            assert_same(momentum, optimizer.state[parameter]["momentum_buffer"], name)
 
     for wrong, said in (
         (names[1:], "1 different names for 2"),
@@ -245,8 +225,7 @@ def test_module_in_front_of_every_name_is_ddps_unless_the_caller_says_otherwise(
     for keep_module, expected in ((False, plain), (True, names)):
         option = ["--keep-module"] if keep_module else []
         target = tmp_path / f"{keep_module}"
-        program = ["convert", source, target, "--to", "native", *option]
-        assert not CliRunner().invoke(commands.commands, list(map(str, program))).exit_code
+        assert not run("convert", source, target, "--to", "native", *option).exit_code
         for found in (open_archive(target), open_archive(source, keep_module=keep_module)):
             assert set(found.tensors) == set(expected)
             assert list(found.states) == expected[:1]
@@ -274,7 +253,7 @@ def test_an_interrupted_or_killed_conversion_leaves_nothing_and_can_be_repeated(
                 status = 3
                 try:
                     at_rename(monkeypatch, end)
-                    to_path(made["path"], path, name)
+                    to(name, made["path"], folder / "result")
                 except Stopped:
                     status = 7
                 finally:
@@ -286,9 +265,9 @@ def test_an_interrupted_or_killed_conversion_leaves_nothing_and_can_be_repeated(
             else:
                 assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
                 assert [file.name.startswith(".result") for file in folder.iterdir()] == [True]
-        to_path(made["path"], path, name)  # removes what the killed one left
+        to(name, made["path"], folder / "result")  # removes what the killed one left
         assert list(folder.iterdir()) == [path]
-        require_equal(open_archive(path), made, target.holds_optimizer)
+        assert_is_reference(open_archive(path), made, target.holds_optimizer)
         path.rename(tmp_path / f"done-{name}")
 
 
@@ -303,12 +282,6 @@ def at_rename(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
         os.rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-
-
-def to_path(source: Path, path: Path, name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        convert(source, path, to=name)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -389,29 +362,7 @@ def test_objects_of_a_class_are_left_out_on_request_and_refused_without(tmp_path
         convert(tmp_path / "last.ckpt", tmp_path / "out.pt")
     with pytest.warns(UserWarning, match="hyper_parameters, an object"):
         convert(tmp_path / "last.ckpt", tmp_path / "out.pt", ignored=[name])
-    found = open_archive(tmp_path / "out.pt")
-    with Files() as files:
-        assert same(read(found.tensors["weight"], files), weight)
-    program = ["inspect", str(tmp_path / "last.ckpt"), "--ignore-class", name, "--json"]
-    result = CliRunner().invoke(commands.commands, program)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["kind"] == "torch.save"
-
-
-def test_parts_of_a_state_dict_with_an_index_are_one_checkpoint(tmp_path: Path) -> None:
-    parts = {"a.bin": {"one": torch.ones(3)}, "b.bin": {"two": torch.zeros(2, dtype=torch.int8)}}
-    for file, state in parts.items():
-        torch.save(state, tmp_path / file)
-    places = {name: file for file, state in parts.items() for name in state}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    found = open_archive(tmp_path)
-    assert {name: tensor.dtype for name, tensor in found.tensors.items()} == {
-        "one": torch.float32,
-        "two": torch.int8,
-    }
-    (tmp_path / "b.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"b\.bin"):
-        open_archive(tmp_path)
+    assert_same(values(tmp_path / "out.pt")["weight"], weight, "weight")
 
 
 def save_with_values(directory: str) -> None:
@@ -450,7 +401,8 @@ def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path:
         }
         assert numpy.array_equal(extra["array"], VALUES["array"])
         assert extra["array"].dtype == numpy.int16
-        assert same(extra["number"], VALUES["number"]) and same(extra["none"], VALUES["none"])
+        for name in ("number", "none"):
+            assert_same(extra[name], VALUES[name], name)
         assert list(extra["ordered"]) == ["b", "a"]
         assert extra["recent"].maxlen == 3 and extra["counts"] == VALUES["counts"]
         assert extra["keys"] == VALUES["keys"]
@@ -459,7 +411,7 @@ def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path:
     assert torch.load(file, weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.5
     again = convert(convert(source, tmp_path / "dcp", to="dcp"), tmp_path / "again", to="native")
     ((extra, _),) = run_ranks(1, load_values, str(again))
-    assert same(extra["number"], VALUES["number"])
+    assert_same(extra["number"], VALUES["number"], "number")
 
 
 class Numbering(torch.optim.Optimizer):
@@ -518,25 +470,20 @@ def test_a_native_target_names_the_optimizer_of_a_native_source(tmp_path: Path) 
     run_ranks(2, load_another_optimizer, str(written))
 
 
-def save_with_large_values(directory: str) -> None:
-    model = checkpoints.ours_fsdp1(checkpoints.unsharded())
-    checkpoint.save(directory, model, None, {"average": torch.arange(5000.0)}, step=1)
-
-
-def load_large_values(directory: str) -> dict[str, Any]:
+def load_extra(directory: str) -> dict[str, Any]:
     return checkpoint.load(directory, checkpoints.ours_fsdp1(checkpoints.unsharded()))
 
 
 def test_a_native_target_holds_extra_tensors_once_for_all_ranks(tmp_path: Path) -> None:
-    run_ranks(1, save_with_large_values, str(tmp_path))
-    source = checkpoint.latest(tmp_path)
-    assert source is not None
-    written = convert(source, tmp_path / "native", to="native", world_size=3)
+    average = torch.arange(5000.0)
+    content = {"model": checkpoints.unsharded().state_dict(), "average": average}
+    torch.save(content, tmp_path / "x.pt")
+    written = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=3)
     files = [written / f"rank-{number:05d}.safetensors" for number in range(3)]
     assert [file.stat().st_size > 5000 * 4 for file in files] == [True, False, False]
     for ranks in (3, 2):
-        for extra in run_ranks(ranks, load_large_values, str(written)):
-            assert torch.equal(extra["average"], torch.arange(5000.0))
+        for extra in run_ranks(ranks, load_extra, str(written)):
+            assert torch.equal(extra["average"], average)
     archive = open_archive(written)
     assert list(archive.extra) == ["average"]
     assert archive.left_out == []
@@ -559,11 +506,8 @@ def test_units_whose_names_differ_in_a_dot_are_two_groups(tmp_path: Path) -> Non
     state = {"layersX.w": torch.ones(3), "layers.0.w": torch.zeros(2)}
     torch.save(state, tmp_path / "x.pt")
     path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", unit=r"layers\.?")
-    found = open_archive(path)
-    with Files() as files:
-        assert {name: same(read(found.tensors[name], files), state[name]) for name in state} == {
-            name: True for name in state
-        }
+    for name, found in values(path).items():
+        assert_same(found, state[name], name)
 
 
 def test_targets_may_have_long_names_and_suffixes_in_capitals(tmp_path: Path) -> None:
