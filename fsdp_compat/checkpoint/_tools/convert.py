@@ -165,12 +165,10 @@ def _name_optimizer(archive: Archive, names: Sequence[str]) -> None:
     except ValueError as error:
         raise UsageError.of(
             "optimizer_names does not fit the optimizer state.",
-            expected="a tensor of the model for each numbered parameter, in the order of the "
-            "numbers",
+            expected="a tensor of the model for each number, in the order of the numbers",
             got=str(error),
             where=_CALL,
-            fix="pass the names in the order in which the optimizer got the parameters; "
-            "inspect shows the names and shapes of both",
+            fix="pass the names in the order in which the optimizer got the parameters",
         ) from error
     archive.is_by_number = False
 
@@ -183,7 +181,30 @@ def _selected(
     optimizer: bool | None,
 ) -> Archive:
     """Return the archive that the target is to hold."""
-    has_optimizer = archive.param_groups is not None or bool(archive.states)
+    selected = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
+    old_names = (*archive.tensors, *archive.aliases, *archive.states)
+    names = {old: new for old in old_names if (new := new_name(old)) is not None}
+    names |= _select_model(archive, selected, names, dtype)
+    if to.startswith("safetensors") and selected.aliases:
+        left = joined(list(selected.aliases), 5, ", ")
+        selected.left_out.append(
+            f"second names of tied tensors ({left}): safetensors stores a tensor once"
+        )
+    if _takes_optimizer(selected, to, optimizer):
+        _select_optimizer(selected, names)
+    else:
+        selected.states, selected.param_groups = {}, None
+    if FORMATS[to].holds_optimizer:
+        selected.extra = _data_in(archive.extra, selected, to)
+        return selected
+    selected.extra = {}
+    if any(value is not None for value in archive.extra.values()):
+        selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
+    return selected
+
+
+def _takes_optimizer(selected: Archive, to: str, optimizer: bool | None) -> bool:
+    has_optimizer = selected.param_groups is not None or bool(selected.states)
     holds_optimizer = FORMATS[to].holds_optimizer
     if optimizer and not (holds_optimizer and has_optimizer):
         raise UsageError.of(
@@ -193,37 +214,17 @@ def _selected(
             where=f"{_CALL}(..., optimizer=True)",
             fix="leave optimizer out, or choose another target",
         )
-    selected = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
-    names = {
-        name: new
-        for name in (*archive.tensors, *archive.aliases, *archive.states)
-        if (new := new_name(name)) is not None
-    }
-    names |= _select_model(archive, selected, names, dtype)
-    if to.startswith("safetensors") and selected.aliases:
-        left = joined(list(selected.aliases), 5, ", ")
-        selected.left_out.append(
-            f"second names of tied tensors ({left}): safetensors stores a tensor once"
-        )
-    can_hold = holds_optimizer and not (archive.is_by_number and to == "native")
-    if has_optimizer and (can_hold if optimizer is None else optimizer):
-        _select_optimizer(selected, names)
-    else:
-        selected.states, selected.param_groups = {}, None
-        if has_optimizer and optimizer is None:
-            selected.left_out.append(
-                "the optimizer state: its parameters are numbered, and a native checkpoint needs "
-                "their names (see optimizer_names, --optimizer-names)"
-                if holds_optimizer
-                else "optimizer state (safetensors holds weights only)"
-            )
-    if holds_optimizer:
-        selected.extra = _data_in(archive.extra, selected, to)
-    elif any(value is not None for value in archive.extra.values()):
-        selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
+    if optimizer is not None or not has_optimizer:
+        return bool(optimizer)
     if not holds_optimizer:
-        selected.extra = {}
-    return selected
+        selected.left_out.append("optimizer state (safetensors holds weights only)")
+    elif selected.is_by_number and to == "native":
+        selected.left_out.append(
+            "the optimizer state: its parameters are numbered, and a native checkpoint needs "
+            "their names (see optimizer_names, --optimizer-names)"
+        )
+        return False
+    return holds_optimizer
 
 
 def _select_model(
