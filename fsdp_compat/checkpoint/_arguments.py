@@ -1,9 +1,11 @@
-"""Arguments that several calls share: what each may be, and ``rename``."""
+"""Arguments that several calls share: what each may be, ``rename``, and patterns of names."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +33,18 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point
 
 
+def _is_tolerance(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _are_patterns(value: Any) -> bool:
+    try:
+        _compiled(value)
+    except (TypeError, re.error):
+        return False
+    return isinstance(value, Collection)
+
+
 # By name: what an argument is, and whether a value other than None is that.
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "folder": ("a path", _is_path),
@@ -41,6 +55,14 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rename": ("a function of a name, or None", callable),
     "dtype": ("a floating-point dtype, or None", _is_floating),
     "max_file_nbytes": ("a number of bytes, at least 1", lambda v: _is_count(v, 1)),
+    "memory": ("a number of bytes, at least 1 MiB", lambda v: _is_count(v, 1 << 20)),
+    "workers": ("a number of threads, at least 1", lambda v: _is_count(v, 1)),
+    "world_size": ("a number of ranks, at least 1, or None", lambda v: _is_count(v, 1)),
+    "rtol": ("a finite number of at least 0", _is_tolerance),
+    "atol": ("a finite number of at least 0", _is_tolerance),
+    "include": ("regular expressions", _are_patterns),
+    "exclude": ("regular expressions", _are_patterns),
+    "unit": ("a regular expression, or None", _are_patterns),
 }
 
 
@@ -76,3 +98,19 @@ def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str,
             )
         taken[new], found[name] = name, new
     return found
+
+
+def _compiled(patterns: Collection[str]) -> list[re.Pattern[str]]:
+    return [re.compile(each) for each in ([patterns] if isinstance(patterns, str) else patterns)]
+
+
+def selection(include: Collection[str], exclude: Collection[str]) -> Callable[[str], bool]:
+    """Return whether a name has a match of any of ``include``, if there is one, and of none of
+    ``exclude``."""
+    wanted, unwanted = _compiled(include), _compiled(exclude)
+
+    def is_selected(name: str) -> bool:
+        is_wanted = not wanted or any(pattern.search(name) for pattern in wanted)
+        return is_wanted and not any(pattern.search(name) for pattern in unwanted)
+
+    return is_selected

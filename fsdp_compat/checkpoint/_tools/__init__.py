@@ -23,6 +23,6 @@ Readers and writers, by format:
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 
-What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``), with
-``arguments`` (limits, and patterns of names); from a shell ``commands``, with ``tables``.
+What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``); from a
+shell ``commands``, with ``tables``.
 """

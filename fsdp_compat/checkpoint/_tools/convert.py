@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, UsageError, unusable, wrong_type
-from .._progress import progress_bar, require_bar
+from .._arguments import Rename, renamed, require_arguments, selection
+from .._progress import progress_bar
 from .._publishing import published, require_free
 from .._texts import joined
 from .archive import Archive, StoredTensor
-from .arguments import compiled, require_count, selection
 from .dcp import write_dcp
 from .native import write_native
 from .opening import open_archive, problems_of
@@ -48,7 +48,6 @@ FORMATS = {
     "dcp": _Format(write_dcp, True),
     "native": _Format(write_native, True),
 }
-_MIN_MEMORY = 16 << 20
 _STEP = re.compile(r"step-([0-9]+)")
 _CALL = "checkpoint.convert"
 _VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
@@ -103,8 +102,9 @@ def convert(
     ``model.parameters()``. A "native" target needs names; state with ``param_names`` has them.
     shapes, ignored, keep_module: as for ``inspect``.
     max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
-    memory: bytes of values in memory at a time, at least 16 MiB, in all workers together. A tensor
-    whose elements lie scattered over a file may need as much as its own size.
+    memory: bytes of values in memory at a time, in all workers together, at least 1 MiB. A tensor
+    whose elements lie scattered over a file may need as much as its own size, and files with
+    checksums are read in blocks of 4 MiB.
     workers: threads. progress: draw a bar, with tqdm.
     step: of the target, for "native"; default: the source's, or 0.
 
@@ -114,16 +114,33 @@ def convert(
     """
     path = Path(target)
     to = _format_of(path, to)
-    _require_valid(world_size, unit, dtype, max_file_nbytes, memory, workers, step)
-    require_bar(progress, _CALL)
-    new_name = _naming(include, exclude, rename)
+    require_arguments(
+        _CALL,
+        progress,
+        world_size=world_size,
+        unit=unit,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        max_file_nbytes=max_file_nbytes,
+        memory=memory,
+        workers=workers,
+        step=0 if step is None else step,
+    )
+    is_selected, rename = selection(include, exclude), _renaming(rename)
     require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)
     archive = open_archive(source, shapes, ignored, keep_module)
     if optimizer_names is not None:
         _name_optimizer(archive, optimizer_names)
-    wanted = _selected(archive, new_name, dtype, to, optimizer)
+    old_names = (
+        *archive.tensors,
+        *archive.aliases,
+        *(() if archive.is_by_number else archive.states),
+    )
+    names = renamed(filter(is_selected, old_names), rename, _CALL)
+    wanted = _selected(archive, names, dtype, to, optimizer)
     _require_complete(wanted)
     by_name = _STEP.fullmatch(path.name)
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
@@ -175,16 +192,15 @@ def _name_optimizer(archive: Archive, names: Sequence[str]) -> None:
 
 def _selected(
     archive: Archive,
-    new_name: Callable[[str], str | None],
+    names: dict[str, str],
     dtype: torch.dtype | None,
     to: str,
     optimizer: bool | None,
 ) -> Archive:
-    """Return the archive that the target is to hold."""
+    """Return the archive that the target is to hold. names: new ones of what is taken, by its old
+    ones."""
     selected = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
-    old_names = (*archive.tensors, *archive.aliases, *archive.states)
-    names = {old: new for old in old_names if (new := new_name(old)) is not None}
-    names |= _select_model(archive, selected, names, dtype)
+    names = names | _select_model(archive, selected, names, dtype)
     if to.startswith("safetensors") and selected.aliases:
         left = joined(list(selected.aliases), 5, ", ")
         selected.left_out.append(
@@ -232,18 +248,8 @@ def _select_model(
 ) -> dict[str, str]:
     """Enter the tensors. Return the new name of each, by all of its names in the source."""
     taken: dict[str, str] = {}  # the new name of a tensor, by its first name in the source
-    new_names: dict[str, str] = {}
     for old in filter(names.__contains__, (*archive.tensors, *archive.aliases)):
         new, first = names[old], archive.aliases.get(old, old)
-        if new in new_names:
-            raise UsageError.of(
-                "Two tensors get the same name.",
-                expected="a different name for each",
-                got=f"{new!r} for {new_names[new]!r} and for {old!r}",
-                where=_CALL,
-                fix="change rename, or leave one of them out with exclude",
-            )
-        new_names[new] = old
         if first in taken:
             selected.aliases[new] = taken[first]
             continue
@@ -306,25 +312,6 @@ def _require_complete(archive: Archive) -> None:
 # -- arguments
 
 
-def _require_valid(
-    world_size: Any,
-    unit: Any,
-    dtype: Any,
-    max_file_nbytes: Any,
-    memory: Any,
-    workers: Any,
-    step: Any,
-) -> None:
-    require_count("world_size", 1 if world_size is None else world_size, 1, "ranks", _CALL)
-    require_count("max_file_nbytes", max_file_nbytes, 1, "bytes", _CALL)
-    require_count("memory", memory, _MIN_MEMORY, "bytes", _CALL)
-    require_count("workers", workers, 1, "threads", _CALL)
-    require_count("step", 0 if step is None else step, 0, "steps", _CALL)
-    compiled("unit", unit or (), _CALL)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _CALL)
-
-
 def _format_of(target: Path, to: str | None) -> str:
     suffix = target.suffix.lower()
     by_suffix = next((name for name, each in FORMATS.items() if suffix in each.suffixes), None)
@@ -338,13 +325,11 @@ def _format_of(target: Path, to: str | None) -> str:
     return to
 
 
-def _renaming(rename: Names | None) -> Callable[[str], str | None]:
+def _renaming(rename: Names | None) -> Rename | None:
     """Return the function from a name in the source to the one in the target."""
-    if rename is None:
-        return lambda name: name
     if isinstance(rename, Mapping):
         return lambda name: rename.get(name, name)
-    if callable(rename):
+    if rename is None or callable(rename):
         return rename
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
@@ -354,18 +339,3 @@ def _renaming(rename: Names | None) -> Callable[[str], str | None]:
         expected = "a mapping, pairs of regular expression and replacement, or a function"
         raise wrong_type("rename", expected, rename, _CALL) from error
     return lambda name: functools.reduce(lambda text, pair: pair[0].sub(pair[1], text), pairs, name)
-
-
-def _naming(
-    include: Sequence[str], exclude: Sequence[str], rename: Names | None
-) -> Callable[[str], str | None]:
-    """Return the function from a name in the source to the one in the target, or to None."""
-    is_selected, renamed = selection(include, exclude, _CALL), _renaming(rename)
-
-    def new_name(name: str) -> str | None:
-        new = renamed(name) if is_selected(name) else None
-        if not isinstance(new, (str, type(None))):
-            raise wrong_type("the result of rename", f"a name for {name!r}", new, _CALL)
-        return new
-
-    return new_name

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from .._arguments import require_arguments, selection
 from .archive import Archive, StoredTensor
-from .arguments import MEMORY, require_limits, require_tolerance, selection
 from .inspection import Facts, plain_values
 from .numbers import Distance, comparable, distance
 from .opening import open_archive
 from .reading import Files, boxes_of, read, read_box
-from .work import Tick, for_each, numel_at_once
+from .work import MEMORY, Tick, for_each, numel_at_once
 
 _CALL = "fsdp_compat.checkpoint.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
@@ -97,8 +97,8 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     dtypes: bool = True,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
+    include: Collection[str] = (),
+    exclude: Collection[str] = (),
     optimizer: bool = True,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
@@ -126,15 +126,22 @@ def diff(
     ``exclude`` are compared.
     optimizer: False leaves the optimizer's state out.
     shapes, ignored, keep_module: as for ``inspect``, for both.
-    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
+    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
     workers: threads. progress: draw a bar, with tqdm.
 
     Raises CheckpointError if one of them is not a checkpoint, or is damaged, incomplete or refused;
     UsageError for wrong arguments; OSError.
     """
-    require_tolerance("rtol", rtol, _CALL)
-    require_tolerance("atol", atol, _CALL)
-    require_limits(memory, workers, progress, _CALL)
+    require_arguments(
+        _CALL,
+        progress,
+        rtol=rtol,
+        atol=atol,
+        include=include,
+        exclude=exclude,
+        memory=memory,
+        workers=workers,
+    )
     is_wanted = _selection(include, exclude, optimizer)
     archives = [open_archive(Path(path), shapes, ignored, keep_module) for path in (one, other)]
     contents = [_content(archive, is_wanted) for archive in archives]
@@ -174,10 +181,10 @@ def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:
 
 
 def _selection(
-    include: Iterable[str], exclude: Iterable[str], optimizer: bool
+    include: Collection[str], exclude: Collection[str], optimizer: bool
 ) -> Callable[[str], bool]:
-    """Return whether a path is to be compared. Raises UsageError for an invalid pattern."""
-    is_selected = selection(include, exclude, _CALL)
+    """Return whether a path is to be compared."""
+    is_selected = selection(include, exclude)
 
     def is_wanted(path: str) -> bool:
         section, _, name = path.partition("/")

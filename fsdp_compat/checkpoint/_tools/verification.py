@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, unusable
+from .._arguments import require_arguments
 from .._blocks import FileFacts
 from .._manifest import MANIFEST
 from .._texts import brief, joined
 from .archive import Archive, NotRead, StoredTensor, coverage_problem, moved
-from .arguments import MEMORY, require_limits
 from .inspection import Facts, file_name
 from .native import files_of_native, is_native
 from .numbers import count_not_finite, count_unequal
 from .opening import open_archive, spans_of
 from .paths import require_inside
 from .reading import Files, boxes_of, read_box, slabs
-from .work import Tick, for_each
+from .work import MEMORY, Tick, for_each
 
 _CALL = "fsdp_compat.checkpoint.verify"
 _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
@@ -119,14 +119,14 @@ def verify(
     values: False: read no values and compare no checksums, which takes seconds.
     finite: values that are NaN or infinite are a problem.
     shapes, ignored, keep_module: as for ``inspect``.
-    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
+    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
     workers: threads. progress: draw a bar, with tqdm.
 
     Damage that prevents opening the checkpoint is a problem, too, and of a native one all files are
     still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of a
     class that is not in ``ignored``; UsageError for wrong arguments; OSError.
     """
-    require_limits(memory, workers, progress, _CALL)
+    require_arguments(_CALL, progress, memory=memory, workers=workers)
     if finite and not values:
         raise unusable("finite", "values=True with it: values are not read", finite, _CALL)
     problems: tuple[Problem, ...] = ()

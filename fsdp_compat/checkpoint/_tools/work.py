@@ -11,6 +11,8 @@ from typing import TypeVar
 from .._progress import progress_bar
 from .reading import SLAB_NBYTES
 
+MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 Tick = Callable[[int], object]  # called with the number of bytes just read

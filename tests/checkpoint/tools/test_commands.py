@@ -202,7 +202,7 @@ def test_the_answer_no_is_1(
         (["convert", ".", "t", "--dtype", "nn"], "'nn' is not a dtype"),
         (["convert", ".", "t", "--rename", "a->b"], "not of the form 'PATTERN=>REPLACEMENT'"),
         (["convert", ".", "t", "--rename", "(=>b"], "rename has the wrong type"),
-        (["convert", ".", "t", "--include", "["], "correct the pattern"),
+        (["convert", ".", "t", "--include", "["], "expected: regular expressions"),
         (["convert", ".", "t", "--rename-file", "list.json"], "expected: a mapping"),
         (["convert", ".", "t", "--rename-file", "bad.json"], "cannot be read as JSON"),
         (["convert", ".", "t", "--rename", "a=>b", "--rename-file", "names.json"], "exclude each"),

@@ -208,7 +208,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for options, text in (
         ({"rtol": -1.0}, r"rtol.*\n.*at least 0"),
         ({"atol": NAN}, r"atol.*\n.*at least 0"),
-        ({"include": ["("]}, "correct the pattern"),
+        ({"include": ["("]}, "expected: regular expressions"),
         ({"rtol": "1"}, r"rtol.*\n.*at least 0"),
     ):
         with pytest.raises(UsageError, match=text):

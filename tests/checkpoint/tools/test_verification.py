@@ -62,16 +62,15 @@ def test_an_intact_checkpoint_has_no_problem(
     assert result.dtypes() == {"model": {torch.float32: 2, torch.bfloat16: 1, torch.int64: 1}}
 
 
-def test_a_missing_part_is_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
-    with_pieces(made, "wide", made.tensors["wide"].pieces[1])
+def test_missing_and_overlapping_parts_are_seen(
+    monkeypatch: pytest.MonkeyPatch, made: Archive
+) -> None:
+    first, second = made.tensors["wide"].pieces
+    with_pieces(made, "wide", second)
     result = verified(monkeypatch, made)
     expected = Problem("coverage", "model/wide", "600 of 1200 elements are missing")
     assert result.problems == (expected,)
     assert result.tensors[0].num_nan is None, "what was not there was not read"
-
-
-def test_parts_that_overlap_are_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
-    first, second = made.tensors["wide"].pieces
     with_pieces(made, "wide", first, dataclasses.replace(second, box=Box((5, 0), (6, 100))))
     (problem,) = verified(monkeypatch, made).problems
     assert problem.kind == "coverage" and "[0:6, 0:100] and [5:11, 0:100] overlap" in problem.what
@@ -175,7 +174,7 @@ def test_wrong_arguments_are_refused_before_anything_is_opened(tmp_path: Path) -
     gone = tmp_path / "gone"
     with pytest.raises(UsageError, match="workers"):
         verify(gone, workers=0)
-    with pytest.raises(UsageError, match="at least 2097152 bytes"):
-        verify(gone, memory=MB, workers=2)
+    with pytest.raises(UsageError, match="at least 1 MiB"):
+        verify(gone, memory=MB - 1)
     with pytest.raises(UsageError, match="not read"):
         verify(gone, values=False, finite=True)
