@@ -38,7 +38,7 @@ from fsdp_compat._comm.mesh import axis_of
 from tests.support.models import DIM, Block
 from tests.support.parity import backward, make_pair
 from tests.support.programs import run_programs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
 from tests.support.simulation import Simulation
 
@@ -629,7 +629,7 @@ def skips_a_unit(uses: tuple[str, ...]) -> str:
     with pytest.raises(StateError, match="has failed before"):
         make_pair(Uses)
     again = make_pair(Uses, process_group=dist.new_group())
-    again.step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
+    again.step(lambda m, x: backward(m(x, "012").pow(2).mean()))
     return message
 
 
@@ -720,7 +720,7 @@ def is_interrupted_while_it_waits() -> tuple[str, str]:
     with pytest.raises(KeyboardInterrupt):
         pair.model(x, "012")
     comm.end_gather = end
-    pair.step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
+    pair.step(lambda m, x: backward(m(x, "012").pow(2).mean()))
     if pair.rank == 0:
         comm.connections.wait = interrupt
         with pytest.raises(KeyboardInterrupt):
@@ -798,7 +798,8 @@ def test_message_that_is_under_way_when_its_connection_closes_fails(
     assert "to do:    look at rank 1's own error first" in message
 
 
-def waits_too_long() -> tuple[list[float], list[float], str]:
+@on_ranks(2, group_timeout=2)
+def test_slow_rank_is_waited_for_up_to_the_time_limit() -> None:
     """Messages that no rank waited for are no obstacle; a slow rank is waited for; a rank that is
     slower than the time limit is not."""
     comm = communicator(axis_of(dist.group.WORLD), torch.device("cpu"))
@@ -814,13 +815,8 @@ def waits_too_long() -> tuple[list[float], list[float], str]:
         if comm.rank == 1:
             time.sleep(3.0)
         message = message_of(lambda: gathers(comm, 8))
-    return *found, message
-
-
-def test_slow_rank_is_waited_for_up_to_the_time_limit() -> None:
-    for *gathered, message in run_ranks(2, waits_too_long, group_timeout=2):
-        assert gathered == [[0, 0, 0, 1, 1, 1]] * 2
-        assert message.startswith("Waiting for tag 8 failed: no message within 2 s, the time limit")
+    assert found == [[0, 0, 0, 1, 1, 1]] * 2
+    assert message.startswith("Waiting for tag 8 failed: no message within 2 s, the time limit")
 
 
 # -- the thread
@@ -831,7 +827,8 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
-def outlives() -> tuple[int, int, int]:
+@on_ranks(2)
+def test_one_thread_runs_while_there_are_process_groups() -> None:
     """Numbers of threads with a model, after its process group was destroyed, and with the next
     model."""
     with patience(0.1):
@@ -849,13 +846,9 @@ def outlives() -> tuple[int, int, int]:
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world
         )
-        make_pair(Uses).step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
+        make_pair(Uses).step(lambda m, x: backward(m(x, "012").pow(2).mean()))
         found.append(len(threads()))
-    return tuple(found)
-
-
-def test_one_thread_runs_while_there_are_process_groups() -> None:
-    assert run_ranks(2, outlives) == [(1, 0, 1)] * 2
+    assert tuple(found) == (1, 0, 1)
 
 
 PROGRAM = """
@@ -889,7 +882,8 @@ def test_programs_exit_by_themselves(tmp_path: Path) -> None:
         assert "terminate called" not in each.err and "Fatal" not in each.err
 
 
-def two_models_in_two_threads() -> list[str]:
+@on_ranks(2)
+def test_two_models_train_in_two_threads_over_two_process_groups() -> None:
     """Two models train at once, each in its own thread, over its own process group."""
     groups = [dist.new_group() for _ in range(2)]
     pairs = [make_pair(Uses, process_group=group) for group in groups]
@@ -909,8 +903,4 @@ def two_models_in_two_threads() -> list[str]:
             thread.start()
         for thread in threads:
             thread.join()
-    return found
-
-
-def test_two_models_train_in_two_threads_over_two_process_groups() -> None:
-    assert run_ranks(2, two_models_in_two_threads) == [["", ""]] * 2
+    assert found == ["", ""]

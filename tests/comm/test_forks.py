@@ -194,7 +194,8 @@ def test_forks_during_a_step_do_not_change_it() -> None:
     assert len(children) == 2 * 5
 
 
-def reads_after_forks() -> list[float]:
+@on_ranks(1)
+def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
     """What a peer reads at a location that was told before several forks, the files of which it has
     not opened yet."""
     kept, found = [], []
@@ -206,19 +207,21 @@ def reads_after_forks() -> list[float]:
             os._exit(0)
         os.waitpid(child, 0)
     peer = PeerMemory(os.getpid(), shared_memory.arena().token)
-    return [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found]
-
-
-def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
-    assert run_ranks(1, reads_after_forks) == [[0.0, 1.0, 2.0]]
+    assert [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found] == [
+        0.0,
+        1.0,
+        2.0,
+    ]
 
 
 # -- cost
 
 
-def memory_of_forks() -> tuple[int, int, list[int], int]:
+@on_ranks(2)
+def test_fork_copies_nothing_and_leaves_nothing() -> None:
     """Bytes in files before four forks, after them, descriptors in each child, and bytes in files
     after the next steps."""
+    shards = 2 * WIDTH * WIDTH * 4 // 2
     training = Training()
     for _ in range(2):
         training.step()
@@ -241,18 +244,14 @@ def memory_of_forks() -> tuple[int, int, list[int], int]:
     for _ in range(2):
         training.step()
     training.optimizer.zero_grad()
-    return before, during, held, sum(files().values())
+    in_child, after = held, sum(files().values())
+    assert shards <= during <= before + (1 << 14), "one copy"
+    assert in_child == [0] * 4, "no descriptors of what the parent writes from now on"
+    assert after <= before + (1 << 16)
 
 
-def test_fork_copies_nothing_and_leaves_nothing() -> None:
-    shards = 2 * WIDTH * WIDTH * 4 // 2
-    for before, during, in_child, after in run_ranks(2, memory_of_forks):
-        assert shards <= during <= before + (1 << 14), "one copy"
-        assert in_child == [0] * 4, "no descriptors of what the parent writes from now on"
-        assert after <= before + (1 << 16)
-
-
-def uses_the_model_in_a_child() -> str:
+@on_ranks(2)
+def test_forked_process_that_uses_the_model_gets_an_error() -> None:
     training = Training()
     training.step()
 
@@ -265,18 +264,14 @@ def uses_the_model_in_a_child() -> str:
 
     message = Child(use).answer()
     training.step()
-    return message
-
-
-def test_forked_process_that_uses_the_model_gets_an_error() -> None:
-    for message in run_ranks(2, uses_the_model_in_a_child):
-        assert "this process was forked from a rank" in message
+    assert "this process was forked from a rank" in message
 
 
 # -- forks without Python
 
 
-def reads_in_a_process_that_c_has_forked() -> tuple[int, float]:
+@on_ranks(1)
+def test_process_forked_by_c_cannot_write_to_shards_of_its_parent() -> None:
     """The exit status of a child that writes to a shard, and the sum of the shard in the parent."""
     block = shared_memory.allocate(WIDTH * WIDTH, torch.float32, zero=True)
     assert shared_memory.locate(block) is not None
@@ -286,8 +281,4 @@ def reads_in_a_process_that_c_has_forked() -> tuple[int, float]:
         ctypes.memset(block.data_ptr(), 1, 4)
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return status, float(block.sum())
-
-
-def test_process_forked_by_c_cannot_write_to_shards_of_its_parent() -> None:
-    assert run_ranks(1, reads_in_a_process_that_c_has_forked) == [(-signal.SIGSEGV, 0.0)]
+    assert (status, float(block.sum())) == (-signal.SIGSEGV, 0.0)

@@ -29,7 +29,7 @@ from tests.comm.test_deadlock import assert_alike, message_of
 from tests.engine.test_counts import Operations, counting_sends
 from tests.support.models import DIM, Block
 from tests.support.parity import backward, make_pair
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
@@ -230,7 +230,8 @@ def test_all_reduce_is_right_in_every_size(ranks: int, medium: str) -> None:
     run_ranks(ranks, totals_of_all_sizes, environment=by(medium))
 
 
-def copies_of_an_exchange() -> tuple[list[int], bool]:
+@on_ranks(2)
+def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer() -> None:
     """Elements copied by a gather and a reduction, and whether either allocated a receive
     buffer."""
     comm = connect()
@@ -240,11 +241,10 @@ def copies_of_an_exchange() -> tuple[list[int], bool]:
     with Operations() as seen:
         comm.end_gather(comm.begin_gather(own, full, segments, 4), "parameters")
         reduced(comm, buffer, 4)
-    return seen.written["copy_"], bool({"empty_like", "clone", "_to_copy"} & seen.names.keys())
-
-
-def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer() -> None:
-    assert run_ranks(2, copies_of_an_exchange) == [([NUMEL, NUMEL], False)] * 2
+    assert (
+        seen.written["copy_"],
+        bool({"empty_like", "clone", "_to_copy"} & seen.names.keys()),
+    ) == ([NUMEL, NUMEL], False)
 
 
 def mixes_dtypes() -> str:
@@ -364,7 +364,8 @@ def test_peer_memory_checks_a_location_before_reading() -> None:
 # -- memory in flight
 
 
-def frees_too_early() -> tuple[bool, bool, bool]:
+@on_ranks(2)
+def test_block_is_reused_after_all_peers_have_read_it() -> None:
     """Rank 1 reads late. Returns whether rank 0 got the same block before that, and after, and
     whether rank 1 read the sum."""
     comm = connect()
@@ -385,11 +386,11 @@ def frees_too_early() -> tuple[bool, bool, bool]:
         right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
         del buffer, handle, segments
     comm.settle("gradients", True)
-    return early, shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address, right
-
-
-def test_block_is_reused_after_all_peers_have_read_it() -> None:
-    assert run_ranks(2, frees_too_early) == [(False, True, True)] * 2
+    assert (
+        early,
+        shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address,
+        right,
+    ) == (False, True, True)
 
 
 def sends_again_before_the_peer_has_read() -> list[float]:
@@ -560,7 +561,8 @@ def test_copies_of_a_block_are_ordinary_tensors() -> None:
         assert shared_memory.locate(other) is None
 
 
-def writes_after_a_fork() -> tuple[float, int]:
+@on_ranks(1)
+def test_writes_of_a_forked_process_stay_private() -> None:
     """The value in a parent's block after its child has written there, and the child's status."""
     block = in_block(NUMEL).fill_(2.0)
     child = os.fork()
@@ -574,11 +576,7 @@ def writes_after_a_fork() -> tuple[float, int]:
         finally:
             os._exit(2)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return block.max().item(), status
-
-
-def test_writes_of_a_forked_process_stay_private() -> None:
-    assert run_ranks(1, writes_after_a_fork) == [(2.0, 0)]
+    assert (block.max().item(), status) == (2.0, 0)
 
 
 # -- training
@@ -599,7 +597,7 @@ def trains_in_place(replicas: int) -> None:
     for options in TRAINED if replicas == 1 else [{"replicas": replicas}]:
         pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
         for _ in range(2):
-            pair.step(lambda m, x, turn: backward(m(x).pow(2).mean()))
+            pair.step(lambda m, x: backward(m(x).pow(2).mean()))
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -652,7 +650,8 @@ def test_training_without_more_shared_memory_raises_on_all_ranks() -> None:
         assert "rank 1 can get no more shared memory" in message
 
 
-def where_things_lie() -> tuple[bool, bool, list[int], int]:
+@on_ranks(2)
+def test_shards_lie_in_blocks_and_a_replicas_reduce_buffer_becomes_its_gradient() -> None:
     """For a large replicated unit: whether its gradient lies in one block in all steps, whether its
     shard does, elements copied, and bytes left."""
     pair = make_pair(
@@ -674,14 +673,11 @@ def where_things_lie() -> tuple[bool, bool, list[int], int]:
         parameter.grad = None
     (shard,) = shards.parameters()
     is_shared = shared_memory.locate(shard.detach()) is not None
-    return (
-        in_block and len(addresses) == 1,
-        is_shared,
-        copied,
-        model._runtime.groups[0].resident_nbytes,
-    )
-
-
-def test_shards_lie_in_blocks_and_a_replicas_reduce_buffer_becomes_its_gradient() -> None:
-    # Copied are the gradient into the buffer, and the other rank's half of the sum.
-    assert run_ranks(2, where_things_lie) == [(True, True, [1 << 20, 1 << 19], 0)] * 2
+    assert (
+        (
+            in_block and len(addresses) == 1,
+            is_shared,
+            copied,
+            model._runtime.groups[0].resident_nbytes,
+        )
+    ) == (True, True, [1 << 20, 1 << 19], 0)

@@ -120,7 +120,8 @@ class Sends(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sends_that_are_seen() -> list[tuple[int, int]]:
+@on_ranks(2, environment=MESSAGES)
+def test_profilers_and_dispatch_modes_see_what_is_sent() -> None:
     """Return how many sends, and of how many bytes, are handed to gloo, pass a dispatch mode, and
     appear in a profile (without bytes)."""
     model, real = wrapped(), list[int]()
@@ -132,17 +133,19 @@ def sends_that_are_seen() -> list[tuple[int, int]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model)
     [row] = [each for each in profile.key_averages() if each.key == "c10d::send"]
-    return [(len(real), sum(real)), (len(seen.nbytes), sum(seen.nbytes)), (row.count, 0)]
+    (number, nbytes), seen, profiled = [
+        (len(real), sum(real)),
+        (len(seen.nbytes), sum(seen.nbytes)),
+        (row.count, 0),
+    ]
+    assert number > 0 and nbytes > 0
+    assert seen == (number, nbytes)
+    assert profiled == (number, 0)
 
 
-def test_profilers_and_dispatch_modes_see_what_is_sent() -> None:
-    for (number, nbytes), seen, profiled in run_ranks(2, sends_that_are_seen, environment=MESSAGES):
-        assert number > 0 and nbytes > 0
-        assert seen == (number, nbytes)
-        assert profiled == (number, 0)
-
-
-def collectives_that_are_seen(fully: bool) -> tuple[dict[str, int], dict[str, int]]:
+@pytest.mark.parametrize("fully", [False, True])
+@on_ranks(2, environment=COPIED)
+def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
     """Return how many gathers and reductions a step makes, and how many a profile shows, where
     peers read all messages in place."""
     if fully:
@@ -159,28 +162,24 @@ def collectives_that_are_seen(fully: bool) -> tuple[dict[str, int], dict[str, in
         step(model)
     rows = {each.key: each.count for each in profile.key_averages()}
     kinds = {"begin_gather": Kind.GATHER, "begin_reduce": Kind.REDUCE}
-    return {name: traffic.counts[kind] for name, kind in kinds.items()}, {
-        name: rows.get(f"fsdp_compat::{name}", 0) for name in kinds
-    }
+    made, seen = (
+        {name: traffic.counts[kind] for name, kind in kinds.items()},
+        {name: rows.get(f"fsdp_compat::{name}", 0) for name in kinds},
+    )
+    assert min(made.values()) > BLOCKS
+    assert seen == made
 
 
-@pytest.mark.parametrize("fully", [False, True])
-def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
-    for made, seen in run_ranks(2, collectives_that_are_seen, fully, environment=COPIED):
-        assert min(made.values()) > BLOCKS
-        assert seen == made
-
-
-def barriers_that_are_seen() -> int:
+@on_ranks(2, environment=MAPPED)
+def test_profilers_see_the_barriers_of_mapped_passes() -> None:
     model = wrapped()
     step(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model)
-    return sum(each.count for each in profile.key_averages() if each.key.endswith("::end_barrier"))
-
-
-def test_profilers_see_the_barriers_of_mapped_passes() -> None:
-    assert run_ranks(2, barriers_that_are_seen, environment=MAPPED) == [4, 4]
+    assert (
+        sum(each.count for each in profile.key_averages() if each.key.endswith("::end_barrier"))
+        == 4
+    )
 
 
 def sent_by_steps(
@@ -293,8 +292,23 @@ def test_gathers_and_reductions_use_their_own_dtypes() -> None:
         )
 
 
-def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, int]]]:
+def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -> None:
+    """Make a method of one group call ``more`` when it has returned."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        more()
+        return answer
+
+    setattr(owner, name, both)
+
+
+@on_ranks(2)
+def test_root_and_last_block_stay_unsharded_from_the_second_step_on() -> None:
     """Per step: {unit: (gathers, reductions)}."""
+    strategy, num_steps = "FULL_SHARD", 3
     model = wrapped(sharding_strategy=ShardingStrategy[strategy])
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     for unit in model._runtime.units:
@@ -311,34 +325,18 @@ def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, i
                 for u in model._runtime.units
             }
         )
-    return steps
+    found = steps
+    assert found[0] == {"the root unit (a Model)": (1, 1)} | {
+        f"unit 'blocks.{i}'": (2, 1) for i in range(6)
+    }
+    assert found[1] == {"the root unit (a Model)": (1, 1)} | {
+        f"unit 'blocks.{i}'": (2, 1) for i in range(5)
+    } | {"unit 'blocks.5'": (1, 1)}
+    assert found[2] == found[1]
 
 
-def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -> None:
-    """Make a method of one group call ``more`` when it has returned."""
-    method = getattr(owner, name)
-
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        answer = method(*args, **kwargs)
-        more()
-        return answer
-
-    setattr(owner, name, both)
-
-
-def test_root_and_last_block_stay_unsharded_from_the_second_step_on() -> None:
-    for found in run_ranks(2, counts_by_unit, "FULL_SHARD", 3):
-        assert found[0] == {"the root unit (a Model)": (1, 1)} | {
-            f"unit 'blocks.{i}'": (2, 1) for i in range(6)
-        }
-        assert found[1] == {"the root unit (a Model)": (1, 1)} | {
-            f"unit 'blocks.{i}'": (2, 1) for i in range(5)
-        } | {"unit 'blocks.5'": (1, 1)}
-        assert found[2] == found[1]
-
-
-def sent_while_accumulating() -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_no_sync_reduces_nothing_until_the_next_synchronised_backward() -> None:
     """(gathers, reductions) of two backwards without communication and one with it."""
     model, found = wrapped(), []
     traffic = model._runtime.groups[0].shard.traffic
@@ -348,23 +346,16 @@ def sent_while_accumulating() -> list[tuple[int, int]]:
         with contextlib.nullcontext() if sync else model.no_sync():
             model(torch.ones(2, WIDTH)).pow(2).mean().backward()
         found.append((traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]))
-    return found
+    assert found == [(12, 0), (12, 0), (12, 7)]
 
 
-def test_no_sync_reduces_nothing_until_the_next_synchronised_backward() -> None:
-    assert run_ranks(2, sent_while_accumulating) == [[(12, 0), (12, 0), (12, 7)]] * 2
-
-
-def sent_in_inference() -> tuple[int, int]:
+@on_ranks(2)
+def test_forward_without_grad_gathers_every_unit_once() -> None:
     model = wrapped()
     traffic = model._runtime.groups[0].shard.traffic
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
-    return traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]
-
-
-def test_forward_without_grad_gathers_every_unit_once() -> None:
-    assert run_ranks(2, sent_in_inference) == [(7, 0)] * 2
+    assert (traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]) == (7, 0)
 
 
 # -- passes over memory
@@ -611,7 +602,11 @@ def test_shard_grad_op_keeps_all_units_and_one_reduce_buffer() -> None:
 # -- checks before a forward
 
 
-def looks_at_units(use_orig_params: bool) -> list[int]:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_units_are_checked_one_by_one_only_after_external_changes(
+    use_orig_params: bool,
+) -> None:
     """Return how often all units were checked one by one, in steps after the changes in the
     comments."""
     model = wrapped(use_orig_params=use_orig_params)
@@ -638,11 +633,4 @@ def looks_at_units(use_orig_params: bool) -> list[int]:
         parameter.data = parameter.data.clone()
         train()  # other memory
         train()
-    return found
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_are_checked_one_by_one_only_after_external_changes(
-    use_orig_params: bool,
-) -> None:
-    assert run_ranks(2, looks_at_units, use_orig_params) == [[1, 0, 0, 1, 0, 1, 0]] * 2
+    assert found == [1, 0, 0, 1, 0, 1, 0]

@@ -158,7 +158,8 @@ def test_training_is_bit_equal_to_copies_and_messages(
             assert all(map(torch.equal, one[rank], other[rank]))
 
 
-def sends_and_copies() -> tuple[int, int, int]:
+@on_ranks(2, environment=MAPPED)
+def test_forward_sends_copies_and_holds_nothing() -> None:
     """Bytes sent in a step, bytes that units hold, and the largest number of elements copied that
     is not a gradient's."""
     model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -169,11 +170,7 @@ def sends_and_copies() -> tuple[int, int, int]:
             output = model(torch.ones(2, WIDTH))
         held = sum(group.memory.resident_nbytes for group in model._runtime.groups)
         output.sum().backward()
-    return sum(sent), held, max(seen.written["copy_"], default=0)
-
-
-def test_forward_sends_copies_and_holds_nothing() -> None:
-    assert run_ranks(2, sends_and_copies, environment=MAPPED) == [(0, 0, 0)] * 2
+    assert (sum(sent), held, max(seen.written["copy_"], default=0)) == (0, 0, 0)
 
 
 # -- what users write
@@ -583,7 +580,8 @@ def test_programs_of_every_kind_run_mapped(
 # -- what is left
 
 
-def leaves_nothing() -> tuple[int, int, bool]:
+@on_ranks(2, environment=MAPPED)
+def test_nothing_is_left_mapped_after_the_model() -> None:
     """Parts mapped while a model lives and after it has died, and whether an unsharded parameter
     that outlives it can be read."""
     model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -599,12 +597,7 @@ def leaves_nothing() -> tuple[int, int, bool]:
     readable = bool(kept[0].isfinite().all())
     kept.clear()
     gc.collect()
-    return during, mapped._num_parts, readable
-
-
-def test_nothing_is_left_mapped_after_the_model() -> None:
-    for during, after, readable in run_ranks(2, leaves_nothing, environment=MAPPED):
-        assert (during > 0, after, readable) == (True, 0, True)
+    assert (during > 0, mapped._num_parts, readable) == (True, 0, True)
 
 
 # -- ranks that part

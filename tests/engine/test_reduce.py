@@ -17,7 +17,7 @@ from fsdp_compat._engine.conduct import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 RANKS = 2
 POLICY = ReducePolicy()
@@ -423,20 +423,18 @@ def test_sums_are_in_rank_order_and_equal_on_all_ranks(
     assert run_ranks(len(values), sums_of, values, dtype, total_dtype) == [[expected]] * len(values)
 
 
-def shard_sums_in(total_dtype: torch.dtype) -> list[float]:
+@on_ranks(3)
+def test_bfloat16_gradients_are_summed_in_the_shard_dtype() -> None:
+    total_dtype = torch.float32
     comm = communicator(mesh_from_group(None).shard, CPU)
     buffer = torch.full(
         (4 * comm.ranks,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16
     )
     segments = list(buffer.chunk(comm.ranks))
     pending = comm.begin_reduce(buffer, segments, comm.new_tag())
-    return (
-        comm.end_reduce(pending, segments[comm.rank], total_dtype, "a sum", None).unique().tolist()
-    )
-
-
-def test_bfloat16_gradients_are_summed_in_the_shard_dtype() -> None:
-    assert run_ranks(3, shard_sums_in, torch.float32) == [[258.0]] * 3
+    assert comm.end_reduce(
+        pending, segments[comm.rank], total_dtype, "a sum", None
+    ).unique().tolist() == [258.0]
 
 
 def test_one_rank_gets_a_copy_of_its_segment() -> None:

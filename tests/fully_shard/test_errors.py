@@ -24,7 +24,7 @@ from fsdp_compat import CPUOffload, FsdpCompatError, MixedPrecision
 from tests.support.fully_sharded import api, pair_of, shard_all, sharded_modules
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import Pair, one_backward, whole_parameters
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, on_ranks, run_ranks
 from tests.support.same_host import NOT_MAPPED
 
 PROMPT_S = 8.0  # on a busy machine
@@ -132,7 +132,9 @@ def _more_bad_arguments() -> Iterator[Case]:
     yield "lazy", FsdpCompatError, lambda m: shard(nn.LazyLinear(3))
 
 
-def _refuses_arguments() -> list[str]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_wrong_arguments_are_refused_and_change_nothing(ranks: int) -> None:
     """Return what was not refused as it should be. Collective."""
     model = Stack()
     before, problems = _snapshot(model), []
@@ -152,12 +154,7 @@ def _refuses_arguments() -> list[str]:
         problems += [problem] if problem else []
     one_backward(model, torch.ones(2, DIM))
     assert all(p.grad is not None for p in model.parameters())
-    return problems
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_wrong_arguments_are_refused_and_change_nothing(ranks: int) -> None:
-    assert run_ranks(ranks, _refuses_arguments) == [[]] * ranks
+    assert problems == []
 
 
 # -- moments
@@ -216,7 +213,8 @@ def _more_bad_calls(pair: Pair) -> Iterator[Case]:
     yield "method", FsdpCompatError, lambda: api.register_fsdp_forward_method(model, 3)
 
 
-def _refuses_calls() -> list[str]:
+@on_ranks(2)
+def test_wrong_calls_are_refused_and_the_next_step_trains() -> None:
     """Return what was not refused as it should be. Collective."""
     problems = []
     pair = pair_of(Stack)
@@ -234,14 +232,11 @@ def _refuses_calls() -> list[str]:
             if not torch.equal(value, values[name]):
                 problems.append(f"{name} has other values (used: {used})")
         pair.step()
-    return problems
+    assert problems == []
 
 
-def test_wrong_calls_are_refused_and_the_next_step_trains() -> None:
-    assert run_ranks(2, _refuses_calls) == [[], []]
-
-
-def _refuses_two_meshes() -> list[str]:
+@on_ranks(4)
+def test_settings_for_one_group_are_refused_where_there_are_two() -> None:
     """Settings for one group, on a module with two."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     info = api.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
@@ -258,11 +253,7 @@ def _refuses_two_meshes() -> list[str]:
     ]
     problems = [problem for case in cases if (problem := _problem_of(*case))]
     one_backward(model, torch.ones(2, DIM))
-    return problems
-
-
-def test_settings_for_one_group_are_refused_where_there_are_two() -> None:
-    assert run_ranks(4, _refuses_two_meshes) == [[]] * 4
+    assert problems == []
 
 
 class _Tied(nn.Module):
@@ -275,7 +266,8 @@ class _Tied(nn.Module):
         return self.second(self.first(x))
 
 
-def _refuses_a_tie_over_two_groups() -> str:
+@on_ranks(2)
+def test_a_parameter_in_two_groups_is_refused() -> None:
     model = _Tied()
 
     def call() -> None:
@@ -283,14 +275,12 @@ def _refuses_a_tie_over_two_groups() -> str:
         api.fully_shard(model.second)
         api.fully_shard(model)(torch.ones(1, DIM))
 
-    return _problem_of("tie", ValueError, call)
+    assert _problem_of("tie", ValueError, call) == ""
 
 
-def test_a_parameter_in_two_groups_is_refused() -> None:
-    assert run_ranks(2, _refuses_a_tie_over_two_groups) == ["", ""]
-
-
-def _needs_values() -> list[str]:
+@pytest.mark.skipif(api.name == "torch", reason="torch cannot go on after the first error")
+@on_ranks(2)
+def test_a_model_on_the_meta_device_is_refused_until_it_has_values() -> None:
     with torch.device("meta"):
         model = Stack()
     shard_all(model)
@@ -304,12 +294,7 @@ def _needs_values() -> list[str]:
             p.fill_(0.1)
     one_backward(model, torch.ones(2, DIM))
     assert all(p.grad is not None for p in model.parameters())
-    return [problem for problem in problems if problem]
-
-
-@pytest.mark.skipif(api.name == "torch", reason="torch cannot go on after the first error")
-def test_a_model_on_the_meta_device_is_refused_until_it_has_values() -> None:
-    assert run_ranks(2, _needs_values) == [[], []]
+    assert [problem for problem in problems if problem] == []
 
 
 # -- ranks that do different things

@@ -333,21 +333,18 @@ def _rounded() -> nn.Module:
     return model
 
 
-def _trains_patched(begins_on_meta: bool) -> None:
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@pytest.mark.parametrize("begins_on_meta", [False, True])
+@on_ranks(2)
+def test_methods_set_on_local_tensors_are_called(
+    begins_on_meta: bool, environment: dict[str, str]
+) -> None:
     pair = pair_of(_rounded, functools.partial(_shard_patched, begins_on_meta, _before))
     pair.step()  # weights have more digits now
     for parameter in pair.plain.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.data.to(BF16).float()
     pair.compare_outputs()
-
-
-@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-@pytest.mark.parametrize("begins_on_meta", [False, True])
-def test_methods_set_on_local_tensors_are_called(
-    begins_on_meta: bool, environment: dict[str, str]
-) -> None:
-    run_ranks(2, _trains_patched, begins_on_meta, environment=environment)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from tests.fully_shard import test_programs
 from tests.support.fully_sharded import api, shard_all
 from tests.support.models import Block
 from tests.support.parity import whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 48
@@ -195,7 +195,8 @@ def all_are(module: nn.Module, value: float) -> bool:
     return all(bool((parameter == value).all()) for parameter in module.parameters())
 
 
-def unshards_between_steps() -> list[bool]:
+@on_ranks(2, environment=MAPPED)
+def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() -> None:
     """Whether parameters have the values from when they were unsharded: by hand between steps, and
     in a backward that did not use them."""
     model = make()
@@ -211,11 +212,7 @@ def unshards_between_steps() -> list[bool]:
     fill(model, 3.0)
     dist.barrier()
     model[2].unshard()
-    return [all_are(model[0], 2.0), all_are(model[2], 2.0)]
-
-
-def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() -> None:
-    assert run_ranks(2, unshards_between_steps, environment=MAPPED) == [[True, True]] * 2
+    assert [all_are(model[0], 2.0), all_are(model[2], 2.0)] == [True, True]
 
 
 # -- what other files test with gathers

@@ -166,7 +166,9 @@ def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
         assert [any("Views of unsharded" in each for each in said) for said in found] == expected
 
 
-def _views_stay_readable() -> None:
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@on_ranks(2)
+def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]) -> None:
     """Over several reshards; the memory of the unsharded parameters goes when the views do."""
     model = _sharded()
     model.unshard()
@@ -186,11 +188,6 @@ def _views_stay_readable() -> None:
     model.unshard()
     model.reshard()
     assert group.resident_nbytes == 0
-
-
-@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]) -> None:
-    run_ranks(2, _views_stay_readable, environment=environment)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fsdp_compat._comm.backend import BackendTransport
 from tests.support.fully_sharded import api, require_sync, shard_all
 from tests.support.models import Block
 from tests.support.parity import whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 WIDTH, NUM_BLOCKS = 192, 3  # a block has two large matrices, and four small parameters
 NUM_STEPS = 4
@@ -98,15 +98,12 @@ class Some(nn.Module):
         return self.last(x) + self.first(x * 0) if dist.get_rank() == 0 else self.last(x)
 
 
-def uses_some() -> list[str]:
+@on_ranks(2)
+def test_all_ranks_have_gradients_of_what_some_rank_has_used() -> None:
+    expected = ["last.weight", "last.bias", "first.weight", "first.bias"]
     with mock.patch.object(_torch_private, "is_gloo", lambda group, device: False):
         model: Any = Some()
         policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         api.fully_shard(model, reshard_after_forward=False, mp_policy=policy)
         model(torch.ones(1, WIDTH)).sum().backward()
-    return [name for name, p in model.named_parameters() if p.grad is not None]
-
-
-def test_all_ranks_have_gradients_of_what_some_rank_has_used() -> None:
-    expected = ["last.weight", "last.bias", "first.weight", "first.bias"]
-    assert run_ranks(2, uses_some) == [expected, expected]
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == expected

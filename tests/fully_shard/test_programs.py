@@ -395,7 +395,12 @@ def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: st
     pair.compare_parameters()
 
 
-def _acts_alone(act: str) -> None:
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@pytest.mark.parametrize("act", ["step", "state dict"])
+@on_ranks(2)
+def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
+    act: str, environment: dict[str, str]
+) -> None:
     """Two evaluations, between which one rank steps an optimizer of its own, or looks at the
     state."""
     model: Any = shard_all(Stack())
@@ -412,14 +417,6 @@ def _acts_alone(act: str) -> None:
     with torch.no_grad():
         assert torch.equal(model(x), before)
     square(model, x).backward()
-
-
-@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-@pytest.mark.parametrize("act", ["step", "state dict"])
-def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
-    act: str, environment: dict[str, str]
-) -> None:
-    run_ranks(2, _acts_alone, act, environment=environment)
 
 
 # -- exceptions

@@ -74,37 +74,31 @@ def _check_placements(store: RowStore, wholes: dict[str, torch.Tensor]) -> None:
 # -- where parameters lie
 
 
-def plain_parameters() -> list[str]:
-    model = Shapes()
-    wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
-    mesh = init_device_mesh("cpu", (4,))
-    return _described(_store_of(model, DataMesh(mesh, 0, None)), wholes)
-
-
 def _described(store: RowStore, wholes: dict[str, torch.Tensor]) -> list[str]:
     _check_placements(store, wholes)
     assert store.is_intact()
     return [str(param.placements) for param, _ in store.sharded_params]
 
 
+@on_ranks(4)
 def test_plain_parameters_lie_as_torch_distributes_them() -> None:
-    for found in run_ranks(4, plain_parameters):
-        assert found[0] == "(Shard(dim=0),)"
-        assert found[2] == "(Replicate(),)"
-        assert found[6] == "(Shard(dim=1),)"
+    model = Shapes()
+    wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (4,))
+    found = _described(_store_of(model, DataMesh(mesh, 0, None)), wholes)
+    assert found[0] == "(Shard(dim=0),)"
+    assert found[2] == "(Replicate(),)"
+    assert found[6] == "(Shard(dim=1),)"
 
 
-def hybrid_parameters() -> list[str]:
+@on_ranks(4)
+def test_parameters_of_replicas_lie_on_both_dimensions() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Shapes()
     wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return _described(_store_of(model, DataMesh(mesh, 1, 0)), wholes)
-
-
-def test_parameters_of_replicas_lie_on_both_dimensions() -> None:
-    for found in run_ranks(4, hybrid_parameters):
-        assert found[0] == "(Replicate(), Shard(dim=0))"
-        assert found[2] == "(Replicate(), Replicate())"
+    found = _described(_store_of(model, DataMesh(mesh, 1, 0)), wholes)
+    assert found[0] == "(Replicate(), Shard(dim=0))"
+    assert found[2] == "(Replicate(), Replicate())"
 
 
 class Parallel(nn.Module):

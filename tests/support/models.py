@@ -3,7 +3,6 @@ docstring names."""
 
 from __future__ import annotations
 
-import copy
 import random
 import typing
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -160,18 +158,6 @@ def encoder_layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
 
 
-class TiedInside(nn.Module):
-    """Two modules of one unit share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh())
-
-
 # -- how units are called
 
 
@@ -184,40 +170,6 @@ class Reuse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(self.b(self.a(x))) if self.chained else self.b(self.a(x)) + self.a(x * 2)
-
-
-class Halves(nn.Module):
-    """Each call uses one half of the parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, second: bool) -> Tensor:
-        return self.b(x).tanh() if second else self.a(x).tanh()
-
-
-class HalvesInTurn(nn.Module):
-    """One unit runs twice, each time using other parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves, self.block = Halves(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.halves(self.block(self.halves(x, False)), True)
-
-
-class Recursive(nn.Module):
-    """A unit that calls itself, and uses its parameters afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-        inner = self(x * 0.5, depth - 1) if depth else 0
-        return self.linear(x + inner).tanh() + inner
 
 
 class TwoHeads(nn.Module):
@@ -257,123 +209,6 @@ class Record:
     label: str = ""
 
 
-class NestedIO(nn.Module):
-    """Inputs and outputs in a dataclass, a dict, a named tuple and a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, record: Record) -> Record:
-        x = record.value["x"]
-        return Record({"x": self.a(x).tanh(), "extra": Named(self.b(x), [x * 2, None, 3])}, "out")
-
-
-class NestedChain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = NestedIO(), NestedIO()
-
-    def forward(self, x: Tensor) -> Record:
-        return self.b(self.a(Record({"x": x * 1})))
-
-
-class ChangesItsInput(Block):
-    """Modifies its input in place: a hook on that tensor would be lost."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)
-        return super().forward(x)
-
-
-class ChangesOutputs(Stack):
-    """Modifies the outputs of its units in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            x.add_(1).mul_(0.7)
-        return self.head(x)
-
-
-class ChangesActivations(nn.Module):
-    """Adds a parameter to an activation in place: they must not share a version counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.bias, self.b = (
-            nn.Linear(DIM, DIM, bias=False),
-            nn.Parameter(torch.zeros(DIM)),
-            nn.Linear(DIM, DIM),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.relu_(self.a(x).add_(self.bias)))
-
-
-class TakesContext(nn.Module):
-    """An attribute brings in a tensor with a gradient; the last weight on its path is frozen."""
-
-    context: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.frozen = nn.Linear(DIM, DIM), frozen(lambda: nn.Linear(DIM, DIM))
-        self.context = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(x).tanh() + self.frozen(self.context)
-
-
-class GivesContext(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.user, self.tail = Block(), TakesContext(), Block()
-        self._users = [self.user]  # the module itself: a wrapper does not forward assignments
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._users[0].context = self.source(x)
-        out = self.tail(self.user(x))
-        self._users[0].context = None
-        return out
-
-
-class LossAside(nn.Module):
-    """Stores a loss of its own as an attribute."""
-
-    aux: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x).tanh()
-        self.aux = self.b(hidden).pow(2).mean()
-        return hidden * 1
-
-
-class LossAsideFromNone(LossAside):
-    """The attribute exists from the beginning, as None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.aux = None
-
-
-class LossElsewhere(LossAside):
-    """Puts its loss into a list that belongs to no module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = super().forward(x)
-        elsewhere.append(self.__dict__.pop("aux"))
-        return hidden
-
-
-elsewhere: list[Tensor] = []
-
-
 # -- frozen, unused, dtypes
 
 
@@ -406,28 +241,6 @@ class FrozenInCheckpoint(nn.Module):
         return self.tail(checkpoint(self.frozen, x, use_reentrant=False))
 
 
-class SpareParameter(Block):
-    """Has parameters that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(3, 5)
-
-
-class ManyDtypes(Block):
-    """float32, bfloat16 and int8 in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(
-            torch.randint(-128, 127, (5, 3), dtype=torch.int8), requires_grad=False
-        )
-        self.low = nn.Parameter(torch.randn(6).bfloat16())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.01 * self.codes.float().mean() + self.low.float().mean()
-
-
 # -- recomputation
 
 
@@ -439,10 +252,6 @@ def saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 def saves_everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
-
-
-def saves_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 class ForwardProducts(TorchDispatchMode):
@@ -497,39 +306,6 @@ class RecomputesBlocks(Stack):
         return self.head(x)
 
 
-class DropsAnOutput(nn.Module):
-    """A checkpoint with two outputs, one of which reaches the loss."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem, self.a, self.b, self.c, self.reentrant = (
-            Block(),
-            Block(),
-            Block(),
-            Block(),
-            reentrant,
-        )
-
-    def _region(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a = self.a(x)
-        return a, self.c(self.b(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._region, self.stem(x), use_reentrant=self.reentrant)[0]
-
-
-class RecomputesTwice(nn.Module):
-    """One unit in two checkpoints."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.stem, self.a, self.reentrant = nn.Linear(DIM, DIM), Block(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.a, self.stem(x), use_reentrant=self.reentrant)
-        return checkpoint(self.a, x, use_reentrant=self.reentrant)
-
-
 # -- exceptions
 
 
@@ -572,83 +348,7 @@ class FragileInside(Fragile):
         return x + self.down(_Fuse.apply(F.gelu(self.up(self.norm(x))), self))
 
 
-# -- backward inside forward
-
-
-class Forces(nn.Module):
-    """Takes the derivative of an energy in forward: running units must stay unsharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy, self.after = Stack(2), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        with torch.enable_grad():
-            (forces,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
-        return self.after(forces)
-
-
 # -- modules of torch
-
-
-class SparseEmbedding(nn.Module):
-    """Its gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Embedding(NUM_TOKENS, DIM, sparse=True), Block()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.block(self.embed(tokens))
-
-
-class Copies(nn.Sequential):
-    """Blocks made by deepcopy."""
-
-    def __init__(self) -> None:
-        block = Block()
-        super().__init__(block, copy.deepcopy(block), copy.deepcopy(block))
-
-
-class Parametrized(nn.Module):
-    """A linear layer whose weight is computed from other parameters."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        wrap = {
-            "old weight_norm": weight_norm,
-            "weight_norm": parametrizations.weight_norm,
-            "spectral_norm": parametrizations.spectral_norm,
-            "orthogonal": parametrizations.orthogonal,
-        }[kind]
-        self.linear = wrap(nn.Linear(DIM, DIM))
-        self.train(kind != "spectral_norm")  # the power iteration depends on the number of calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
-
-
-class Recurrent(nn.Module):
-    """An RNN also keeps its weights in a list."""
-
-    def __init__(self, kind: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.rnn, self.head = kind(DIM, DIM, num_layers=2, batch_first=True), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0])
-
-
-class Attention(nn.Module):
-    """nn.MultiheadAttention reads the weight of its output projection without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.block = nn.MultiheadAttention(DIM, 2, batch_first=True), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.attention(x, x, x)[0])
 
 
 class Blocks(nn.Module):

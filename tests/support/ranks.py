@@ -97,14 +97,15 @@ def run_ranks(
 
 def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on ``n`` ranks. n: a number, or the name of the parameter that has it.
-    limits: for ``run_ranks``."""
+    limits: for ``run_ranks``, which also takes a parameter ``environment`` of the test."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
             __tracebackhide__ = True
             ranks = arguments[n] if isinstance(n, str) else n
-            run_ranks(ranks, _Body(test.__module__, test.__name__), **limits, **arguments)
+            body = _Body(test.__module__, test.__name__, arguments)
+            run_ranks(ranks, body, **{"environment": arguments.get("environment"), **limits})
 
         return run
 
@@ -114,12 +115,12 @@ def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Cal
 class _Body:
     """The body of a test, sent by its name."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self.__module__, self.__qualname__ = module, name
+    def __init__(self, module: str, name: str, arguments: dict[str, Any]) -> None:
+        self.__module__, self.__qualname__, self._arguments = module, name, arguments
 
-    def __call__(self, **arguments: Any) -> None:
+    def __call__(self) -> None:
         test = getattr(importlib.import_module(self.__module__), self.__qualname__)
-        test.__wrapped__(**arguments)
+        test.__wrapped__(**self._arguments)
 
 
 def close_pool() -> None:

@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support import ranks
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,36 +53,25 @@ def test_processes_are_kept_and_shared_by_all_world_sizes() -> None:
     assert run_ranks(3, _pid) == four[:3]
 
 
-def test_this_process_has_no_process_group() -> None:
-    assert run_ranks(2, _sum) == [2.0, 2.0]
-    assert not dist.is_initialized()
+@on_ranks(2, environment={"ON_RANKS": "yes"})
+def _body(expected: str) -> None:
+    assert (os.environ["ON_RANKS"], dist.get_rank()) == (expected, 0)
 
 
-@given(n=st.integers(1, 3), scale=st.integers(0, 5))
-@settings(max_examples=10)
-def test_run_ranks_works_with_hypothesis(n: int, scale: int) -> None:
-    assert [result[0] for result in run_ranks(n, _identity, scale)] == [
-        scale * rank for rank in range(n)
-    ]
+def test_the_body_of_a_test_runs_on_ranks_and_fails_there() -> None:
+    for expected, failed in (("yes", [1]), ("no", [0, 1])):
+        with pytest.raises(RankError) as caught:
+            _body(expected=expected)
+        assert sorted(caught.value.failed) == failed
 
 
 # --- arguments and results ---
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return 2 * tensor
 
 
 def _returns_a_lock() -> object:
     import threading
 
     return threading.Lock()
-
-
-def test_tensors_are_sent_both_ways() -> None:
-    large = torch.arange(1_000_000, dtype=torch.float64)
-    for result in run_ranks(2, _double, large):
-        assert torch.equal(result, 2 * large)
 
 
 def test_a_local_function_is_refused_with_advice() -> None:
@@ -95,11 +82,6 @@ def test_a_local_function_is_refused_with_advice() -> None:
 def test_a_result_that_cannot_be_sent_is_reported() -> None:
     with pytest.raises(RankError, match=r"cannot pickle '_thread\.lock'"):
         run_ranks(1, _returns_a_lock)
-
-
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 rank"):
-        run_ranks(0, _pid)
 
 
 # --- one call does not affect the next ---
@@ -174,11 +156,6 @@ def test_the_group_is_made_again_for_every_call() -> None:
     assert run_ranks(2, _pid) == pids
 
 
-def test_device_meshes_of_an_earlier_call_do_no_harm() -> None:
-    for n in (2, 3, 2):
-        assert run_ranks(n, _with_a_mesh, n) == [132.0] * n
-
-
 def _num_gloo_threads(expected: int) -> int:
     """In the end: destructors of groups run beside the next call."""
     end = time.monotonic() + 5
@@ -225,10 +202,6 @@ def _asserts(expected: int) -> None:
     assert actual == expected and tensor.sum() > 0
 
 
-def _exits_with_sys_exit() -> None:
-    sys.exit("the end")
-
-
 def _sleeps_on_one_rank_while_the_other_raises() -> None:
     if dist.get_rank() == 0:
         raise ValueError("the one that failed")
@@ -268,11 +241,6 @@ def test_a_failed_assert_shows_local_variables_without_tensor_data() -> None:
     assert "  expected = 7\n" in message
     assert "  actual = 1\n" in message
     assert "  tensor = Tensor (2, 3) torch.float32\n" in message
-
-
-def test_sys_exit_is_reported() -> None:
-    with pytest.raises(RankError, match="SystemExit: the end"):
-        run_ranks(1, _exits_with_sys_exit)
 
 
 def test_output_of_a_call_that_returns_is_shown_with_the_test(

@@ -203,7 +203,8 @@ def test_what_is_zero_on_one_rank_does_not_change_what_is_reduced(use_orig_param
     assert zeros == [0, 0]
 
 
-def _keeps_whole_gradients_under_no_sync() -> tuple[int, int]:
+@on_ranks(2)
+def test_under_no_sync_gradients_are_kept_whole_and_parameters_are_not() -> None:
     pair = make_pair(Stack)
     groups = pair.model._runtime.groups
     with pair.model.no_sync():
@@ -211,12 +212,8 @@ def _keeps_whole_gradients_under_no_sync() -> tuple[int, int]:
     held = sum(group.resident_nbytes for group in groups)
     pair.optim.zero_grad()
     pair.step(one_backward)
-    return held, sum(group.shard.ranks * group.store.shard.nbytes for group in groups)
-
-
-def test_under_no_sync_gradients_are_kept_whole_and_parameters_are_not() -> None:
-    for held, whole in run_ranks(2, _keeps_whole_gradients_under_no_sync):
-        assert held == whole
+    whole = sum(group.shard.ranks * group.store.shard.nbytes for group in groups)
+    assert held == whole
 
 
 @both_forms

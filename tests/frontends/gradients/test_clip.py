@@ -399,7 +399,11 @@ def _counting_collectives(found: collections.Counter[str]) -> Iterator[None]:
                 setattr(cls, name, original)
 
 
-def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
+@flat_form
+@on_ranks(4, environment=MESSAGES)
+def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding(
+    use_orig_params: bool,
+) -> None:
     sent = {}
     for strategy, options in _strategies():
         model = FSDP(
@@ -414,21 +418,13 @@ def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
             with _counting_collectives(found):
                 model.clip_grad_norm_(1.0, norm_type)
             assert sent.setdefault(strategy.name, dict(found)) == dict(found)
-    return sent
-
-
-@flat_form
-def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding(
-    use_orig_params: bool,
-) -> None:
-    for sent in run_ranks(4, _sends, use_orig_params, environment=MESSAGES):
-        names = ("FULL_SHARD", "SHARD_GRAD_OP"), ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-        of_four, of_two = {"send": 3, "recv": 3}, {"send": 1, "recv": 1}
-        assert sent == {
-            **dict.fromkeys(names[0], of_four),
-            **dict.fromkeys(names[1], of_two),
-            "NO_SHARD": {},
-        }
+    names = ("FULL_SHARD", "SHARD_GRAD_OP"), ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    of_four, of_two = {"send": 3, "recv": 3}, {"send": 1, "recv": 1}
+    assert sent == {
+        **dict.fromkeys(names[0], of_four),
+        **dict.fromkeys(names[1], of_two),
+        "NO_SHARD": {},
+    }
 
 
 class _Kernels(TorchDispatchMode):
@@ -815,7 +811,8 @@ def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
             assert set(theirs["without a part"]) <= {(True, False)}, where
 
 
-def _clips_what_few_ranks_hold() -> list[float]:
+@on_ranks(4)
+def test_ranks_without_clipped_gradients_take_part() -> None:
     """Two of the four ranks hold no elements: clip with our function, with torch's, and only the
     bias."""
     model = FSDP(nn.Linear(3, 1), use_orig_params=True)
@@ -828,9 +825,4 @@ def _clips_what_few_ranks_hold() -> list[float]:
         model.zero_grad()
         model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
         found.append(clip(parameters).item())
-    return found
-
-
-def test_ranks_without_clipped_gradients_take_part() -> None:
-    for found in run_ranks(4, _clips_what_few_ranks_hold):
-        assert found == pytest.approx([10**0.5, 10**0.5, 1.0])
+    assert found == pytest.approx([10**0.5, 10**0.5, 1.0])

@@ -371,7 +371,10 @@ class GradientIs(nn.Module):
         return (self.weight * x).sum()
 
 
-def _undivided(strategy: ShardingStrategy) -> list[float]:
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@on_ranks(4)
+def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -> None:
+    sixty = float(torch.tensor(60000.0, dtype=FP16))
     model = FSDP(
         GradientIs(), sharding_strategy=strategy, mixed_precision=MixedPrecision(reduce_dtype=FP16)
     )
@@ -381,13 +384,7 @@ def _undivided(strategy: ShardingStrategy) -> list[float]:
     model.register_comm_hook(state, NotDivided())
     model(torch.full((8,), 60000.0)).backward()
     (grad,) = _whole(model).values()
-    return [state[0], *sorted(set(grad.tolist()))]
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -> None:
-    sixty = float(torch.tensor(60000.0, dtype=FP16))
-    assert run_ranks(4, _undivided, strategy) == [[sixty, sixty]] * 4
+    assert [state[0], *sorted(set(grad.tolist()))] == [sixty, sixty]
 
 
 # -- the hooks of torch

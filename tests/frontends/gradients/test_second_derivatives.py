@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
-from tests.support.models import Forces, Stack
+from tests.support.models import Block, Stack
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     backward,
@@ -22,6 +22,20 @@ from tests.support.parity import (
     trains,
 )
 from tests.support.ranks import on_ranks, run_ranks
+
+
+class Forces(nn.Module):
+    """Takes the derivative of an energy in forward: running units must stay unsharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.after = Stack(2), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        with torch.enable_grad():
+            (forces,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return self.after(forces)
 
 
 def _loss_and_penalty(m: nn.Module, x: Tensor) -> Tensor:

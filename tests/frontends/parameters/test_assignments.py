@@ -20,7 +20,7 @@ from fsdp_compat import ShardingStrategy, StateDictType, StateError, UsageError,
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 
@@ -233,8 +233,10 @@ def test_a_replaced_parameter_is_refused_by_every_call(
 # -- other memory between forward and backward
 
 
-def _changes_between(strategy: str) -> list[str]:
+@on_ranks(2)
+def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() -> None:
     """Return what happens with torch's class and with ours."""
+    strategy = "SHARD_GRAD_OP"
     found = []
     for cls, strategies in ((TorchFSDP, TorchStrategy), (FSDP, ShardingStrategy)):
         torch.manual_seed(0)
@@ -257,12 +259,7 @@ def _changes_between(strategy: str) -> list[str]:
                 if "between forward and" in str(error)
                 else str(error)
             )
-    return found
-
-
-def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() -> None:
-    for found in run_ranks(2, _changes_between, "SHARD_GRAD_OP"):
-        assert found == ["between forward and backward"] * 2
+    assert found == ["between forward and backward"] * 2
 
 
 @on_ranks(2)

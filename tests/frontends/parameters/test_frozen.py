@@ -12,18 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateError
-from tests.support.models import (
-    DIM,
-    Block,
-    FrozenInCheckpoint,
-    Lora,
-    ManyDtypes,
-    SpareParameter,
-    Stack,
-    Switch,
-    chain,
-    frozen,
-)
+from tests.support.models import DIM, Block, FrozenInCheckpoint, Lora, Stack, Switch, chain, frozen
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     backward,
@@ -37,6 +26,28 @@ from tests.support.parity import (
     wide_vectors,
 )
 from tests.support.ranks import on_ranks, run_ranks
+
+
+class SpareParameter(Block):
+    """Has parameters that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 5)
+
+
+class ManyDtypes(Block):
+    """float32, bfloat16 and int8 in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(
+            torch.randint(-128, 127, (5, 3), dtype=torch.int8), requires_grad=False
+        )
+        self.low = nn.Parameter(torch.randn(6).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.codes.float().mean() + self.low.float().mean()
 
 
 def _two_backwards(m: nn.Module, x: Tensor) -> Tensor:

@@ -271,7 +271,9 @@ def test_fp16_gradients_that_are_powers_of_two_are_averaged_without_any_error(
     )
 
 
-def _accumulates_in_fp16(use_orig_params: bool) -> list[float]:
+@both_forms
+@on_ranks(4)
+def test_accumulated_fp16_gradients_are_divided_once(use_orig_params: bool) -> None:
     """Backwards under no_sync, in the buffer that is divided on the way in."""
     precision = MixedPrecision(param_dtype=FP32, reduce_dtype=FP16)
     model = FSDP(GradientIs(), mixed_precision=precision, use_orig_params=use_orig_params)
@@ -280,12 +282,7 @@ def _accumulates_in_fp16(use_orig_params: bool) -> list[float]:
             model(torch.full((8,), given)).backward()
     model(torch.full((8,), 32768.0)).backward()
     (grad,) = _whole(model).values()
-    return sorted(set(grad.tolist()))
-
-
-@both_forms
-def test_accumulated_fp16_gradients_are_divided_once(use_orig_params: bool) -> None:
-    assert run_ranks(4, _accumulates_in_fp16, use_orig_params) == [[57344.0]] * 4
+    assert sorted(set(grad.tolist())) == [57344.0]
 
 
 # -- keep_low_precision_grads
@@ -1223,7 +1220,8 @@ def test_mode_change_before_backward_has_no_effect_with_unused_units() -> None:
     )
 
 
-def _only_with_one() -> list[torch.dtype]:
+@on_ranks(1)
+def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
     found = []
     for value in ("0", "", "true", "1"):
         with _environment(value):
@@ -1231,8 +1229,4 @@ def _only_with_one() -> list[torch.dtype]:
         model.eval()
         with torch.no_grad():
             found.append(model(torch.ones(1, DIM)).dtype)
-    return found
-
-
-def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
-    assert run_ranks(1, _only_with_one) == [[BF16, BF16, BF16, FP32]]
+    assert found == [BF16, BF16, BF16, FP32]

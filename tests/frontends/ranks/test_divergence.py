@@ -163,23 +163,20 @@ def test_different_calls_models_and_orders_are_refused() -> None:
                 assert_told(message, rf"rank {rank} called {name}\(\) at {HERE}:\d+ in \w+\(\)")
 
 
-def clips_on_rank_0() -> str:
+@pytest.mark.parametrize("environment", [NOT_MAPPED, MAPPED])
+@on_ranks(2)
+def test_clipping_on_one_rank_while_another_trains_fails_on_both(
+    environment: dict[str, str],
+) -> None:
     """In the second step rank 0 clips, and the other one trains on."""
     model = build()
     step(model)
     model.clip_grad_norm_(1.0)
     step(model)
-    return message_of(lambda: model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else step(model))
-
-
-@pytest.mark.parametrize("environment", [NOT_MAPPED, MAPPED])
-def test_clipping_on_one_rank_while_another_trains_fails_on_both(
-    environment: dict[str, str],
-) -> None:
-    for message in run_ranks(2, clips_on_rank_0, environment=environment):
-        assert_told(
-            message, "ranks wait for each other", "rank 0 waits for the norm of the gradients"
-        )
+    message = message_of(
+        lambda: model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else step(model)
+    )
+    assert_told(message, "ranks wait for each other", "rank 0 waits for the norm of the gradients")
 
 
 def decides_alone() -> str:
@@ -531,29 +528,23 @@ def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
     assert run_ranks(1, meets) == [{what: [] for what in found}]
 
 
-def is_switched_off() -> list[str]:
+@on_ranks(2)
+def test_all_calls_work_without_the_check() -> None:
     model, found = build(), []
     step(model)
     os.environ["FSDP_COMPAT_MEET"] = "0"
     with counted(found):
         assert_goes_on(model)
-    return found
+    assert found == []
 
 
-def test_all_calls_work_without_the_check() -> None:
-    assert run_ranks(2, is_switched_off) == [[], []]
-
-
-def saves_in_a_world_of_fake_ranks() -> list[str]:
+@on_ranks(1)
+def test_fake_ranks_are_not_waited_for() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    return sorted(FSDP(nn.Linear(4, 4)).state_dict())
-
-
-def test_fake_ranks_are_not_waited_for() -> None:
-    assert run_ranks(1, saves_in_a_world_of_fake_ranks) == [["bias", "weight"]]
+    assert sorted(FSDP(nn.Linear(4, 4)).state_dict()) == ["bias", "weight"]
 
 
 # -- programs

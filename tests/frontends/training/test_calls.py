@@ -15,24 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
-from tests.support.models import (
-    DIM,
-    Block,
-    ChangesActivations,
-    ChangesItsInput,
-    ChangesOutputs,
-    GivesContext,
-    Halves,
-    HalvesInTurn,
-    NestedChain,
-    NestedIO,
-    Recursive,
-    Reuse,
-    Stack,
-    TakesContext,
-    TwoHeads,
-    chain,
-)
+from tests.support.models import DIM, Block, Named, Record, Reuse, Stack, TwoHeads, chain, frozen
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     assert_close,
@@ -55,6 +38,122 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 
 # -- how often, and which part
+
+
+class Halves(nn.Module):
+    """Each call uses one half of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return self.b(x).tanh() if second else self.a(x).tanh()
+
+
+class HalvesInTurn(nn.Module):
+    """One unit runs twice, each time using other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves, self.block = Halves(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halves(self.block(self.halves(x, False)), True)
+
+
+class Recursive(nn.Module):
+    """A unit that calls itself, and uses its parameters afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        inner = self(x * 0.5, depth - 1) if depth else 0
+        return self.linear(x + inner).tanh() + inner
+
+
+class NestedIO(nn.Module):
+    """Inputs and outputs in a dataclass, a dict, a named tuple and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, record: Record) -> Record:
+        x = record.value["x"]
+        return Record({"x": self.a(x).tanh(), "extra": Named(self.b(x), [x * 2, None, 3])}, "out")
+
+
+class NestedChain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = NestedIO(), NestedIO()
+
+    def forward(self, x: Tensor) -> Record:
+        return self.b(self.a(Record({"x": x * 1})))
+
+
+class ChangesItsInput(Block):
+    """Modifies its input in place: a hook on that tensor would be lost."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+class ChangesOutputs(Stack):
+    """Modifies the outputs of its units in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            x.add_(1).mul_(0.7)
+        return self.head(x)
+
+
+class ChangesActivations(nn.Module):
+    """Adds a parameter to an activation in place: they must not share a version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bias, self.b = (
+            nn.Linear(DIM, DIM, bias=False),
+            nn.Parameter(torch.zeros(DIM)),
+            nn.Linear(DIM, DIM),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu_(self.a(x).add_(self.bias)))
+
+
+class TakesContext(nn.Module):
+    """An attribute brings in a tensor with a gradient; the last weight on its path is frozen."""
+
+    context: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.frozen = nn.Linear(DIM, DIM), frozen(lambda: nn.Linear(DIM, DIM))
+        self.context = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x).tanh() + self.frozen(self.context)
+
+
+class GivesContext(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.user, self.tail = Block(), TakesContext(), Block()
+        self._users = [self.user]  # the module itself: a wrapper does not forward assignments
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._users[0].context = self.source(x)
+        out = self.tail(self.user(x))
+        self._users[0].context = None
+        return out
 
 
 @both_forms

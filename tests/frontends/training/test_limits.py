@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
-from tests.support import models
-from tests.support.models import (
-    DIM,
-    WIDE,
-    LossAside,
-    LossAsideFromNone,
-    LossElsewhere,
-    Stack,
-    chain,
-)
+from tests.support.models import DIM, WIDE, Stack, chain
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     backward,
@@ -35,6 +26,41 @@ from tests.support.parity import (
 from tests.support.ranks import on_ranks, run_ranks
 
 # -- losses from elsewhere
+
+
+class LossAside(nn.Module):
+    """Stores a loss of its own as an attribute."""
+
+    aux: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x).tanh()
+        self.aux = self.b(hidden).pow(2).mean()
+        return hidden * 1
+
+
+class LossAsideFromNone(LossAside):
+    """The attribute exists from the beginning, as None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = None
+
+
+class LossElsewhere(LossAside):
+    """Puts its loss into a list that belongs to no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        elsewhere.append(self.__dict__.pop("aux"))
+        return hidden
+
+
+elsewhere: list[Tensor] = []
 
 
 def _output_and_attribute(m: nn.Module, x: Tensor) -> Tensor:
@@ -60,9 +86,9 @@ def test_a_loss_may_be_an_attribute_of_a_module(
 
 
 def _losses_in_a_list(m: nn.Module, x: Tensor) -> Tensor:
-    models.elsewhere.clear()
+    elsewhere.clear()
     m(x)
-    return backward(sum(models.elsewhere))
+    return backward(sum(elsewhere))
 
 
 @both_forms
@@ -108,7 +134,13 @@ def test_gradients_that_come_past_every_hook_are_an_error_that_names_the_unit(
 # -- freed parameters
 
 
-def _reaches_for_freed_parameters() -> list[str]:
+@on_ranks(2)
+def test_freed_parameters_are_not_within_reach() -> None:
+    wrapped = "_fsdp_wrapped_module"
+    expected = [
+        f"{wrapped}._flat_param",
+        *(f"{wrapped}.blocks.{i}.{wrapped}._flat_param" for i in range(3)),
+    ]
     pair = train(Stack)
     for use in (
         lambda: pair.model.blocks[0].up.weight.data,
@@ -117,17 +149,8 @@ def _reaches_for_freed_parameters() -> list[str]:
     ):
         with pytest.raises(AttributeError, match="weight"):
             use()
-    return [name for name, _ in pair.model.named_parameters()]
-
-
-def test_freed_parameters_are_not_within_reach() -> None:
-    wrapped = "_fsdp_wrapped_module"
-    expected = [
-        f"{wrapped}._flat_param",
-        *(f"{wrapped}.blocks.{i}.{wrapped}._flat_param" for i in range(3)),
-    ]
-    for names in run_ranks(2, _reaches_for_freed_parameters):
-        assert sorted(names) == expected
+    names = [name for name, _ in pair.model.named_parameters()]
+    assert sorted(names) == expected
 
 
 def _shows_original_parameters() -> list[tuple[str, int, int]]:

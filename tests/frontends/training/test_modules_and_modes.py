@@ -4,29 +4,21 @@ attention, bf16."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, weight_norm
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.models import (
-    Attention,
-    Block,
-    Blocks,
-    Copies,
-    Parametrized,
-    Recurrent,
-    SparseEmbedding,
-    Stack,
-    chain,
-    encoder_layer,
-)
+from tests.support.models import DIM, NUM_TOKENS, Block, Blocks, Stack, chain, encoder_layer
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
@@ -42,6 +34,65 @@ from tests.support.parity import (
     train,
 )
 from tests.support.ranks import on_ranks, run_ranks
+
+
+class SparseEmbedding(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(NUM_TOKENS, DIM, sparse=True), Block()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embed(tokens))
+
+
+class Copies(nn.Sequential):
+    """Blocks made by deepcopy."""
+
+    def __init__(self) -> None:
+        block = Block()
+        super().__init__(block, copy.deepcopy(block), copy.deepcopy(block))
+
+
+class Parametrized(nn.Module):
+    """A linear layer whose weight is computed from other parameters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        wrap = {
+            "old weight_norm": weight_norm,
+            "weight_norm": parametrizations.weight_norm,
+            "spectral_norm": parametrizations.spectral_norm,
+            "orthogonal": parametrizations.orthogonal,
+        }[kind]
+        self.linear = wrap(nn.Linear(DIM, DIM))
+        self.train(kind != "spectral_norm")  # the power iteration depends on the number of calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Recurrent(nn.Module):
+    """An RNN also keeps its weights in a list."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(DIM, DIM, num_layers=2, batch_first=True), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention reads the weight of its output projection without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.block = nn.MultiheadAttention(DIM, 2, batch_first=True), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.attention(x, x, x)[0])
 
 
 def _trains(*args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.utils.checkpoint import (
+    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
@@ -20,17 +21,15 @@ from torch.utils.checkpoint import (
 
 from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import (
+    DIM,
     Block,
-    DropsAnOutput,
     ForwardProducts,
     Inner,
     Outer,
     Recomputed,
     RecomputesBlocks,
-    RecomputesTwice,
     Stack,
     saves_everything,
-    saves_nothing,
     saves_products,
 )
 from tests.support.pairwise import each_value, pairwise
@@ -46,6 +45,43 @@ from tests.support.ranks import on_ranks, run_ranks
 
 both_kinds = pytest.mark.parametrize("reentrant", [False, True])
 early_or_not = pytest.mark.parametrize("early_stop", [False, True])
+
+
+def saves_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+class DropsAnOutput(nn.Module):
+    """A checkpoint with two outputs, one of which reaches the loss."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.a, self.b, self.c, self.reentrant = (
+            Block(),
+            Block(),
+            Block(),
+            Block(),
+            reentrant,
+        )
+
+    def _region(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = self.a(x)
+        return a, self.c(self.b(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._region, self.stem(x), use_reentrant=self.reentrant)[0]
+
+
+class RecomputesTwice(nn.Module):
+    """One unit in two checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.a, self.reentrant = nn.Linear(DIM, DIM), Block(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.a, self.stem(x), use_reentrant=self.reentrant)
+        return checkpoint(self.a, x, use_reentrant=self.reentrant)
 
 
 def _trains(*args: Any, early_stop: bool = True, num_steps: int = 2, **kwargs: Any) -> None:

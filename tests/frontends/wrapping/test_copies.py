@@ -776,7 +776,9 @@ def test_copied_optimizer_trains_its_model_or_raises(
 # -- size
 
 
-def _sizes(use_orig_params: bool) -> list[int]:
+@both_forms
+@on_ranks(2)
+def test_a_pickle_is_as_large_as_the_shard(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     model = FSDP(
         nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))),
@@ -798,15 +800,10 @@ def _sizes(use_orig_params: bool) -> list[int]:
         assert sum(memory.values()) <= shard + 4096, (
             "the parameters of the copy hold its shard, and nothing else"
         )
-    return sizes
-
-
-@both_forms
-def test_a_pickle_is_as_large_as_the_shard(use_orig_params: bool) -> None:
-    for shard, *packed in run_ranks(2, _sizes, use_orig_params):
-        assert shard >= 4 * 256 * 257 * 4 // 2
-        for nbytes in packed:
-            assert shard <= nbytes <= 1.1 * shard + 40_000
+    shard, *packed = sizes
+    assert shard >= 4 * 256 * 257 * 4 // 2
+    for nbytes in packed:
+        assert shard <= nbytes <= 1.1 * shard + 40_000
 
 
 def _hands_a_pickle_over(use_orig_params: bool) -> bytes:

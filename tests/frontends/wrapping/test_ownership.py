@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.pairwise import pairwise
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 FSDP = FullyShardedDataParallel
 
@@ -210,7 +210,14 @@ class WithLoss(nn.Module):
         return y
 
 
-def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync: bool) -> bool:
+@pairwise
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("forward_replaced", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_an_unreferenced_model_is_freed_completely(
+    use_orig_params: bool, forward_replaced: bool, sync: bool
+) -> None:
     """Whether a model is alive that was trained and dropped."""
 
     def train_and_drop() -> weakref.ref[nn.Module]:
@@ -233,23 +240,11 @@ def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync
 
     reference = train_and_drop()
     gc.collect()
-    return reference() is not None
+    assert not (reference() is not None)
 
 
-@pairwise
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("forward_replaced", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_an_unreferenced_model_is_freed_completely(
-    use_orig_params: bool, forward_replaced: bool, sync: bool
-) -> None:
-    assert run_ranks(2, _what_is_left_of_a_model, use_orig_params, forward_replaced, sync) == [
-        False,
-        False,
-    ]
-
-
-def _backward_without_model() -> str:
+@on_ranks(2)
+def test_a_graph_holds_its_model_for_one_backward() -> None:
     x = torch.ones(2, 8, requires_grad=True)
     loss = FSDP(network())(x).sum()
     gc.collect()
@@ -258,12 +253,8 @@ def _backward_without_model() -> str:
     gc.collect()
     with pytest.raises(StateError) as caught:
         loss.backward()
-    return str(caught.value)
-
-
-def test_a_graph_holds_its_model_for_one_backward() -> None:
-    for message in run_ranks(2, _backward_without_model):
-        assert "garbage-collected" in message
+    message = str(caught.value)
+    assert "garbage-collected" in message
 
 
 @on_ranks(2)

@@ -127,7 +127,9 @@ def test_hybrid_units_train_nested_in_others_and_around_others() -> None:
 # -- original parameters in some units
 
 
-def _mixes_forms(root: bool) -> tuple[int, int]:
+@pytest.mark.parametrize(("root", "expected"), [(False, (1 + 4, 2 * 2)), (True, (2, 4 + 4 * 6))])
+@on_ranks(2)
+def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, int]) -> None:
     """The numbers of FlatParameters and of others in the optimizer."""
     policy = CustomPolicy(
         partial(_answers, {Outer: {"use_orig_params": not root}, Inner: {"use_orig_params": root}})
@@ -138,12 +140,7 @@ def _mixes_forms(root: bool) -> tuple[int, int]:
         isinstance(p, fsdp_compat.fully_sharded_data_parallel.FlatParameter)
         for p in pair.model.parameters()
     )
-    return flat, len(list(pair.model.parameters())) - flat
-
-
-@pytest.mark.parametrize(("root", "expected"), [(False, (1 + 4, 2 * 2)), (True, (2, 4 + 4 * 6))])
-def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, int]) -> None:
-    assert run_ranks(2, _mixes_forms, root) == [expected] * 2
+    assert (flat, len(list(pair.model.parameters())) - flat) == expected
 
 
 # -- dtypes
@@ -456,7 +453,8 @@ def test_torch_policies_wrap_the_same_modules() -> None:
         assert len(got) > 1, name
 
 
-def _wraps_by_torchs_context() -> int:
+@on_ranks(2)
+def test_torch_wrap_accepts_our_class() -> None:
     plain, model = _two_copies(NESTED)
     strategy = torch_fsdp.ShardingStrategy.SHARD_GRAD_OP
     with torch_wrap.enable_wrap(wrapper_cls=FSDP, sharding_strategy=strategy):
@@ -465,11 +463,7 @@ def _wraps_by_torchs_context() -> int:
     units = FSDP.fsdp_modules(model)
     assert {unit.sharding_strategy for unit in units} == {SHARD_GRAD_OP}
     _train(Pair(plain, model))
-    return len(units)
-
-
-def test_torch_wrap_accepts_our_class() -> None:
-    assert run_ranks(2, _wraps_by_torchs_context) == [3, 3]
+    assert len(units) == 3
 
 
 @on_ranks(2)

@@ -159,19 +159,19 @@ POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _follows_a_policy(name: str, **options: Any) -> int:
-    plain, model = _two_copies()
-    return _train(Pair(plain, FSDP(model, auto_wrap_policy=POLICIES[name](), **options)))
-
-
 @each_value
 @both_forms
 @pytest.mark.parametrize(
     ("name", "num_units"),
     [("size", 4), ("lambda", 4), ("transformer", 4), ("custom", 12), ("always", 16)],
 )
+@on_ranks(2)
 def test_every_policy_trains_as_unsharded(name: str, num_units: int, use_orig_params: bool) -> None:
-    assert run_ranks(2, _follows_a_policy, name, use_orig_params=use_orig_params) == [num_units] * 2
+    options = {"use_orig_params": use_orig_params}
+    plain, model = _two_copies()
+    assert (
+        _train(Pair(plain, FSDP(model, auto_wrap_policy=POLICIES[name](), **options))) == num_units
+    )
 
 
 # -- where values come from
