@@ -134,7 +134,10 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
             state_dict[clean] = state_dict.pop(key)
     if not own.unit.summoned:
         _metadata, _strict, missing, _unexpected, errors = rest
-        _load_unit(own, state_dict, prefix, missing, errors)
+        plan = _UnitPlan(own, state_dict, prefix)  # a module around it may not have looked
+        missing += plan.missing
+        errors += plan.errors
+        plan.load_out_of(state_dict)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{FSDP_WRAPPED_MODULE}.{key[len(prefix) :]}"] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
@@ -296,28 +299,14 @@ class _UnitPlan:
             values = {index: [*its.values()][-1] for index, its in found.items() if its}
             self.loads.append(functools.partial(_load_params, group, values, own.takes_parts))
 
-
-def _load_unit(
-    own: ModelUnit,
-    entries: MutableMapping[str, Any],
-    prefix: str,
-    missing: list[str],
-    errors: list[str],
-) -> None:
-    """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's
-    part of each into its shard; nothing if a value does not fit, as a module around this one may be
-    loading, without an earlier check.
-
-    Collective if a value is sharded in another way than the unit, or is `Rank0Value`.
-    """
-    plan = _UnitPlan(own, entries, prefix)
-    missing += plan.missing
-    errors += plan.errors
-    for key in plan.keys:
-        del entries[key]
-    with torch.no_grad():
-        for load in plan.loads if not plan.errors else ():
-            load()
+    def load_out_of(self, entries: MutableMapping[str, Any]) -> None:
+        """Take the unit's entries, and copy this rank's parts into its shards; nothing if a value
+        does not fit. Collective if a value is sharded in another way, or is `Rank0Value`."""
+        for key in self.keys:
+            del entries[key]
+        with torch.no_grad():
+            for load in self.loads if not self.errors else ():
+                load()
 
 
 def _load_flat(group: Group, section: Section, flat: Any) -> None:

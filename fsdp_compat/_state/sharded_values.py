@@ -44,13 +44,14 @@ if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
 
 
 # What tensors have by these names is asked of the value itself, or done to each of its shards.
-_PROPERTIES = (
-    *("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape"),
-    *("grad", "grad_fn"),
-)
-_METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
-_FACTS = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
-    getattr(torch.Tensor, name) for name in _METHODS
+_FACTS = {
+    function
+    for name in (
+        *("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape"),
+        *("grad", "grad_fn", "dim", "element_size", "is_complex", "is_floating_point"),
+        *("nelement", "numel", "size"),
+    )
+    for function in (getattr(torch.Tensor, name), getattr(torch.Tensor, name).__get__)
 }
 _COPIES = {torch.clone, torch.detach} | {
     getattr(torch.Tensor, name) for name in ("clone", "detach", "cpu", "cuda", "to")
@@ -276,10 +277,10 @@ class BoxedTensor(ShardedTensor):
 
     def wrong_shard(self) -> str | None:
         """Describe a local shard that does not fit this rank's part; None if all fit."""
-        boxes = self.cut.own_boxes()
-        if len(boxes) != len(self._local_shards):
-            return f"{len(self._local_shards)} local shards instead of {len(boxes)}"
-        for box, shard in zip(boxes, self._local_shards, strict=True):
+        boxes, shards = self.cut.own_boxes(), self._local_shards
+        if len(boxes) != len(shards):
+            return f"{len(shards)} local shards instead of {len(boxes)}"
+        for box, shard in zip(boxes, shards, strict=True):
             tensor: Any = shard.tensor
             if not isinstance(tensor, torch.Tensor) or not _torch_private.is_plain(tensor):
                 return f"a {type(tensor).__name__} in the place of a tensor of shape {box.sizes}"
@@ -381,10 +382,8 @@ class BoxedTensor(ShardedTensor):
     def new_empty(self, size: Any, **kwargs: Any) -> BoxedTensor:  # type: ignore[override]
         """Return a value of the same shape without attributes: copying begins with one."""
         if tuple(size) != self.whole_shape:
-            raise ValueError(
-                f"a sharded tensor of shape {self.whole_shape} can only be copied as a whole, not "
-                f"as {tuple(size)}"
-            )
+            shapes = f"of shape {self.whole_shape} can only be copied as a whole, not as"
+            raise ValueError(f"a sharded tensor {shapes} {tuple(size)}")
         device = torch.device(kwargs.get("device") or self.device)
         return _empty(self.whole_shape, self.dtype, device)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -189,61 +187,6 @@ def test_a_mesh_of_two_dimensions_is_pickled() -> None:
 
 def test_models_with_a_mesh_save_dtensors_and_say_so_in_the_configuration() -> None:
     run_ranks(2, _says_so)
-
-
-def _save(path: str, kind: str) -> None:
-    if kind == "torch":
-        dcp.save(torchs_state(theirs(make_model(1, odd=False))), checkpoint_id=path)
-    elif kind == "boxes":
-        dcp.save(
-            sharded_state(FSDP(make_model(1), auto_wrap_policy=ModuleWrapPolicy({Block}))),
-            checkpoint_id=path,
-        )
-    else:
-        model = ours(make_model(1, odd=kind != "for torch"), True, kind == "hybrid")
-        dcp.save(sharded_state(model), checkpoint_id=path)
-
-
-def _load(path: str, kind: str, odd: bool) -> None:
-    if kind == "torch":
-        model = theirs(make_model(2, odd=False))
-        with TorchFSDP.state_dict_type(model, TorchType.SHARDED_STATE_DICT):
-            state = model.state_dict()
-            dcp.load(state, checkpoint_id=path)
-            model.load_state_dict(state)
-            for name, value in model.state_dict().items():
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                assert torch.equal(whole, make_model(1, odd=False).state_dict()[name]), name
-        return
-    plain = make_model(2, odd)
-    model = (
-        FSDP(plain, use_orig_params=True)
-        if kind == "boxes"
-        else ours(plain, hybrid=kind == "hybrid")
-    )
-    state = sharded_state(model)
-    names = list(state)
-    dcp.load(state, checkpoint_id=path)
-    assert list(state) == names
-    model.load_state_dict(state)
-    assert_holds(model, make_model(1, odd))
-
-
-def test_files_load_across_mesh_sizes_sharded_tensors_and_torchs_fsdp1(tmp_path: Path) -> None:
-    for number, (writers, saved) in enumerate(
-        [(3, "mesh"), (4, "hybrid"), (2, "boxes"), (2, "torch"), (3, "for torch")]
-    ):
-        path = str(tmp_path / str(number))
-        run_ranks(writers, _save, path, saved)
-        odd = saved not in ("torch", "for torch")
-        readers = {
-            "mesh": [(2, "mesh"), (1, "mesh"), (2, "boxes")],
-            "hybrid": [(3, "mesh")],
-            "boxes": [(3, "mesh"), (4, "hybrid")],
-            "for torch": [(2, "torch")],
-        }
-        for world_size, kind in readers.get(saved, [(3, "mesh"), (2, "boxes")]):
-            run_ranks(world_size, _load, path, kind, odd)
 
 
 def _memory() -> None:

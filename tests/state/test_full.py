@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -444,35 +443,6 @@ def _ties_may_be_loaded_by_either_name(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_tied_parameter_loads_from_any_of_its_names(use_orig_params: bool) -> None:
     run_ranks(2, _ties_may_be_loaded_by_either_name, use_orig_params)
-
-
-def _save_file(path: str, config: Config) -> None:
-    model = shard(make_model(3), *config)
-    step(model)
-    full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full):
-        state = model.state_dict()
-    if dist.get_rank() == 0:
-        torch.save(state, path)
-
-
-def _load_file(path: str, config: Config) -> None:
-    model = shard(make_model(), *config)
-    saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved)
-    assert_same(model.state_dict(), saved)
-
-
-def test_a_file_loads_on_every_world_size_and_into_a_plain_model(tmp_path: Path) -> None:
-    for writers, config in ((1, FEW_CONFIGS[0]), (4, FEW_CONFIGS[1])):
-        path = str(tmp_path / f"{writers}.pt")
-        run_ranks(writers, _save_file, path, config)
-        for readers, other in ((3, FEW_CONFIGS[2]), (2, FEW_CONFIGS[3]), (1, FEW_CONFIGS[4])):
-            run_ranks(readers, _load_file, path, other)
-        plain = make_model()
-        saved = torch.load(path, weights_only=True)
-        plain.load_state_dict(saved)
-        assert_same(plain.state_dict(), saved)
 
 
 def _loads_names_of_wrappers() -> None:

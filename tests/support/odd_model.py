@@ -102,6 +102,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def shard(model: nn.Module, config: Config) -> FSDP:
+    """config: the strategy HYBRID_SHARD is given a mesh of two dimensions; MESH is FULL_SHARD on a
+    mesh of one. Sharded values of both are DTensors."""
     strategy, use_orig_params, policy = config
     policies: dict[str, Any] = {
         "none": None,
@@ -109,14 +111,13 @@ def shard(model: nn.Module, config: Config) -> FSDP:
         "always": always_wrap_policy,
     }
     ranks = dist.get_world_size()
+    meshes = {"HYBRID_SHARD": (2 - ranks % 2, ranks // (2 - ranks % 2)), "MESH": (ranks,)}
     return FSDP(
         model,
-        sharding_strategy=ShardingStrategy[strategy],
+        sharding_strategy=ShardingStrategy["FULL_SHARD" if strategy == "MESH" else strategy],
         use_orig_params=use_orig_params,
         auto_wrap_policy=policies[policy],
-        device_mesh=init_device_mesh("cpu", (2 - ranks % 2, ranks // (2 - ranks % 2)))
-        if strategy == "HYBRID_SHARD"
-        else None,
+        device_mesh=init_device_mesh("cpu", meshes[strategy]) if strategy in meshes else None,
     )
 
 
