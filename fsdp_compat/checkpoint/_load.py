@@ -31,7 +31,7 @@ from .._state.units import names_before, units_of
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._arguments import Rename, require_arguments
 from ._load_optimizer import OptimizerLoadPlan
-from ._named_groups import HeldPart, managed_parts, named_groups, of_whole, unmanaged_tensors
+from ._named_groups import HeldPart, managed_parts, named_groups, unmanaged_tensors
 from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
 from ._snapshot import warn_of_left_out
@@ -297,7 +297,7 @@ class _LoadPlan:
         parts = list(managed_parts(groups))
         taken = [held for held in parts if self._takes(held)]
         for held in taken:
-            source.plan(source.value(self._name(held.names)), held, through)
+            source.plan(source.value(self._name(held.names)), held.boxes(), through)
         others = unmanaged_state(model)
         self._plan_others(others)
         known = {*others, *(name for held in parts for name in held.names)}
@@ -346,7 +346,7 @@ class _LoadPlan:
                 # The state dict may hold a copy in another dtype than the module computes with.
                 target = torch.empty_like(held.values, device="cpu").view(held.shape)
                 stored = self.source.value(self._name(held.names))
-                self.source.plan(stored, of_whole(held.names, target), self._through)
+                self.source.plan(stored, held.boxes(target.view(-1)), self._through)
                 self._others.update(dict.fromkeys(held.names, target))
         for name, value in others.items():
             if isinstance(value, torch.Tensor):

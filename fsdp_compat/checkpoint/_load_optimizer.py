@@ -20,7 +20,7 @@ from ._named_groups import HeldPart, NamedGroup, held_by, of_whole
 from ._optimizers import classes_of
 from ._source import Source
 from ._texts import joined
-from ._tools.archive import StoredTensor
+from ._tools.archive import StoredTensor, is_per_element
 
 # Settings of torch.optim that choose an implementation, and change no number.
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
@@ -196,7 +196,7 @@ class OptimizerLoadPlan:
         flat: dict[Any, torch.Tensor] = {}  # by key: a state per element, as 1-D view
         for held, values in found:
             for key, value in values.items():
-                if _is_per_element(key, value, held.shape):
+                if is_per_element(key, value, held.shape):
                     if key not in flat:
                         state[key] = self._tensor_for(param, key, value.dtype)
                         flat[key] = _torch_private.local_part(state[key]).view(-1)
@@ -206,8 +206,8 @@ class OptimizerLoadPlan:
         for held, values in found:
             for key, whole in flat.items():
                 target = whole[_part_in(held).slice]
-                if key in values and _is_per_element(key, values[key], held.shape):
-                    self._source.plan_boxes(values[key], held.boxes(target))
+                if key in values and is_per_element(key, values[key], held.shape):
+                    self._source.plan(values[key], held.boxes(target))
                 else:  # other parameters beside it have this state
                     self._source.plan_zeros(target)
             state |= self._source.planned(self._source.rank_local_states(held))
@@ -238,12 +238,6 @@ class OptimizerLoadPlan:
             if facts[0] == facts[1] and _torch_private.local_part(own).is_contiguous():
                 return own
         return torch.zeros_like(param.detach(), dtype=dtype)
-
-
-def _is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a state has an element per element. For a 0-d parameter, a count looks so."""
-    is_alike = isinstance(value, StoredTensor) and value.shape == shape
-    return is_alike and (bool(shape) or key != "step")
 
 
 def _part_in(held: HeldPart) -> Interval:

@@ -22,7 +22,7 @@ from ._tools.archive import Archive, Checksum, Piece, Span, StoredTensor, whole
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
 from ._tools.optimizer_tree import named_optimizer
-from ._tools.reading import Files, Read, read, reads_of
+from ._tools.reading import Files, Read, read_all, reads_of
 from ._tools.shapes import Shapes
 from ._tools.tree import without_ddp
 from ._tools.walk import map_values
@@ -93,19 +93,10 @@ class Source:
             return None
         names = {old: new for new, old in self._states.items()}
         return [
-            {
-                **{key: self._now(value) for key, value in group.items() if key != "param_names"},
-                "params": [names[name] for name in group["params"] if name in names],
-            }
+            {key: its for key, its in read_all(group, self.files).items() if key != "param_names"}
+            | {"params": [names[name] for name in group["params"] if name in names]}
             for group in self.archive.param_groups
         ]
-
-    def _now(self, value: Any) -> Any:
-        """Return a small value with its tensors read."""
-        return map_values(
-            value,
-            lambda leaf: read(leaf, self.files) if isinstance(leaf, StoredTensor) else leaf,
-        )
 
     def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
         """Name the parameters of an optimizer that the checkpoint numbers. names: of those of the
@@ -114,18 +105,14 @@ class Source:
         archive = self.archive
         groups = archive.param_groups or []
         sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
-        shapes = {name: tensor.shape for name, tensor in archive.tensors.items()}
-        shapes |= {alias: shapes[name] for alias, name in archive.aliases.items()}
-        known = {new: shapes.get(old) for new, old in self._names.items()}
+        known = {new: self.value(new) for new in self._names}
+        shapes = {n: its.shape for n, its in known.items() if isinstance(its, StoredTensor)}
         try:
             if sizes[0] != sizes[1]:
                 raise ValueError(f"groups of {sizes[0]} parameters for groups of {sizes[1]}")
             flat = [name for group in names for name in group]
             archive.states, archive.param_groups = named_optimizer(
-                archive.states,
-                groups,
-                flat,
-                {n: shape for n, shape in known.items() if shape is not None},
+                archive.states, groups, flat, shapes
             )
         except ValueError as error:
             raise CheckpointError.of(
@@ -165,17 +152,12 @@ class Source:
     # -- what is read
 
     def plan(
-        self, tensor: StoredTensor, held: HeldPart, through: torch.dtype | None = None
-    ) -> None:
-        """Read a part of a tensor to its place."""
-        self.plan_boxes(tensor, held.boxes(), through)
-
-    def plan_boxes(
         self,
         tensor: StoredTensor,
         boxes: Iterable[tuple[Box, torch.Tensor]],
         through: torch.dtype | None = None,
     ) -> None:
+        """Read boxes of a tensor to their places."""
         for box, target in boxes:
             self.reads += reads_of(tensor, box, target, through)
 

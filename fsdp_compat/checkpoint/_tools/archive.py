@@ -182,6 +182,13 @@ class Archive:
         return sum(tensor.nbytes for _, tensor in self.all_tensors())
 
 
+def is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether the state of a parameter has an element for each of its own. For a 0-d
+    parameter, a count looks so."""
+    is_alike = isinstance(value, StoredTensor) and value.shape == shape
+    return is_alike and (bool(shape) or key != "step")
+
+
 # -- making stored tensors
 
 

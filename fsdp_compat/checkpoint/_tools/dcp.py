@@ -28,11 +28,11 @@ from .._texts import brief, found_in, parse_json, read_text, shape_in, size, tex
 from .archive import Archive, Piece, StoredTensor, coverage_problem, whole
 from .paths import member
 from .pickles import Ignored, Record
-from .reading import Files, read, read_box
+from .reading import Files, read_all, read_box
 from .safetensors_files import of_info
 from .torch_save import ZIP, load, read_torch_range, state_dict_of
 from .tree import archive_of
-from .walk import LEFT_OUT, map_leaves
+from .walk import LEFT_OUT
 from .work import for_each
 from .writing import WriteOptions, dtype_to_write
 
@@ -423,11 +423,7 @@ def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> 
         tensor = read_box(value, box, files).to(dtype_to_write(value))
         options.tick(tensor.nbytes)
         return tensor
-
-    def known(leaf: Any, path: str) -> Any:
-        return read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
-
-    return map_leaves(value, known)
+    return read_all(value, files)
 
 
 def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:

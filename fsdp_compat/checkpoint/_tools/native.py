@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +42,7 @@ from .._manifest import (
     read_manifest,
     versions,
 )
+from .._publishing import write_text
 from .._texts import brief
 from .._values import Put, decode, encode, tensor_as_text, tensor_from_text
 from .archive import (
@@ -52,6 +52,7 @@ from .archive import (
     Span,
     StoredTensor,
     intersection,
+    is_per_element,
     moved,
     of_memory,
     pieces_of_run,
@@ -59,7 +60,7 @@ from .archive import (
     whole,
 )
 from .paths import member
-from .reading import Files, Read, read
+from .reading import Files, Read, read_all
 from .walk import map_values
 from .work import for_each
 from .writing import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
@@ -469,10 +470,7 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
         return write_file(path / file_name(number), file.tensors, metadata, options.tick)
 
     facts = for_each(range(options.world_size), write, workers=options.workers)
-    with open(path / MANIFEST, "x", encoding="utf-8", newline="\n") as text:
-        text.write(target.manifest(facts).as_text())
-        text.flush()
-        os.fsync(text.fileno())
+    write_text(path / MANIFEST, target.manifest(facts).as_text())
 
 
 class _Target:
@@ -489,22 +487,20 @@ class _Target:
             (name, key): self._as_text(value, f"{name}.{key}")
             for name, param in archive.tensors.items()
             for key, value in archive.states.get(name, {}).items()
-            if not _is_per_element(key, value, param)
+            if not is_per_element(key, value, param.shape)
         }
 
     def _as_text(self, value: Any, where: str) -> Any:
         """Return a small state as JSON. Raises UsageError for one that is not small."""
-        if isinstance(value, StoredTensor):
-            if value.numel > 1:
-                raise UsageError.of(
-                    "A native checkpoint cannot hold this optimizer state.",
-                    expected="a state of the shape of its parameter, or a single value",
-                    got=f"shape {list(value.shape)}",
-                    where=where,
-                    fix="leave the optimizer out with optimizer=False",
-                )
-            value = read(value, self._files)
-        return encode(value, where, tensor_as_text)
+        if isinstance(value, StoredTensor) and value.numel > 1:
+            raise UsageError.of(
+                "A native checkpoint cannot hold this optimizer state.",
+                expected="a state of the shape of its parameter, or a single value",
+                got=f"shape {list(value.shape)}",
+                where=where,
+                fix="leave the optimizer out with optimizer=False",
+            )
+        return encode(read_all(value, self._files), where, tensor_as_text)
 
     def file(self, rank: int) -> RankFile:
         """Return the content of the file of a rank."""
@@ -529,12 +525,10 @@ class _Target:
     def _states(self, group: FlatGroup, rank: int) -> Iterator[tuple[Any, list[int], Any]]:
         for index, (name, *_) in enumerate(group.names):
             for key, value in self._archive.states.get(name, {}).items():
-                is_small = (name, key) in self._small
-                yield (
-                    key,
-                    [index],
-                    self._small[name, key] if is_small else self._part(group, index, rank, value),
-                )
+                if (name, key) in self._small:
+                    yield key, [index], self._small[name, key]
+                else:
+                    yield key, [index], self._part(group, index, rank, value)
 
     def _add_common(self, file: RankFile) -> None:
         """Add the extra values, the states of parameters that are not there, and modules' extra
@@ -575,11 +569,8 @@ class _Target:
         )
 
     def _param_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        def now(value: Any) -> Any:
-            return read(value, self._files) if isinstance(value, StoredTensor) else value
-
         settings = {key: value for key, value in group.items() if key != "params"}
-        text = encode(map_values(settings, now), "parameter group", tensor_as_text)
+        text = encode(read_all(settings, self._files), "parameter group", tensor_as_text)
         return {"params": list(group["params"]), "settings": text}
 
 
@@ -602,18 +593,10 @@ def _groups(archive: Archive, options: WriteOptions) -> tuple[FlatGroup, ...]:
         group += dtype_name(dtype)
         while group in found:  # units "a" and "a."
             group += "_"
-        all_names, pieces = (
-            tuple(tuple(names[n]) for n in params),
-            tuple(map(Part.of_whole, shapes)),
-        )
+        all_names = tuple(tuple(names[name]) for name in params)
+        pieces = tuple(map(Part.of_whole, shapes))
         found[group] = FlatGroup(group, dtype, 0, layout, all_names, pieces)
     return tuple(found.values())
-
-
-def _is_per_element(key: object, value: Any, param: StoredTensor) -> bool:
-    if not isinstance(value, StoredTensor) or value.shape != param.shape:
-        return False
-    return bool(param.shape) or key != "step"  # for a 0-d parameter a count looks like a state
 
 
 def _numbered(archive: Archive) -> UsageError:

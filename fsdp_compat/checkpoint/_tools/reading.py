@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from .. import _blocks as blocks
 from .._blocks import FileFacts, SecondThread, Tick, damaged
 from .._texts import open_file
 from .archive import Checksum, Span, StoredTensor, moved, slices, whole
+from .walk import map_values
 
 _MAX_OPEN = 64
 SLAB_NBYTES = 16 << 20
@@ -74,6 +76,11 @@ class Read:
         return self.start + self.nbytes
 
     @property
+    def most(self) -> int:
+        """The largest part in bytes. Rounded values are in memory beside it."""
+        return blocks.BLOCK_NBYTES // (1 if self.through is None else 2)
+
+    @property
     def is_direct(self) -> bool:
         """Whether the bytes of the file are those of the target."""
         return (
@@ -106,7 +113,7 @@ class Read:
         """Yield the read in parts, each of which is one range of bytes of at most a block. Its dims
         are in the order of the file."""
         strides, sizes, itemsize = self.span.strides, self.target.shape, self.dtype.itemsize
-        most = blocks.BLOCK_NBYTES
+        most = self.most
         inner = [_extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
         skips = any(
             size > 1 and (stride - its) * itemsize >= SKIPPED_NBYTES
@@ -256,7 +263,7 @@ class Files:
         if path in self._checksums:
             numbers = self._checksums[path].blocks_of(reads)
             self.check_blocks(path, [n for n in numbers if (path, n) not in self._compared])
-        sizes = (min(read.nbytes, blocks.BLOCK_NBYTES) for read in reads if not read.is_direct)
+        sizes = (min(read.nbytes, read.most) for read in reads if not read.is_direct)
         buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         with self.descriptor(path) as descriptor:
             for part in (part for read in reads for part in read.parts()):
@@ -417,6 +424,13 @@ def read_box(
         target = torch.empty(box.sizes, dtype=tensor.dtype)
     files.read(reads_of(tensor, box, target))
     return target
+
+
+def read_all(value: Any, files: Files) -> Any:
+    """Return nested values with the tensors in them read."""
+    return map_values(
+        value, lambda leaf: read(leaf, files) if isinstance(leaf, StoredTensor) else leaf
+    )
 
 
 def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[Box]:

@@ -16,6 +16,7 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError, UsageError
 from .._header import METADATA, TensorInfo, encode_header, is_known, read_header
+from .._publishing import write_text
 from .._texts import brief, parse_json, parsed, read_text, text_in
 from .archive import Archive, Piece, Span, StoredTensor, row_major, whole
 from .paths import require_inside
@@ -210,10 +211,7 @@ def write_index(images: Sequence[FileImage], path: Path) -> None:
         "metadata": {"total_size": sum(info.nbytes for _, info in infos)},
         "weight_map": {info.name: name for name, info in infos},
     }
-    with open(path, "x", encoding="utf-8") as text:
-        json.dump(index, text, indent=2)
-        text.flush()
-        os.fsync(text.fileno())
+    write_text(path, json.dumps(index, indent=2))
 
 
 def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor) -> int:

@@ -245,36 +245,17 @@ def ours(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return wrapped, content.adam(wrapped)
 
 
-def _save_native(kind: str, path: Path) -> None:
-    from fsdp_compat import checkpoint
-
-    model, optimizer = ours(kind)
-    content.take_step(optimizer)
-    extra = {**content.EXTRA, "rank": dist.get_rank()}
-    saved = checkpoint.save(path.parent / "saved", model, optimizer, extra, step=content.STEP)
-    _rename(saved, path)
-
-
-def _save_native_model(kind: str, path: Path) -> None:
-    from fsdp_compat import checkpoint
-
-    model, optimizer = ours(kind)
-    content.take_step(optimizer)
-    _rename(checkpoint.save(path.parent / "saved", model, step=content.STEP), path)
-
-
-def _save_rank_local(kind: str, path: Path) -> None:
+def _save_native(kind: str, what: str, path: Path) -> None:
+    """what: "all", the "model", or "rank-local" states."""
     from fsdp_compat import checkpoint
 
     warnings.simplefilter("ignore")  # rank-local state can only be loaded with the same layout
-    model, _ = ours(kind)
-    optimizer = content.rank_local(model)
+    model, optimizer = ours(kind)
+    optimizer = content.rank_local(model) if what == "rank-local" else optimizer
     content.take_step(optimizer)
-    saved = checkpoint.save(path.parent / "saved", model, optimizer, step=content.STEP)
-    _rename(saved, path)
-
-
-def _rename(saved: Path, path: Path) -> None:
+    extra = {**content.EXTRA, "rank": dist.get_rank()} if what == "all" else None
+    own = None if what == "model" else optimizer
+    saved = checkpoint.save(path.parent / "saved", model, own, extra, step=content.STEP)
     if dist.get_rank() == 0:
         saved.rename(path)
         saved.parent.rmdir()
@@ -311,15 +292,15 @@ def make_ours(folder: Path) -> Entries:
     entries: Entries = {}
     extra = content.facts_of({**content.EXTRA, "rank": 0})
     for kind, ranks in [("flat", 2), ("original", 2), ("rows", 2), ("flat-tp", 4), ("rows-tp", 4)]:
-        run_ranks(ranks, _save_native, kind, folder / f"native-{kind}")
+        run_ranks(ranks, _save_native, kind, "all", folder / f"native-{kind}")
         entries[f"native-{kind}"] = {**_entry(), "extra": extra}
     mapped = {"FSDP_COMPAT_SAME_HOST": "mapped", "FSDP_COMPAT_MAP_FROM": "1"}
     for kind in ("flat", "rows"):  # of these, flat shards consist of whole pages
         path = folder / f"native-{kind}-mapped-model"
-        run_ranks(2, _save_native_model, kind, path, environment=mapped)
+        run_ranks(2, _save_native, kind, "model", path, environment=mapped)
         entries[path.name] = _entry(False)
     for kind in ("flat", "original", "rows"):
-        run_ranks(2, _save_rank_local, kind, folder / f"native-{kind}-rank-local")
+        run_ranks(2, _save_native, kind, "rank-local", folder / f"native-{kind}-rank-local")
         entries[f"native-{kind}-rank-local"] = {**_entry(), "content": "rank-local"}
     for name, max_file_nbytes in [("safetensors", 1 << 20), ("safetensors-sharded", 64)]:
         run_ranks(2, _save_safetensors, max_file_nbytes, folder / name)
