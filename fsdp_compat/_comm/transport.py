@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import hashlib
 import itertools
 import pickle
 import typing
@@ -35,6 +36,7 @@ class Kind(enum.IntEnum):
 
 
 # The largest tag: that of small collectives, which are not counted.
+_DIGEST_NBYTES = 16
 VALUES = (1 << 18) - len(Kind)
 
 
@@ -282,6 +284,19 @@ class Transport(abc.ABC):
         """Wait until all ranks have come. Return the words of the others. fails: communication
         fails if one of them is 1, by which a rank tells that it has left with an exception."""
         raise NotImplementedError
+
+
+def are_alike(value: str, communicators: Sequence[Transport], what: str) -> bool:
+    """True if all ranks of these axes have the same ``value``: they exchange a digest.
+    Collective."""
+    digest = hashlib.sha256(value.encode()).digest()[:_DIGEST_NBYTES]
+    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
+    # only if all ranks have them
+    own = [*digest, *(255 - byte for byte in digest)]
+    values = torch.tensor(own, dtype=torch.uint8)
+    for each in communicators:
+        values = each.any_of(values.to(each.values_device), what)
+    return values.tolist() == own
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:

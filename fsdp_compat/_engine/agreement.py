@@ -9,7 +9,6 @@ differ."""
 from __future__ import annotations
 
 import bisect
-import hashlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,13 +18,11 @@ import torch
 from .._comm.communicator import communicator
 from .._comm.divergence import progress
 from .._comm.mesh import Mesh, named
-from .._comm.transport import Transport
+from .._comm.transport import Transport, are_alike
 from ..errors import UsageError
 from .unit import Unit
 
 Facts = Sequence[str]  # in the order in which differences are reported
-
-_DIGEST_NBYTES = 16
 
 
 def unit(name: str) -> str:
@@ -68,13 +65,14 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
     if not axes or device.type == "meta":  # a simulation: tensors have no values
         return
     communicators = [communicator(axis, device) for axis in axes]
-    if _are_alike(facts, communicators, device):
+    what = "the comparison of the ranks' models"
+    if are_alike(repr(facts), communicators, what):
         return
     told = _gathered(len(facts), mesh, communicators)
     at = bisect.bisect_left(  # the first difference
         range(1, max(told.values())),
         True,
-        key=lambda length: not _are_alike(facts[:length], communicators, device),
+        key=lambda length: not are_alike(repr(facts[:length]), communicators, what),
     )
     raise UsageError.of(
         "The models of the ranks differ.",
@@ -85,18 +83,6 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
         fix="build the model in the same way on every rank; give modules that only some ranks "
         "have a process group of these ranks",
     )
-
-
-def _are_alike(facts: Facts, communicators: Iterable[Transport], device: torch.device) -> bool:
-    """True if all ranks have the same facts. Collective."""
-    digest = hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST_NBYTES]
-    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
-    # only if all ranks have them
-    own = [*digest, *(255 - byte for byte in digest)]
-    values = torch.tensor(own, dtype=torch.uint8, device=device)
-    for each in communicators:
-        values = each.any_of(values, "the comparison of the ranks' models")
-    return values.tolist() == own
 
 
 def _gathered(value: Any, mesh: Mesh, communicators: Iterable[Transport]) -> dict[int, Any]:

@@ -1,6 +1,10 @@
 """Checks that the optimizers of all ranks hold the same parameters. Ranks exchange what theirs
 holds before anything is gathered or sent.
 
+At first each rank takes for granted that it treats parameters of which it has no element as the
+others do. Then the facts of all ranks are usually equal, and a digest is enough. Only if they
+differ the ranks exchange the exact facts.
+
 Optimizers may hold their parameters in different orders, and may lack parameters that their rank
 has no part of. Any other difference raises the same error on all ranks."""
 
@@ -9,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
 
+from .._comm.mesh import named
 from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from ..errors import RuntimeUsageError
@@ -25,7 +29,6 @@ from .optim_contents import ParamOwnership
 class OptimizerFacts:
     """One rank's description of its optimizer, for other ranks."""
 
-    rank: int  # the global rank
     # By flat group: elements of a shard; of tensor-parallel parameters, of which ranks may hold
     # parts of different sizes, those of the whole.
     sizes: tuple[int, ...]
@@ -35,15 +38,14 @@ class OptimizerFacts:
     unmanaged: str  # a checksum of the names of the optimizer's parameters that no unit manages
 
 
-def describe(ownership: ParamOwnership, groups: Sequence[Group]) -> OptimizerFacts:
+def describe(ownership: ParamOwnership, groups: Sequence[Group], *, exact: bool) -> OptimizerFacts:
     """Return this rank's description of its optimizer. groups: the same on all ranks."""
     held = "".join(
-        "." if ownership.is_vacant(p) else "+" if p in ownership.numbers else "-"
+        "." if exact and ownership.is_vacant(p) else "+" if p in ownership.numbers else "-"
         for p in _sharded_params(ownership, groups)
     )
     unmanaged = "\n".join(name for _, name in ownership.unmanaged)
     return OptimizerFacts(
-        global_rank(),
         tuple(_size(store_of(group)) for group in groups),
         held,
         hashlib.sha1(unmanaged.encode()).hexdigest(),
@@ -59,22 +61,21 @@ def _size(store: StateStore) -> int:
 def require_alike(
     ownership: ParamOwnership,
     groups: Sequence[Group],
-    by_rank: Sequence[OptimizerFacts],
+    by_rank: Mapping[int, OptimizerFacts],
     call: str,
     *,
     unmanaged: bool,
 ) -> None:
-    """Raise UsageError unless the facts of all ranks match. All ranks come to the same result.
+    """Raise UsageError unless the exact facts of all ranks match. All ranks come to the same
+    result.
 
-    unmanaged: whether to compare parameters that no unit manages, too.
+    by_rank: by global rank. unmanaged: whether to compare parameters that no unit manages, too.
     """
     different = _other_size(groups, by_rank) or _missing(ownership, groups, by_rank)
-    if unmanaged and not different and len({facts.unmanaged for facts in by_rank}) > 1:
-        own = next((facts.unmanaged for facts in by_rank if facts.rank == global_rank()), "")
-        others = [facts.rank for facts in by_rank if facts.unmanaged != own]
-        different = (
-            f"different parameters outside of units on rank(s) {textwrap.shorten(str(others), 200)}"
-        )
+    own = by_rank[global_rank()].unmanaged
+    others = [rank for rank, facts in by_rank.items() if facts.unmanaged != own]
+    if unmanaged and not different and others:
+        different = f"different parameters outside of units on rank(s) {named(others)}"
     if different:
         raise RuntimeUsageError.of(
             "The optimizers of the ranks hold different parameters.",
@@ -87,33 +88,33 @@ def require_alike(
         )
 
 
-def _other_size(groups: Sequence[Group], by_rank: Sequence[OptimizerFacts]) -> str:
+def _other_size(groups: Sequence[Group], by_rank: Mapping[int, OptimizerFacts]) -> str:
     """Describe the first group that has another size on some ranks; "" if there is none."""
     for number, group in enumerate(groups):
-        sizes = {each.rank: (*each.sizes, *[0] * len(groups))[number] for each in by_rank}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{size} elements on rank {rank}" for rank, size in sizes.items())
+        sizes: dict[int, int] = {}  # and the first rank that has it
+        for rank, facts in by_rank.items():
+            sizes.setdefault((*facts.sizes, *[0] * len(groups))[number], rank)
+        if len(sizes) > 1:
+            listed = ", ".join(f"{size} elements on rank {rank}" for size, rank in sizes.items())
             return f"{group.name}: shards of {listed}"
     return ""
 
 
 def _missing(
-    ownership: ParamOwnership, groups: Sequence[Group], by_rank: Sequence[OptimizerFacts]
+    ownership: ParamOwnership, groups: Sequence[Group], by_rank: Mapping[int, OptimizerFacts]
 ) -> str:
     """Describe the first parameter that some optimizers hold, and others do not although their
     ranks have elements of it; "" if there is none."""
-    marks = zip(*(facts.held for facts in by_rank), strict=False)
+    marks = zip(*(facts.held for facts in by_rank.values()), strict=False)
     found = [(number, its) for number, its in enumerate(marks) if "+" in its and "-" in its]
     if not found:
         return ""
     number, its = found[0]
     name = ownership.names_in(_sharded_params(ownership, groups)[number])[0]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    ranks = [facts.rank for facts, mark in zip(by_rank, its, strict=True) if mark == "-"]
-    return (
-        f"{name!r}{more}: missing on rank(s) {textwrap.shorten(str(ranks), 200)}, present on "
-        f"rank {by_rank[its.index('+')].rank}"
-    )
+    ranks = [rank for rank, mark in zip(by_rank, its, strict=True) if mark == "-"]
+    present = list(by_rank)[its.index("+")]
+    return f"{name!r}{more}: missing on rank(s) {named(ranks)}, present on rank {present}"
 
 
 def global_rank() -> int:

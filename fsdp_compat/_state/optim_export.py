@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .. import _torch_private
-from .._comm.transport import Transport
+from .._comm.transport import Transport, are_alike
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..api import StateDictType
@@ -161,15 +161,24 @@ class _Source:
     def kinds(self) -> Kinds:
         return classify_all(self.states)
 
-    def facts_of(self, group: Group) -> _Facts:
-        """Return this rank's description of its states of a group."""
+    def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
+        """Return this rank's description of its states of a group. If it is not exact, parameters
+        of which this rank has no element are described as the others, where these are alike."""
+        params = self.ownership.in_group(group)
         described = [
             {
                 key: _facts_of_state(self.states[param][key], kind)
                 for key, kind in self.kinds.get(param, {}).items()
             }
-            for param in self.ownership.in_group(group)
+            for param in params
         ]
+        held = [
+            states
+            for param, states in zip(params, described, strict=True)
+            if not self.ownership.is_vacant(param)
+        ]
+        if held and not exact and all(_text(states) == _text(held[0]) for states in held):
+            described = [held[0] for _ in params]
         return _Facts(not self.is_dry_run if self.states else None, described)
 
 
@@ -227,6 +236,11 @@ class _Facts(typing.NamedTuple):
     states: Sequence[Mapping[Any, _StateFacts]]  # one per sharded parameter
 
 
+def _text(states: Mapping[Any, _StateFacts]) -> str:
+    """Return what tells descriptions of a parameter's states apart."""
+    return repr([(key, *facts[:3]) for key, facts in states.items()])
+
+
 def _facts_of_state(value: Any, kind: StateKind) -> _StateFacts:
     if kind is not StateKind.SCALAR:
         return _StateFacts(kind, value.dtype if kind is StateKind.PER_ELEMENT else None)
@@ -268,22 +282,30 @@ def _agree(
         )
     facts = dict[int, list[Any]]()
     for communicator, shared in _communicators(groups):
-        own = source and (
-            describe(source.ownership, shared),
-            [source.facts_of(group) for group in shared],
-        )
-        texts, answers = zip(*communicator.gather_objects((text, own)), strict=True)
-        text = text or next(filter(None, texts), "")
-        if text or source is None:
-            continue
-        try:
-            by_rank = [of_rank for of_rank, _ in answers]
-            require_alike(source.ownership, shared, by_rank, call, unmanaged=False)
-        except RuntimeUsageError as error:
-            text = str(error)
-        for number, group in enumerate(shared):
+        assumed = [source.facts_of(group, exact=False) for group in shared] if source else []
+        states = [(each.is_stepped, [*map(_text, each.states)]) for each in assumed]
+        held = source and describe(source.ownership, shared, exact=False)
+        if are_alike(text or repr((held, states)), [communicator], "facts of the optimizers"):
+            by_group = [[each] * communicator.ranks for each in assumed]
+        else:
+            exact = source and (
+                describe(source.ownership, shared, exact=True),
+                [source.facts_of(group) for group in shared],
+            )
+            texts, answers = zip(*communicator.gather_objects((text, exact)), strict=True)
+            text = text or next(filter(None, texts), "")
+            if text or source is None:
+                continue
+            of_ranks, facts_of_ranks = zip(*answers, strict=True)
+            try:
+                by_rank = dict(zip(communicator.members, of_ranks, strict=True))
+                require_alike(source.ownership, shared, by_rank, call, unmanaged=False)
+            except RuntimeUsageError as error:
+                text = str(error)
+            by_group = [list(each) for each in zip(*facts_of_ranks, strict=True)]
+        for group, of_group in zip(shared, by_group, strict=False):
             if group.shard is communicator:
-                facts[id(group)] = [of_groups[number] for _, of_groups in answers]
+                facts[id(group)] = of_group
     if problem is not None:
         raise problem
     if text:

@@ -6,6 +6,7 @@ Then every rank cuts its part out of its own dict, or out of what rank 0 sends."
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from ..errors import (
     UsageError,
     ValueCheckpointError,
 )
-from .optim_agreement import describe, require_alike
+from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
     ParamOwnership,
     StateKind,
@@ -80,10 +81,11 @@ def import_optim_state(
     first = model_units_in(model)[0]
     rank0 = Rank0Broadcast(first.mesh, first.device)
     shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
-    ownership, plan, facts, problem = None, None, None, None
+    ownership, plan, problem, facts = None, None, None, ""
     try:
         ownership = ownership_of(groups, label, units, model)
-        facts = describe(ownership, shared)
+        described = repr(describe(ownership, shared, exact=False))
+        facts = hashlib.sha256(described.encode()).hexdigest()
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
             plan = _read(ownership, state_dict, wanted, names_before(model), call)
             if wanted.from_rank0 and rank0.is_here:
@@ -95,12 +97,14 @@ def import_optim_state(
     if problem is not None:
         raise problem
     assert ownership is not None
-    have, texts, kinds, all_facts = (list(each) for each in zip(*answers, strict=True))
+    have, texts, kinds, digests = (list(each) for each in zip(*answers, strict=True))
     _refuse_together(texts, kinds, call)
     if not all(have):
         _refuse_missing(have, wanted.from_rank0, call)
         _refuse_other_ranks(all_groups, rank0, call)
-    require_alike(ownership, shared, all_facts, call, unmanaged=not all(have))
+    if len({*digests}) > 1:
+        exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
+        require_alike(ownership, shared, dict(exact), call, unmanaged=not all(have))
     sender = None if all(have) else rank0
     if sender is not None:
         told = sender.send_object(plan and plan.outline(), "the optimizer state dict")

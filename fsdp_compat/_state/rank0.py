@@ -53,7 +53,9 @@ class Rank0Broadcast:
 
     def tell(self, value: object) -> Any:
         """Return rank 0's ``value``, which is small. Collective."""
-        return self.gather(value if self.is_here else None)[0]
+        if self._shard.rank == 0:
+            value = self._replica.broadcast_object(value)
+        return self._shard.broadcast_object(value)
 
     def send(self, values: Sequence[torch.Tensor | Outline], what: str) -> list[torch.Tensor]:
         """Return rank 0's tensors, on the device. Collective.

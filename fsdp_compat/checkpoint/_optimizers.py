@@ -13,7 +13,7 @@ from torch import nn
 
 from .._comm.mesh import Axis
 from .._engine.group import Group
-from .._state.optim_agreement import OptimizerFacts, describe, require_alike
+from .._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from .._state.optim_contents import ParamOwnership, ownership_of
 from .._state.units import units_of
 from ..errors import RuntimeUsageError, UsageError
@@ -46,14 +46,21 @@ class SharedOptimizer:
 
     def facts(self) -> list[Any] | None:
         """Return the facts to compare, as JSON values."""
+        return self._facts(exact=False)
+
+    def _facts(self, exact: bool) -> list[Any] | None:
         if self._ownership is None:
             return None
-        return list(dataclasses.astuple(describe(self._ownership, self._groups)))
+        return list(dataclasses.astuple(describe(self._ownership, self._groups, exact=exact)))
 
     def require_alike(self, all_facts: Sequence[list[Any] | None]) -> None:
-        """Raise UsageError, on all ranks, unless the facts of all ranks match. all_facts: in rank
-        order."""
-        ranks, by_rank = self._ranks, [OptimizerFacts(*each) for each in all_facts if each]
+        """Raise UsageError, on all ranks, unless the facts of all ranks match. Collective.
+        all_facts: in rank order."""
+        if all(facts == all_facts[0] for facts in all_facts):
+            return
+        ranks = self._ranks
+        exact = ranks.exchange((global_rank(), self._facts(exact=True)))
+        by_rank = {rank: OptimizerFacts(*facts) for rank, facts in exact if facts is not None}
         if self._ownership is not None and len(by_rank) == len(all_facts):
             require_alike(self._ownership, self._groups, by_rank, ranks.call, unmanaged=True)
         elif by_rank:

@@ -229,8 +229,10 @@ class _SaveJob:
         descriptions of tensor-parallel parameters of which it writes the first shard, the optimizer
         and its settings."""
         own = [(n, named) for n, named in enumerate(self._groups) if named.is_written_here]
+        # Relative to this rank's number, and so the same on most ranks: equal texts are sent once.
         claims = [
-            (named.mesh, named.writer, named.part, named.group.shard.rank) for _, named in own
+            (named.mesh, named.writer, named.part, named.group.shard.rank - self._ranks.number)
+            for _, named in own
         ]
         described = [
             (number, named.part, named.described(0).as_json())
@@ -268,7 +270,7 @@ class _SaveJob:
         parts: dict[tuple[int, int], dict[str, Any]] = {}  # by number of the group and of the part
         for rank, (claims, described) in enumerate(answers):
             for mesh, writer, part, shard in claims:
-                axes.setdefault((mesh, writer, part), {}).setdefault(shard, rank)
+                axes.setdefault((mesh, writer, part), {}).setdefault(shard + rank, rank)
             for number, part, content in described:
                 parts.setdefault((number, part), content)
         order = sorted(axes)
