@@ -37,6 +37,7 @@ from ._optimizers import SharedOptimizer, joined_param_groups
 from ._progress import progress_bar
 from ._ranks import ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
+from ._texts import joined
 from ._tools.writing import write_file
 
 
@@ -255,7 +256,7 @@ class _SaveJob:
             raise UsageError.of(
                 "The ranks save different steps.",
                 expected="the same step on all ranks",
-                got=f"{[step for _, step, *_ in answers]} by rank",
+                got=f"{joined([str(step) for _, step, *_ in answers], 8, ', ')} by rank",
                 where=self.call,
                 fix="pass the same step on all ranks",
             )

@@ -18,8 +18,8 @@ def costs(call: Callable[[int, Clock], Cost]) -> tuple[Cost, Cost]:
         return call(FEW, clock), call(MANY, clock)
 
 
-@pytest.mark.parametrize("call", [many_ranks.meet, many_ranks.late, many_ranks.refused])
-def test_requests_of_a_rendezvous_grow_by_w_log_w_at_most(
+@pytest.mark.parametrize("call", many_ranks.CALLS)
+def test_requests_grow_by_w_log_w_at_most(
     call: Callable[[int, Clock], Cost],
 ) -> None:
     few, many = costs(call)
@@ -36,3 +36,10 @@ def test_refused_ranks_name_a_few_ranks_and_the_one_that_differs() -> None:
         assert message.count(" called ") <= 9  # its own, and eight others
         assert "504 more ranks, 0 of which have not arrived" in message
     assert max(map(len, many.messages)) < max(map(len, few.messages)) + 100
+
+
+@pytest.mark.parametrize("front_end", ["flat", "original", "fully_shard"])
+def test_ranks_of_a_save_tell_the_same(front_end: str) -> None:
+    """Also where a rank has no element of many parameters, so that each text is sent once."""
+    told = many_ranks.plans(front_end, MANY, [0, 1, 2, MANY // 2, MANY - 1])
+    assert len(told[0]) > 100 and len({*told}) == 1, told

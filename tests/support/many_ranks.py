@@ -13,16 +13,33 @@ import collections
 import contextlib
 import dataclasses
 import heapq
+import json
+import subprocess
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from fsdp_compat import StateError
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import FullyShardedDataParallel, StateError, _torch_private, fully_shard
 from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
 from fsdp_compat._comm.divergence.status_store import Answer, StatusStore
 from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous, Turn
 from fsdp_compat._comm.divergence.waits import Activity
+from fsdp_compat._state.units import units_of
+from fsdp_compat.checkpoint._mailbox import StoreMailbox
+from fsdp_compat.checkpoint._named_groups import named_groups
+from fsdp_compat.checkpoint._optimizers import SharedOptimizer
+from fsdp_compat.checkpoint._ranks import Ranks
+from fsdp_compat.checkpoint._save import _SaveJob
+from fsdp_compat.checkpoint._snapshot import Snapshot
+from fsdp_compat.wrap import ModuleWrapPolicy
 
 SKEW_S = 0.02  # between the first arrival and the last
 HEADER_NBYTES = 9  # of a request or an answer
@@ -197,4 +214,91 @@ def timed_out(ranks: int, clock: Clock) -> Cost:
     return _cost(store, ranks, *_run(clock, turns, [0.0] * len(turns), None))
 
 
-CALLS = meet, late, refused
+def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:
+    """The exchange of a save or a load: one text of each rank, and the verdict. Nearly all texts
+    are equal."""
+    store = CountingStore()
+    found = [_ranks(store, number, ranks) for number in range(ranks)]
+    for each in found[1:]:
+        each.mailbox.post(json.dumps(value))
+    cpu_s = [_timed(lambda: found[0].exchange([value, "identity"]))]
+    for each in found[2:]:
+        each.mailbox.conclude(lambda: None)
+    cpu_s.append(_timed(lambda: found[1].exchange(value)))
+    return _cost(store, ranks, [], max(cpu_s))
+
+
+def _ranks(store: Any, number: int, count: int) -> Ranks:
+    members: Any = types.SimpleNamespace(number=number, count=count, connections=[store])
+    with (
+        mock.patch.object(_torch_private, "default_store", lambda: store),
+        mock.patch.object(_torch_private, "under_prefix", lambda store, prefix: store),
+    ):
+        mesh: Any = None
+        return Ranks("save", number, count, mesh, StoreMailbox(members, "save/1", 600.0))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+CALLS = meet, late, refused, exchange
+
+
+# -- what ranks of a real model tell each other, one rank at a time: in a process of its own
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, dim), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x))
+
+
+def plans(front_end: str, ranks: int, numbers: list[int], layers: int = 3) -> list[str]:
+    """What ranks of a world of ``ranks`` tell the others in a save."""
+    code = f"print(many_ranks.told({front_end!r}, {ranks}, {numbers}, {layers}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from tests.support import many_ranks; {code}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def told(front_end: str, ranks: int, numbers: list[int], layers: int) -> str:
+    """In a process of its own: what ``plans`` returns, as JSON."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found = []
+    for number in numbers:
+        dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=ranks)
+        found.append(_plan(front_end, number, ranks, layers))
+        dist.destroy_process_group()
+    return json.dumps(found)
+
+
+def _plan(front_end: str, number: int, ranks: int, layers: int) -> str:
+    model: nn.Module = nn.Sequential(*(Block(64) for _ in range(layers)))
+    if front_end == "fully_shard":
+        for each in (*model.children(), model):
+            fully_shard(each, mesh=init_device_mesh("cpu", (ranks,)))
+    else:
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=front_end == "original",
+        )
+    optimizer = torch.optim.AdamW(model.parameters())
+    job: Any = _SaveJob.__new__(_SaveJob)
+    job._ranks, job._step = types.SimpleNamespace(number=number, count=ranks), 1
+    job._groups, job._snapshot = named_groups(units_of(model)), Snapshot()
+    _identity, *rest = job._plan(SharedOptimizer(model, optimizer, job._ranks))
+    return json.dumps(rest)
