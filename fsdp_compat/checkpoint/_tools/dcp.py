@@ -211,15 +211,12 @@ class _Directory:
         self._bytes_left -= place.nbytes
         if self._bytes_left < 0:
             raise damaged(path, f"more than {_MAX_BYTES} bytes of values that are no tensors")
-        with self._files.descriptor(path) as descriptor:
-            content = os.pread(descriptor, place.nbytes, place.start)
-            try:
-                if content.startswith(ZIP):
-                    return read_torch_range(descriptor, path, place.start, place.nbytes)
-                return load(content, path)
-            except CheckpointError as error:
-                self.left_out.append(f"{name}: {found_in(error)}")
-                return LEFT_OUT
+        try:
+            with self._files.descriptor(path) as descriptor:
+                return read_torch_range(descriptor, path, place.start, place.nbytes)
+        except CheckpointError as error:
+            self.left_out.append(f"{name}: {found_in(error)}")
+            return LEFT_OUT
 
     def _piece(self, entry: _Entry, box: Box, place: _Place) -> Piece:
         file = self._file(place)

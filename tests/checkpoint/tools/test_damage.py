@@ -144,28 +144,23 @@ def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(
     torch.save({"w": torch.arange(3 << 20)}, tmp_path / "x.pt")  # beyond the block with the head
     path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=3)
     zero, one, two = (path / f"rank-{rank:05d}.safetensors" for rank in range(3))
-    intact = {file: file.read_bytes() for file in (zero, one, two, path / "manifest.json")}
 
     def change(file: Path, place: int) -> None:
         content = bytearray(file.read_bytes())
         content[place] ^= 1
         file.write_bytes(content)
 
-    change(zero, -1)
     change(two, -1)
-    assert outcome(path) == (1, [zero.name, two.name])
-    for place in (3, 20):  # the length of the header, and the header
+    for place in (-1, 3, 20):  # a value, the length of the header, and the header
         change(zero, place)
         assert outcome(path) == (1, [zero.name, two.name])
         change(zero, place)
-    change(zero, 20)
-    one.write_bytes(intact[one][:-1])
-    assert outcome(path) == (1, [one.name, zero.name, two.name])
+    one.write_bytes(one.read_bytes()[:-1])
+    assert outcome(path) == (1, [one.name, two.name])
     one.unlink()
-    assert outcome(path) == (1, [one.name, zero.name, two.name])
-    (path / "manifest.json").write_bytes(intact[path / "manifest.json"].replace(b"w", b"v", 1))
-    status, (where,) = outcome(path)
-    assert (status, where) == (1, path.name)
+    assert outcome(path) == (1, [one.name, two.name])
+    change(path / "manifest.json", 40)
+    assert outcome(path) == (1, [path.name])
 
 
 def test_a_file_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> None:
@@ -262,13 +257,12 @@ def test_packed_dtypes_of_safetensors_are_read_as_their_bytes(tmp_path: Path) ->
 def test_what_safetensors_cannot_hold_is_not_to_be_converted_to_what_does_not_apply(
     tmp_path: Path,
 ) -> None:
-    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
-    torch.save({"w": torch.ones(2).to(torch.float8_e8m0fnu)}, tmp_path / "y.pt")
-    for name, helps in (("x.pt", False), ("y.pt", True)):
+    for dtype, helps in ((torch.complex128, False), (torch.float8_e8m0fnu, True)):
+        torch.save({"w": torch.ones(2).to(dtype)}, tmp_path / "x.pt")
         with pytest.raises(UsageError, match="safetensors cannot store this tensor") as raised:
-            convert(tmp_path / name, tmp_path / "z.safetensors")
+            convert(tmp_path / "x.pt", tmp_path / "z.safetensors")
         assert ("dtype=torch.float32" in str(raised.value)) == helps
-    convert(tmp_path / "y.pt", tmp_path / "z.safetensors", dtype=torch.float32)
+    convert(tmp_path / "x.pt", tmp_path / "z.safetensors", dtype=torch.float32)
 
 
 class Settings:
@@ -298,12 +292,8 @@ def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(
     step.mkdir(parents=True)
     (run / "latest").write_text("global_step10")
     (run / "zero_to_fp32.py").write_text("")
-    shapes = {"w": torch.Size([4])}
-    model = {"module": {"w": torch.zeros(0)}, "param_shapes": [shapes]}
-    torch.save(model, step / "mp_rank_00_model_states.pt")
-    for rank in range(2):
-        state = {"optimizer_state_dict": {"single_partition_of_fp32_groups": [torch.ones(2)]}}
-        torch.save(state, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    torch.save({"module": {"w": torch.zeros(0)}}, step / "mp_rank_00_model_states.pt")
+    torch.save({}, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     for path in (run, step):
         result = CliRunner().invoke(commands.commands, ["inspect", str(path)])
         assert result.exit_code == 3, result.output
