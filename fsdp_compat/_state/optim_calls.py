@@ -27,7 +27,6 @@ from ..errors import (
 )
 from .dry_run import states_to_be
 from .forms import get_state_dict_type
-from .older_optimizers import convert
 from .optim_contents import (
     classify_all,
     numbered_names,
@@ -37,6 +36,7 @@ from .optim_contents import (
 )
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
+from .optimizer_patches import convert
 from .rank_local import rank_local_names
 from .units import clean_name, names_before, require_idle, units_of
 

@@ -30,7 +30,6 @@ from ..api import StateDictType
 from ..errors import RuntimeUsageError, UsageError, explain
 from .dry_run import first_states
 from .forms import get_state_dict_type
-from .older_optimizers import convert
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
     Kinds,
@@ -43,6 +42,7 @@ from .optim_contents import (
     require_state_dict,
     snapshot,
 )
+from .optimizer_patches import convert
 from .rank_local import gather_states, rank_local_names, rank_state, warn_of_layout
 from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions

@@ -2,7 +2,7 @@
 
 ``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
 sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``; ``fully_shard`` installs only the last four. Each is a module with
+every patch in ``PATCHES``; ``fully_shard`` installs only the last three. Each is a module with
 ``patch()``, which does nothing if called again, and ``undo()``, which restores the previous state.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from .._engine import user_changes
 from .._front_ends import data_parallel
-from .._state import older_optimizers, raw_optimizer_state
+from .._state import optimizer_patches
 from .._state.units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, local_parts
 
@@ -24,8 +24,7 @@ PATCHES: tuple[types.ModuleType, ...] = (
     hugging_face_storage,
     local_parts,
     assignments,
-    older_optimizers,
-    raw_optimizer_state,
+    optimizer_patches,
     data_parallel,
     user_changes,
 )

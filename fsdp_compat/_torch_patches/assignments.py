@@ -27,7 +27,7 @@ from .. import _torch_private
 from .._engine import hooks
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
-from .._state import older_optimizers
+from .._state import optimizer_patches
 from ..errors import StateError
 
 
@@ -125,7 +125,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
             store.take(place.number, value)
     if not store.is_flattened:
         sharded_param.requires_grad_(value.requires_grad)
-    older_optimizers.note_assigned(value, name)
+    optimizer_patches.note_assigned(value, name)
     return sharded_param
 
 
@@ -146,7 +146,7 @@ def _why_not(
         return "an assignment from inside of forward or backward"
     if unit.residency is Residency.UNSHARDED:
         return "an assignment between forward and backward, while the unit stays whole"
-    if older_optimizers.is_held(value):
+    if optimizer_patches.is_held(value):
         return "a parameter that a FullyShardedDataParallel holds already"
     whole, part = store.local_shape(index), tuple(store.local_part(index).shape)
     shape = part if tuple(value.shape) == part else whole

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from .. import _torch_private
 from .._state.forms import state_dict_type
-from .._state.older_optimizers import convert
 from .._state.optim_calls import optim_state_dict_to_load
 from .._state.optim_contents import ParamContents, contents_of
 from .._state.optim_export import export_optim_state, form_set
+from .._state.optimizer_patches import convert
 from .._state.rank0 import Rank0Broadcast
 from .._state.sharded_values import BoxedTensor, copied
 from .._state.units import model_unit_of, model_units_in, units_of

@@ -26,7 +26,7 @@ from torch import nn
 from .. import errors
 from .._state.model_loading import load_unmanaged
 from .._state.model_state import unmanaged_state
-from .._state.older_optimizers import convert
+from .._state.optimizer_patches import convert
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, FsdpCompatError, UsageError
 from ._arguments import Rename, require_arguments

@@ -19,8 +19,8 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.model_state import unmanaged_state
-from .._state.older_optimizers import convert
 from .._state.optim_contents import Kinds, StateKind, classify_all, is_count
+from .._state.optimizer_patches import convert
 from .._state.rank_local import warn_of_layout
 from ..errors import UsageError
 from ._named_groups import NamedGroup, held_by

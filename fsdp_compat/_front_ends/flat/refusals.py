@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..._engine.unit import Unit
-from ..._state import older_optimizers
+from ..._state import optimizer_patches
 from ..._state.units import clean_name, is_lazy
 from ...errors import UsageError
 from .flat_unit import is_wrapped, is_wrapper
@@ -131,7 +131,7 @@ def refuse_managed(
             if (
                 parameter is not None
                 and parameter not in ignored
-                and older_optimizers.is_managed(parameter)
+                and optimizer_patches.is_managed(parameter)
             ):
                 raise UsageError.of(
                     "A parameter already belongs to another FullyShardedDataParallel.",

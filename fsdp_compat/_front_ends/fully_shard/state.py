@@ -26,7 +26,7 @@ from ..._engine.group import Group
 from ..._engine.partial import PartialShard
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.unit import Residency, Unit, UnitOptions
-from ..._state import older_optimizers, raw_optimizer_state
+from ..._state import optimizer_patches
 from ..._state.units import ModelUnit, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.placement import DataMesh
@@ -552,9 +552,8 @@ def apply(plan: Plan) -> ShardedModules:
         for slot in own.store.shown(None):
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
-    older_optimizers.note_replaced(param.parameter for param in plan.managed.params)
-    older_optimizers.patch()  # optimizers that hold the replaced parameters raise an error
-    raw_optimizer_state.patch()
+    optimizer_patches.note_replaced(param.parameter for param in plan.managed.params)
+    optimizer_patches.patch()  # optimizers that hold the replaced parameters raise an error
     data_parallel.patch()
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)

@@ -1,25 +1,37 @@
-"""Optimizers that were created before their model was wrapped.
+"""What fsdp_compat checks in every optimizer of the process.
 
-With use_orig_params=True they keep working: the parameters are the same objects, and existing state
-of unsharded parameters is cut to this rank's parts before it is used. With use_orig_params=False
-they hold parameters that are no longer trained, so the first step raises an error."""
+*Before a step*: optimizers that were created before their model was wrapped. With
+use_orig_params=True they keep working: the parameters are the same objects, and existing state of
+unsharded parameters is cut to this rank's parts before it is used. With use_orig_params=False they
+hold parameters that are no longer trained, so the first step raises an error.
+
+*In its own state dict*, without ``FSDP.optim_state_dict``: it has this rank's parts alone. Another
+rank, or a model that is cut differently, would take them for the state of its own elements: they
+often have the same shape. So the dict gets a key beside "state" and "param_groups", which other
+readers ignore, with plain values that say whose it is, and ``load_state_dict`` compares. DTensors
+need none: torch.distributed.checkpoint can reshard them, and the mesh of an unpickled one still has
+the coordinates of the rank that saved it."""
 
 from __future__ import annotations
 
 import typing
 import weakref
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._engine import hooks
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
-from ..errors import StateError, UsageError
+from ..errors import CheckpointError, StateError, UsageError
 from .optim_contents import is_count
+from .reading_values import misfit
 from .summon import shown_stores
 
 
@@ -37,6 +49,7 @@ _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # An attribute of sharded parameters. Unlike an entry in `_managed`, it is pickled with them.
 _MARK = "_fsdp_compat_part"
+_KEY = "fsdp_compat"  # in an optimizer's own state dict
 _PICKLED_APART = _Lost(
     "a copy of a sharded parameter, which was pickled separately from its model",
     "create the optimizer from model.parameters() after unpickling, and load the optimizer's "
@@ -49,13 +62,17 @@ _undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
-    """Check every optimizer of this process before it steps."""
+    """Check optimizers before they step; let state dicts of sharded parameters say whose they are,
+    and optimizers load only theirs."""
     if not _undo:
         _undo.append(register_optimizer_step_pre_hook(_before_step).remove)
+        _undo.append(hooks.around_method(torch.optim.Optimizer, "state_dict", _take))
+        _undo.append(hooks.around_method(torch.optim.Optimizer, "load_state_dict", _load))
 
 
 def undo() -> None:
-    """Stop checking: an optimizer that was created before wrapping then steps without an error."""
+    """Restore torch's methods, and stop checking: an optimizer that was created before wrapping
+    then steps without an error."""
     while _undo:
         _undo.pop()()
 
@@ -162,3 +179,72 @@ def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Par
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and tuple(value.shape) == shape and not is_count(key, shape):
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)
+
+
+# -- their own state dicts
+
+
+def _take(original: Callable[[], dict[str, Any]], optimizer: torch.optim.Optimizer) -> Any:
+    state_dict = original()
+    owner = _owner_of(optimizer)
+    return state_dict if owner is None else {**state_dict, _KEY: owner}
+
+
+def _load(
+    original: Callable[[Any], None], optimizer: torch.optim.Optimizer, state_dict: Any
+) -> None:
+    if isinstance(state_dict, Mapping):
+        _require_own(optimizer, state_dict)
+    original(state_dict)
+
+
+def _owner_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Describe whose parts the optimizer's state is; None if its parameters are whole."""
+    owner: tuple[int, int] | None = None
+    cuts = list[Any]()
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        store = store_of_param(parameter)
+        if store is not None and store.ranks > 1:
+            owner = owner or (store.rank, store.ranks)
+            cuts.append((store.rank, store.ranks, tuple(parameter.shape)))
+            cuts += [
+                (store.local_shape(index), store.part(index, store.rank))
+                for sharded_param, indices in store.sharded_params
+                if sharded_param is parameter
+                for index in indices
+            ]
+    if owner is None:
+        return None
+    return {"rank": owner[0], "ranks": owner[1], "layout": zlib.crc32(repr(cuts).encode())}
+
+
+def _require_own(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the parts of another rank, or of another layout."""
+    saved = state_dict.get(_KEY)
+    owner = None if saved is None else _owner_of(optimizer)
+    expected, got = "this rank's parts", ""
+    if saved is not None and saved != owner:
+        expected, got = _described(owner), _described(saved)
+        if got == expected:
+            got += " of parameters that were wrapped or cut otherwise"
+    states = state_dict.get("state")
+    for state in states.values() if isinstance(states, Mapping) and not got else ():
+        for value in state.values() if isinstance(state, Mapping) else ():
+            got = got or misfit(value) or ""
+    if got:
+        raise CheckpointError.of(
+            "An optimizer's own state dict belongs to one rank.",
+            expected=expected,
+            got=got,
+            where=f"{type(optimizer).__name__}.load_state_dict"
+            + (f", global rank {dist.get_rank()}" if dist.is_initialized() else ""),
+            fix="save FSDP.optim_state_dict(model, optimizer), or use fsdp_compat.checkpoint: "
+            "any number of ranks can load them. To load what optimizer.state_dict() returned, "
+            "save it on every rank, and load this rank's file in an equal layout",
+        )
+
+
+def _described(owner: Mapping[str, Any] | None) -> str:
+    if owner is None:
+        return "the state of whole parameters"
+    return f"the parts of rank {owner.get('rank')} of {owner.get('ranks')}"
