@@ -43,14 +43,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import dataclasses
 import enum
 import functools
 import gc
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import types
@@ -58,6 +56,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +74,7 @@ from contenders import (
     fsdp1_of,
     require_rounds,
 )
+from pages import drop_pages, make_durable, memory_nbytes, restart_peak
 from step import Block, Transformer, loss_of, say
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -106,36 +106,35 @@ PAIRS = ((Row.SHARDED_SAVE, Row.SHARDED_LOAD), (Row.FULL_SAVE, Row.FULL_LOAD))
 Call = Callable[[Path], object]  # with a folder of its own, the same on all ranks
 
 
-@dataclasses.dataclass(frozen=True)
-class Entrant:
+class Entrant(NamedTuple):
     """A contender in the calls that it takes part in."""
 
     name: str
-    held: Callable[
-        [], list[torch.Tensor]
-    ]  # this rank's values as they are now: what a load has to bring back
+    held: Callable[[], list[torch.Tensor]]  # this rank's values now: a load brings them back
     calls: Mapping[Row, Call]
-    release: Callable[[], object] = lambda: (
-        None
-    )  # give back, until the next call, what only a call needs
+    release: Callable[[], object] = lambda: None  # give back what only a call needs
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """Per kind of call and contender, one number per round: that of the rank with the most."""
-
-    seconds: dict[Row, dict[str, list[float]]]
-    peaks: dict[Row, dict[str, list[float]]]  # bytes
+# Per kind of call and contender, one (seconds, peak bytes) per round: of the rank with the most.
+Results = dict[Row, dict[str, list[tuple[float, float]]]]
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parameters", type=int, default=200_000_000, help="about; the next shape is taken")
+    add("--original-parameters", action="store_true", help="ours, FSDP1: use_orig_params=True")
+    add("--rounds", type=int, default=MIN_ROUNDS)
+    add("--folder", type=Path, help="on the disk to measure; what is made in it is removed")
+    add("--check", action="store_true", help="exit status 1 if a limit is not met")
+    arguments = parser.parse_args()
+    require_rounds(parser, arguments.rounds, MIN_ROUNDS)
+    if arguments.parameters < WARM_UP_PARAMETERS:
+        parser.error(f"expected at least {WARM_UP_PARAMETERS} parameters")
     if "RANK" not in os.environ:
-        print(
-            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}",
-            file=sys.stderr,
-        )
-        return 2
+        parser.error("start it on at least 2 processes: torchrun --nproc-per-node 2 ...")
     warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -146,58 +145,24 @@ def main() -> int:
     return 1 if missed and arguments.check else 0
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--parameters", type=int, default=200_000_000, help="about as many; the next shape is taken"
-    )
-    parser.add_argument(
-        "--original-parameters",
-        action="store_true",
-        help="ours and FSDP1 with use_orig_params=True",
-    )
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="an existing one on the disk to measure; what is made in it is removed",
-    )
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
-    arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds, MIN_ROUNDS)
-    if arguments.parameters < WARM_UP_PARAMETERS:
-        parser.error(
-            f"--parameters {arguments.parameters}: with fewer than {WARM_UP_PARAMETERS} there are "
-            "no bytes to speak of"
-        )
-    return arguments
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; return how many limits are not met. Collective."""
     folder = made_by_first_rank(arguments.folder)
     try:
         measure(enter(WARM_UP_PARAMETERS, arguments.original_parameters), 1, folder)
         entrants = enter(arguments.parameters, arguments.original_parameters)
-        own_nbytes = worst(
-            next(nbytes_of(entrant.held()) for entrant in entrants if entrant.name == OURS)
-        )
+        own_nbytes = worst(next(nbytes_of(each.held()) for each in entrants if each.name == OURS))
+        ranks = dist.get_world_size()
         say(
-            f"{own_nbytes * dist.get_world_size() / 12e6:.1f}M parameters with AdamW, "
-            f"{own_nbytes / 1e6:.0f} MB on each of "
-            f"{dist.get_world_size()} ranks, use_orig_params={arguments.original_parameters}, "
+            f"{own_nbytes * ranks / 12e6:.1f}M parameters with AdamW, {own_nbytes / 1e6:.0f} MB on "
+            f"each of {ranks} ranks, use_orig_params={arguments.original_parameters}, "
             f"{arguments.rounds} rounds"
         )
         results = measure(entrants, arguments.rounds, folder)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    return sum(
-        print_table(row, Timings(results.seconds[row]), results.peaks[row], own_nbytes)
-        for row in Row
-    )
+    return sum(print_table(row, results[row], own_nbytes) for row in Row)
 
 
 def made_by_first_rank(parent: Path | None) -> Path:
@@ -224,20 +189,16 @@ def enter(num_parameters: int, use_orig_params: bool) -> list[Entrant]:
     kept = {OURS: wrapped[ours_name], FSDP1: wrapped[fsdp1_of(ours_name)], FSDP2: wrapped[FSDP2]}
     del wrapped  # the others' memory is needed
     trained = {name: train(contender) for name, contender in kept.items()}
-    held = {
-        name: functools.partial(values_of, optimizer) for name, (_, optimizer) in trained.items()
-    }
+    held = {name: functools.partial(values_of, of_one[1]) for name, of_one in trained.items()}
     plain = PlainFiles(int(worst(nbytes_of(held[OURS]()))))
+    of_fsdp1 = dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1])
+    of_fsdp2 = dcp_calls(*trained[FSDP2]) | fsdp2_calls(*trained[FSDP2])
     return [
         Entrant(PLAIN, plain.held, plain.calls(), plain.release),
         Entrant(OURS, held[OURS], ours_calls(*trained[OURS])),
         Entrant(OURS_DCP, held[OURS], dcp_calls(*trained[OURS])),
-        Entrant(
-            FSDP1,
-            held[FSDP1],
-            dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1]),
-        ),
-        Entrant(FSDP2, held[FSDP2], dcp_calls(*trained[FSDP2]) | fsdp2_calls(*trained[FSDP2])),
+        Entrant(FSDP1, held[FSDP1], of_fsdp1),
+        Entrant(FSDP2, held[FSDP2], of_fsdp2),
     ]
 
 
@@ -411,12 +372,6 @@ def write_on_first_rank(folder: Path, model_state: object, optimizer_state: obje
         make_durable(folder / FULL_FILE)
 
 
-def make_durable(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 # -- measuring
 
 
@@ -427,77 +382,47 @@ def measure(entrants: Sequence[Entrant], rounds: int, folder: Path) -> Results:
     for entrant in entrants:
         digests[entrant.name] = digest(entrant.held())
         entrant.release()
-    results = Results({row: {} for row in Row}, {row: {} for row in Row})
+    results: Results = {row: {} for row in Row}
     for number in range(rounds):
         first = number % len(entrants)
         order = [*entrants[first:], *entrants[:first]]
         for save, load in PAIRS:
             in_both = [entrant for entrant in order if save in entrant.calls]
             for entrant in in_both:
-                its_folder = folder / entrant.name
-                on_first_rank(its_folder.mkdir)
+                own = folder / entrant.name
+                on_first_rank(own.mkdir)
                 entrant.held()
                 on_first_rank(os.sync)  # no earlier call's bytes are on their way
-                timed(entrant, save, its_folder, results)
+                timed(entrant, save, own, results)
                 entrant.release()
-                on_first_rank(
-                    functools.partial(drop_pages, its_folder)
-                )  # the next save finds memory free
+                on_first_rank(functools.partial(drop_pages, own))  # the next save finds memory free
             for entrant in in_both:
-                its_folder = folder / entrant.name
-                lose(entrant.held())
-                on_first_rank(functools.partial(drop_pages, its_folder))
-                timed(entrant, load, its_folder, results)
+                own = folder / entrant.name
+                for value in entrant.held():
+                    value.zero_()
+                on_first_rank(functools.partial(drop_pages, own))
+                timed(entrant, load, own, results)
                 if digest(entrant.held()) != digests[entrant.name]:
-                    raise RuntimeError(
-                        f"{load.value}, {entrant.name}: rank {dist.get_rank()} has other values "
-                        "than it saved"
-                    )
+                    which = f"{load.value}, {entrant.name}: rank {dist.get_rank()}"
+                    raise RuntimeError(f"{which} has other values than it saved")
                 entrant.release()
-                on_first_rank(functools.partial(shutil.rmtree, its_folder))
+                on_first_rank(functools.partial(shutil.rmtree, own))
     return results
 
 
 def timed(entrant: Entrant, row: Row, folder: Path, results: Results) -> None:
     """Make one call on all ranks at the same time, and note it. Collective."""
     gc.collect()
-    give_back_freed_memory()
+    ctypes.CDLL(None).malloc_trim(0)  # a call would use what is free, and show no memory
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident = memory_nbytes("VmRSS")
+    resident = restart_peak()
     start = time.perf_counter()
     entrant.calls[row](folder)
-    if row in (Row.SHARDED_LOAD, Row.FULL_LOAD):
-        touch(entrant.held())
-    seconds = time.perf_counter() - start
-    peak = memory_nbytes("VmHWM") - resident
-    results.seconds[row].setdefault(entrant.name, []).append(worst(seconds))
-    results.peaks[row].setdefault(entrant.name, []).append(worst(peak))
-
-
-def memory_nbytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.removesuffix("kB")) * 1024
-    raise KeyError(field)
-
-
-def give_back_freed_memory() -> None:
-    """Let the C library keep nothing of what is free, or a call would use that and show no
-    memory."""
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def touch(values: Iterable[torch.Tensor]) -> None:
-    """Bring in what a load has only mapped so far."""
-    for value in values:
-        value.reshape(-1)[:: PAGE_NBYTES // value.itemsize].sum()
-
-
-def lose(values: Iterable[torch.Tensor]) -> None:
-    for value in values:
-        value.zero_()
+    if row in (Row.SHARDED_LOAD, Row.FULL_LOAD):  # bring in what is only mapped so far
+        for value in entrant.held():
+            value.reshape(-1)[:: PAGE_NBYTES // value.itemsize].sum()
+    seconds, peak = time.perf_counter() - start, memory_nbytes() - resident
+    results[row].setdefault(entrant.name, []).append((worst(seconds), worst(peak)))
 
 
 def digest(values: Iterable[torch.Tensor]) -> int:
@@ -510,16 +435,6 @@ def nbytes_of(values: Iterable[torch.Tensor]) -> int:
 
 def memory_of(value: torch.Tensor) -> memoryview:
     return memoryview(value.reshape(-1).view(torch.uint8).numpy())
-
-
-def drop_pages(folder: Path) -> None:
-    """Let the page cache keep nothing of the files in ``folder``."""
-    os.sync()  # only what is on the disk is dropped
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def on_first_rank(act: Callable[[], object]) -> None:
@@ -539,10 +454,9 @@ def worst(number: float) -> float:
 # -- the tables
 
 
-def print_table(
-    row: Row, timings: Timings, peaks: Mapping[str, Sequence[float]], own_nbytes: float
-) -> int:
+def print_table(row: Row, results: dict[str, list[tuple[float, float]]], own_nbytes: float) -> int:
     """Print one kind of call; return how many limits are not met."""
+    timings = Timings({name: [seconds for seconds, _ in found] for name, found in results.items()})
     others = (PLAIN, FSDP1, FSDP2)
     titles = "".join(f"{'to ' + other:>10}" for other in others)
     say(f"\n{row.value:12} {'median':>9} {'range':>16} {titles} {'peak':>10} {'of own':>7}  limit")
@@ -551,17 +465,14 @@ def print_table(
         ratios = {other: timings.ratio(name, other) for other in others if other != name}
         verdict = ""
         if name == OURS:
-            is_met = (
-                ratios[FSDP1] < 1
-                and ratios[FSDP2] < 1
-                and (row not in PAIRS[0] or ratios[PLAIN] <= LIMIT)
-            )
+            is_ahead = ratios[FSDP1] < 1 and ratios[FSDP2] < 1
+            is_met = is_ahead and (row not in PAIRS[0] or ratios[PLAIN] <= LIMIT)
             verdict = "met" if is_met else "NOT MET"
             missed += not is_met
         columns = "".join(
             f"{ratios[other]:10.3f}" if other in ratios else f"{'':10}" for other in others
         )
-        peak = max(peaks[name])
+        peak = max(found for _, found in results[name])
         say(
             f"{name:12} {statistics.median(seconds):7.2f} s "
             f"{f'{min(seconds):.2f} to {max(seconds):.2f} s':>16} {columns} "

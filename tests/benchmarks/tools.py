@@ -31,7 +31,6 @@ memory."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
@@ -41,11 +40,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from pages import drop_pages, make_durable, memory_nbytes, restart_peak
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY, OURS, TORCH, ACCELERATE = "copy", "ours", "torch", "accelerate"
@@ -55,8 +56,7 @@ COLUMNS = 2048  # of every tensor
 NUM_TENSORS = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Merge:
+class Merge(NamedTuple):
     """One kind of call: a source, the name of the result, and who can do it."""
 
     title: str
@@ -73,29 +73,7 @@ MERGES = (
 )
 
 
-@dataclasses.dataclass
-class Measured:
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    peaks: list[int] = dataclasses.field(default_factory=list)  # bytes
-    beyond: list[int] = dataclasses.field(default_factory=list)  # bytes
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    if arguments.call:
-        call(*arguments.call)
-        return 0
-    folder = Path(tempfile.mkdtemp(prefix="tools-", dir=arguments.folder))
-    try:
-        nbytes = make_sources(folder, arguments.nbytes)
-        print(f"{nbytes / 1e6:.0f} MB in {NUM_TENSORS} tensors, {arguments.rounds} rounds")
-        missed = sum(merge_and_print(merge, folder, arguments.rounds) for merge in MERGES)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return 1 if missed and arguments.check else 0
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +85,15 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.nbytes < 1_000_000:
         parser.error("expected at least 1 round and 1000000 bytes")
-    return arguments
+    if arguments.call:
+        call(*arguments.call)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="tools-", dir=arguments.folder) as made:
+        folder = Path(made)
+        nbytes = make_sources(folder, arguments.nbytes)
+        print(f"{nbytes / 1e6:.0f} MB in {NUM_TENSORS} tensors, {arguments.rounds} rounds")
+        missed = sum(merge_and_print(merge, folder, arguments.rounds) for merge in MERGES)
+    return 1 if missed and arguments.check else 0
 
 
 # -- the sources
@@ -160,14 +146,13 @@ def call(contender: str, source_name: str, target_name: str) -> None:
     warnings.simplefilter("ignore")
     source, target = Path(source_name), Path(target_name)
     act = CALLS[contender](source, target)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory_nbytes("VmRSS")
+    before = restart_peak()
     start = time.perf_counter()
     act()
-    for path in files_of(target):
+    for path in files_of(result_of(target)):
         make_durable(path)
     seconds = time.perf_counter() - start
-    peak = memory_nbytes("VmHWM")
+    peak = memory_nbytes()
     print(json.dumps({"seconds": seconds, "peak": peak, "beyond": peak - before}))
 
 
@@ -211,30 +196,14 @@ def of_accelerate(source: Path, target: Path) -> Callable[[], object]:
 CALLS = {COPY: plain_copy, OURS: of_ours, TORCH: of_torch, ACCELERATE: of_accelerate}
 
 
-def result_of(contender: str, target: Path) -> Path:
-    """Return the path of a contender's result: some make a directory for it."""
+def result_of(target: Path) -> Path:
+    """Return the path of a result: some contenders make a directory for it."""
     return target if target.exists() else target.parent / "out"
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a target, which may be beside it, or of a source."""
-    path = path if path.exists() else path.parent / "out"
     found = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [file for file in found if file.is_file()]
-
-
-def make_durable(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def memory_nbytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.removesuffix("kB")) * 1024
-    raise KeyError(field)
 
 
 # -- measuring
@@ -242,22 +211,17 @@ def memory_nbytes(field: str) -> int:
 
 def merge_and_print(merge: Merge, folder: Path, rounds: int) -> bool:
     """Measure one merge and print its table; return whether a limit is not met."""
-    contenders = [name for name in merge.contenders if is_installed(name)]
-    measured = {name: Measured() for name in contenders}
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    contenders = [each for each in merge.contenders if each != ACCELERATE or has_accelerate]
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     for number in range(rounds):
         first = number % len(contenders)
         for name in (*contenders[first:], *contenders[:first]):
-            measure(name, merge, folder, measured[name], is_checked=number == 0)
+            measured[name].append(measure(name, merge, folder, is_checked=number == 0))
     return print_table(merge, measured)
 
 
-def is_installed(contender: str) -> bool:
-    return contender != ACCELERATE or importlib.util.find_spec("accelerate") is not None
-
-
-def measure(
-    contender: str, merge: Merge, folder: Path, measured: Measured, is_checked: bool
-) -> None:
+def measure(contender: str, merge: Merge, folder: Path, is_checked: bool) -> dict[str, float]:
     source, place = folder / merge.source, folder / "result"
     place.mkdir()
     try:
@@ -268,12 +232,9 @@ def measure(
         ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         if ended.returncode:
             raise RuntimeError(f"{merge.title}, {contender}:\n{ended.stderr}")
-        said = json.loads(ended.stdout.splitlines()[-1])
-        measured.seconds.append(said["seconds"])
-        measured.peaks.append(said["peak"])
-        measured.beyond.append(said["beyond"])
         if is_checked and contender != COPY:
-            require_same(folder / "dcp", result_of(contender, target))
+            require_same(folder / "dcp", result_of(target))
+        return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
     finally:
         shutil.rmtree(place)
 
@@ -287,34 +248,21 @@ def require_same(source: Path, result: Path) -> None:
         raise RuntimeError(f"{result} is not what {source} holds")
 
 
-def drop_pages(folder: Path) -> None:
-    """Let the page cache keep nothing of the files in ``folder``."""
-    os.sync()  # only what is on the disk is dropped
-    for path in files_of(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def print_table(merge: Merge, measured: dict[str, Measured]) -> bool:
+def print_table(merge: Merge, measured: dict[str, list[dict[str, float]]]) -> bool:
     """Print the fastest and the largest of each contender; return whether a limit is not met."""
-    fastest = {name: min(results.seconds) for name, results in measured.items()}
-    peaks = {name: max(results.peaks) for name, results in measured.items()}
+    fastest = {name: min(each["seconds"] for each in found) for name, found in measured.items()}
+    peaks = {name: max(each["peak"] for each in found) for name, found in measured.items()}
     others = [name for name in measured if name not in (COPY, OURS)]
     is_met = fastest[OURS] <= LIMIT * fastest[COPY] and all(
         fastest[OURS] < fastest[name] and peaks[OURS] < peaks[name] for name in others
     )
     print(f"\n{merge.title:32} {'seconds':>8} {'to copy':>8} {'peak':>9} {'beyond':>9}  limit")
-    for name, results in measured.items():
-        verdict = ("met" if is_met else "NOT MET") if name == OURS else ""
-        row: Sequence[str] = (
-            f"{name:32}",
-            f"{fastest[name]:8.2f}",
-            f"{fastest[name] / fastest[COPY]:8.2f}",
-            f"{peaks[name] / 1e6:6.0f} MB",
-            f"{max(results.beyond) / 1e6:6.0f} MB",
+    for name, found in measured.items():
+        print(
+            f"{name:32} {fastest[name]:8.2f} {fastest[name] / fastest[COPY]:8.2f} "
+            f"{peaks[name] / 1e6:6.0f} MB {max(each['beyond'] for each in found) / 1e6:6.0f} MB ",
+            ("met" if is_met else "NOT MET") if name == OURS else "",
         )
-        print(" ".join(row), "", verdict)
     return not is_met
 
 
