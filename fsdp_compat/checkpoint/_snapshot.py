@@ -112,10 +112,14 @@ def take_snapshot(
         ]
         snapshot.optimizer_classes = classes_of(optimizer)
         kinds = _kinds(optimizer, groups)
-        rank_local: list[str] = []
         for named in written:
-            states = _states(snapshot, named, optimizer, kinds, rank_local)
+            states = _states(snapshot, named, optimizer, kinds)
             snapshot.add_states(named.name, named.numel, len(named.params), states)
+        rank_local = [
+            f"{named.names(named.params[number])[0]}.{key}"
+            for named in written
+            for number, key, _ in snapshot.head.own.get(named.name, [])
+        ]
         warn_of_layout(rank_local, optimizer, stacklevel=5)
         managed = {param for named in groups for param, _ in named.sharded_params}
         other_states = {
@@ -176,17 +180,13 @@ def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Ki
 
 
 def _states(
-    snapshot: Snapshot,
-    named: NamedGroup,
-    optimizer: torch.optim.Optimizer,
-    kinds: Kinds,
-    rank_local: list[str],
+    snapshot: Snapshot, named: NamedGroup, optimizer: torch.optim.Optimizer, kinds: Kinds
 ) -> Iterator[tuple[Any, Sequence[int], Any]]:
-    """Yield the states of one group, as ``add_states`` takes them. Rank-local ones go to the head,
-    and their names to ``rank_local``."""
-    store, first_param = store_of(named.group), named.section.first_param
+    """Yield the states of one group, as ``add_states`` takes them. Rank-local ones go to the
+    head."""
+    store = store_of(named.group)
     for param, indices in named.sharded_params:
-        numbers = [index - first_param for index in indices]
+        numbers = [index - named.section.first_param for index in indices]
         # Where this rank has no part there are no gradients, and the states there are stale; but
         # DTensors have gradients on every rank.
         is_current = store.has_part(indices) or _torch_private.is_dtensor(param)
@@ -209,4 +209,3 @@ def _states(
             elif encoded is not LEFT_OUT:
                 own = snapshot.head.own.setdefault(named.name, [])
                 own.append((numbers[0], key, encoded))
-                rank_local.append(name)

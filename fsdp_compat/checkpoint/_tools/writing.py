@@ -114,17 +114,16 @@ def write_file(
     path: Path, tensors: Sequence[FileTensor], metadata: Mapping[str, str], tick: Tick
 ) -> FileFacts:
     """Write a new safetensors file, durably, in one go. tick: called with bytes of tensors."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    header, infos = encode_header(
-        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], metadata
-    )
+    parts = {tensor.name: tensor.parts for tensor in tensors}
+    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    header, infos = encode_header(described, metadata)
     writer = BlockWriter(path, _nothing)
     try:
         writer.write(memoryview(header))
         writer.tick = tick
         for info in infos:
             position, size = 0, info.dtype.itemsize
-            for part in sorted(by_name[info.name].parts, key=lambda part: part.start):
+            for part in sorted(parts[info.name], key=lambda part: part.start):
                 _write_zeros(writer, (part.start - position) * size)
                 for values in part.chunks():
                     writer.write(memory_of(values))
