@@ -6,9 +6,8 @@ first if the format has any. Nothing that a file holds is run.
 
 Files are not trusted. Bounded before any work, whatever a small file says: bytes of text and of
 pickles; the depth and the number of nested values, also by references; shapes (64 dims, 2**60
-elements); the sizes of a mesh; the boxes that the placements of a DTensor cut it into. Not
-bounded: what ``pickle.Unpickler`` takes for a crafted
-pickle, and ``json`` for a crafted text, see `pickles`.
+elements); the sizes of a mesh; the boxes that the placements of a DTensor cut it into. Not bounded:
+what ``pickle.Unpickler`` takes for a crafted pickle, or ``json`` for a crafted text, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files

@@ -39,9 +39,28 @@ def adam(*shape: int) -> dict[str, Any]:
 
 
 MODEL = {"a.weight": tensor(4, 3), "a.bias": tensor(4), "scale": tensor()}
-BY_NAME = {
+BY_NAME: dict[str, Any] = {
     "state": {"a.weight": adam(4, 3), "a.bias": adam(4)},
     "param_groups": [{"lr": 0.1, "params": ["a.weight", "a.bias"]}],
+}
+FLATTENED = {
+    f"state.{name}.{key}": value
+    for name, state in BY_NAME["state"].items()
+    for key, value in state.items()
+} | {f"param_groups.{name}.lr": 0.1 for name in BY_NAME["state"]}
+NUMBERED = {
+    "state": {1: adam(4), 0: adam(4, 3)},
+    "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["a.weight", "a.bias"]}],
+}
+
+
+def in_module(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"module.{name}": value for name, value in values.items()}
+
+
+IN_MODULE = {
+    "state": in_module(BY_NAME["state"]),
+    "param_groups": [{"lr": 0.1, "params": ["module.a.weight", "module.a.bias"]}],
 }
 
 
@@ -59,7 +78,7 @@ BY_NAME = {
         {"model": {"a": {"weight": MODEL["a.weight"], "bias": MODEL["a.bias"]}, **MODEL}},
         {"whatever": MODEL, "train_state": {"step": tensor()}},
         {**MODEL, "train_state": {"step": tensor()}, "lr_scheduler": {"last_epoch": 3}},
-        {"model": {f"module.module.{name}": value for name, value in MODEL.items()}},
+        {"model": in_module(in_module(MODEL))},
         {f"module._orig_mod.{name}": value for name, value in MODEL.items()},
     ],
     ids=lambda tree: ",".join(tree)[:40],
@@ -136,31 +155,9 @@ def test_other_values_keep_their_place() -> None:
         {"model": MODEL, "optim": {"state": BY_NAME["state"]}},
         {"app": {"model": MODEL, "opt": BY_NAME}},
         {"state_dict": MODEL, "optimizer_states": [BY_NAME]},
-        {
-            "model": {f"module.{name}": value for name, value in MODEL.items()},
-            "optimizer": {
-                "state": {f"module.{name}": each for name, each in BY_NAME["state"].items()},
-                "param_groups": [{"lr": 0.1, "params": ["module.a.weight", "module.a.bias"]}],
-            },
-        },
-        {
-            "model": MODEL,
-            "optimizer": {
-                f"state.{name}.{key}": value
-                for name, states in BY_NAME["state"].items()
-                for key, value in states.items()
-            }
-            | {f"param_groups.{name}.lr": 0.1 for name in BY_NAME["state"]},
-        },
-        {
-            "model": MODEL,
-            "optimizer": {
-                "state": {1: adam(4), 0: adam(4, 3)},
-                "param_groups": [
-                    {"lr": 0.1, "params": [0, 1], "param_names": ["a.weight", "a.bias"]}
-                ],
-            },
-        },
+        {"model": in_module(MODEL), "optimizer": IN_MODULE},
+        {"model": MODEL, "optimizer": FLATTENED},
+        {"model": MODEL, "optimizer": NUMBERED},
         BY_NAME,
     ],
     ids=["name", "no groups", "app", "list", "module", "flattened", "numbers", "alone"],
