@@ -160,7 +160,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if runtime.runs and not runtime.backward.steps
         for group in runtime.groups
     }
-    unsharded.update(dict.fromkeys(shown_stores(), "inside summon_full_params"))
+    unsharded.update(dict.fromkeys(shown_stores, "inside summon_full_params"))
     for number, group in enumerate(optimizer.param_groups if unsharded else ()):
         for parameter in group["params"]:
             if when := unsharded.get(store_of_param(parameter)):

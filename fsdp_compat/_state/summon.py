@@ -35,12 +35,7 @@ class Options:
         )
 
 
-_shown_stores: set[object] = set()
-
-
-def shown_stores() -> set[object]:
-    """The stores whose parameters are shown whole now."""
-    return _shown_stores
+shown_stores: set[object] = set()  # whose parameters are shown whole now
 
 
 @contextlib.contextmanager
@@ -72,8 +67,8 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
             unit.view.begin_summon()
             stack.callback(unit.view.end_summon)
             stores = {group.store for group in unit.groups}
-            _shown_stores.update(stores)
-            stack.callback(_shown_stores.difference_update, stores)
+            shown_stores.update(stores)
+            stack.callback(shown_stores.difference_update, stores)
             for group, full, grads in fulls:
                 stack.enter_context(_shown(group, full, grads, options.keeps_changes_of(group)))
             unit.view.keep_order()

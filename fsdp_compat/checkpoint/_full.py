@@ -19,7 +19,7 @@ from .._state.units import (
     model_unit_of,
     model_units_in,
     names_in_order,
-    runtimes_of,
+    require_idle,
     unmanaged_in,
     wanted_by,
 )
@@ -48,9 +48,7 @@ def iter_full_state_dict(
 def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
     """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
     units = model_units_in(model)
-    for runtime in runtimes_of(units):
-        runtime.require_idle("iter_full_state_dict")
-        runtime.require_parts("iter_full_state_dict")
+    require_idle(model, "iter_full_state_dict")
     rendezvous.require_all_ranks(
         "iter_full_state_dict", (group for each in units for group in each.unit.groups)
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
@@ -28,36 +28,19 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.odd_model import assert_holds, stack
+from tests.support.odd_model import Block, Frozen, OddModel, assert_holds, stack
 from tests.support.ranks import run_ranks
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 7)
-        self.norm = nn.BatchNorm1d(7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x))
-
-
-class Model(nn.Module):
-    """Rows that the ranks do not divide, fewer rows than ranks, a tie, and with ``odd`` 0-d and
-    empty ones, which torch refuses."""
+class Model(OddModel):
+    """With an ignored layer, and with ``odd`` 0-d and empty parameters, which torch refuses."""
 
     def __init__(self, odd: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.one = nn.Parameter(torch.randn(1, 6))
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(scalar=odd)
         self.left = nn.Linear(2, 2)
         if odd:
-            self.gain = nn.Parameter(torch.randn(()))
             self.nothing = nn.Parameter(torch.randn(0, 3))
 
 
@@ -90,7 +73,7 @@ def theirs(model: nn.Module, hybrid: bool = False) -> TorchFSDP:
         model,
         device_mesh=mesh_of(hybrid),
         sharding_strategy=TorchStrategy.HYBRID_SHARD if hybrid else None,
-        auto_wrap_policy=TorchWrapPolicy({Block}),
+        auto_wrap_policy=TorchWrapPolicy({Block, Frozen}),
         ignored_modules=[model.left],
         device_id=torch.device("cpu"),
     )

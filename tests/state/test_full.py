@@ -143,25 +143,6 @@ def test_units_in_plain_containers_and_checkpoint_wrappers_leave_no_trace_in_nam
     run_ranks(2, _containers_and_wrappers, use_orig_params)
 
 
-def _unit_below_checkpoint_wrapper_by_policy(use_orig_params: bool) -> None:
-    plain = make_model()
-    model = copy.deepcopy(plain)
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    model.first = model.second = checkpoint_wrapper(model.first)
-    sharded = shard(model, use_orig_params=use_orig_params)
-    assert_same(sharded.state_dict(), plain.state_dict())
-    other = make_model(1).state_dict()
-    sharded.load_state_dict(other)
-    assert_same(sharded.state_dict(), other)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_activation_checkpointing_inside_of_a_model_leaves_no_trace_in_names(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _unit_below_checkpoint_wrapper_by_policy, use_orig_params)
-
-
 def _checkpointing_after_wrapping(use_orig_params: bool) -> None:
     """Activation checkpointing comes between a wrapper and its module."""
     plain = make_model()
