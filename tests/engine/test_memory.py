@@ -31,7 +31,6 @@ from tests.support.ranks import run_ranks
 
 WIDTH, UNITS = 256, 4
 MATRIX = WIDTH * WIDTH  # elements
-PREFETCH = [BackwardPrefetch.BACKWARD_PRE, None]
 
 
 class Three(nn.Module):

@@ -26,7 +26,6 @@ from tests.support.fully_sharded import (
     is_sharded,
     pair_of,
     partial_shard,
-    require_sync,
     shard_all,
     sharded_modules,
 )
@@ -555,7 +554,7 @@ def test_gradients_accumulate_in_the_reduce_dtype_without_sync() -> None:
     for module in sharded_modules(model):
         module.set_custom_reduce_scatter(NotedReduceScatter("", reduces))
     for last in (False, False, True):
-        require_sync(model, last)
+        model.set_requires_gradient_sync(last)
         assert not reduces and all(p.grad is None for p in model.parameters())
         one_backward(model, _batch())
     assert len(reduces) == 4

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import _torch_private
 from fsdp_compat._comm.backend import BackendTransport
-from tests.support.fully_sharded import api, require_sync, shard_all
+from tests.support.fully_sharded import api, shard_all
 from tests.support.models import Block
-from tests.support.parity import whole
+from tests.support.parity import no_sync, whole
 from tests.support.ranks import on_ranks, run_ranks
 
 WIDTH, NUM_BLOCKS = 192, 3  # a block has two large matrices, and four small parameters
@@ -54,9 +54,8 @@ def train(
         for step in range(NUM_STEPS):
             x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (step + 1 + dist.get_rank())
             if step == 2:
-                require_sync(model, False)
-                model(x.flip(0)).pow(2).mean().backward()
-                require_sync(model, True)
+                with no_sync(model):
+                    model(x.flip(0)).pow(2).mean().backward()
             model[0].up.weight.requires_grad_(step != 3)
             model(x).pow(2).mean().backward()
             found += [

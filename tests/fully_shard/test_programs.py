@@ -6,9 +6,10 @@ What fails names its seed and what it had drawn; ``runs_programs(seed, 1)`` runs
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,16 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.support.fully_sharded import (
-    api,
-    pair_of,
-    partial_shard,
-    require_sync,
-    shard_all,
-    sharded_modules,
-)
+from tests.support.fully_sharded import api, pair_of, partial_shard, shard_all, sharded_modules
 from tests.support.models import DIM, Block, Fragile, FragileInside, Part, Program, Stack
-from tests.support.parity import assert_close, backward, local, reshard, sgd, square, vectors, whole
+from tests.support.parity import (
+    assert_close,
+    backward,
+    local,
+    no_sync,
+    random_step,
+    reshard,
+    sgd,
+    square,
+    vectors,
+    whole,
+)
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 from tests.support.sampling import at_most
@@ -101,7 +106,7 @@ class Run:
                 event()
             seed = self.rng.randrange(10**6)
             self._note(f"step {seed}")
-            self.pair.step(lambda model, x, seed=seed: _random_step(seed, model, x))
+            self.pair.step(functools.partial(random_step, seed))
 
     def _both(self) -> tuple[nn.Module, nn.Module]:
         return self.pair.plain, self.model
@@ -149,10 +154,10 @@ class Run:
         seed = self.rng.randrange(10**6)
         with contextlib.suppress(Boom):
             if self.rng.random() < 0.3 and api.name == "ours":  # torch keeps the gradients
-                with _unsynchronised(self.model):
+                with no_sync(self.model):
                     x = self.pair.batches()[self.pair.rank]
-                    _random_step(seed, self.model, x)
-            _random_step(seed, self.model, self.pair.batches()[self.pair.rank])
+                    random_step(seed, self.model, x)
+            random_step(seed, self.model, self.pair.batches()[self.pair.rank])
         handle.remove()
         self.model.set_requires_gradient_sync(True)
         self.model.reset_iter_state()
@@ -161,8 +166,8 @@ class Run:
     def _accumulate(self) -> None:
         """Backward without sync; the step that follows reduces the sum."""
         seed = self.rng.randrange(10**6)
-        with _unsynchronised(self.model):
-            self.pair.backwards(lambda model, x: _random_step(seed, model, x))
+        with no_sync(self.model):
+            self.pair.backwards(functools.partial(random_step, seed))
 
     def _prefetch(self) -> None:
         modules = sharded_modules(self.model)
@@ -242,35 +247,9 @@ def _raise_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(_raise)
 
 
-@contextlib.contextmanager
-def _unsynchronised(model: Any) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
-
-
 def _loss(model: nn.Module, x: Tensor, seed: int) -> Tensor:
     first, second = model(x.clone(), random.Random(seed))
     return first + second
-
-
-def _random_step(seed: int, model: nn.Module, x: Tensor) -> Tensor:
-    rng = random.Random(seed)
-    style = rng.randrange(5)
-    first, second = model(x, rng)
-    if style == 4:  # two graphs at once
-        second = second + model(x * 0.5, rng)[0]
-    losses = [loss for loss in (first, second) if loss.requires_grad]
-    if not losses:
-        return first.detach()
-    if style < 2:
-        require_sync(model, style == 1)
-        losses[0].backward(retain_graph=True)
-        require_sync(model, True)
-        losses[-1].backward()
-    else:
-        torch.stack(losses).sum().backward()
-    return losses[0].detach()
 
 
 def _adamw_foreach(parameters: Any) -> torch.optim.Optimizer:
@@ -316,10 +295,10 @@ def test_parameters_may_be_frozen_and_trained_in_turn(ranks: int) -> None:
     names = [name for name, _ in pair.plain.named_parameters()]
     for frozen, sync in ((names[::2], True), (names[1::3], False), (names[2:4], True), ([], True)):
         for model in (pair.plain, pair.model):
-            require_sync(model, sync)
             for name in names:
                 model.get_parameter(name).requires_grad_(name not in frozen)
-        pair.backwards()
+        with contextlib.nullcontext() if sync else no_sync(pair.model):
+            pair.backwards()
         if sync:
             pair.compare_gradients()
             pair.update()

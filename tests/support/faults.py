@@ -373,7 +373,7 @@ def assert_stays_failed(subject: Subject) -> None:
 
 
 @contextlib.contextmanager
-def limits(idle_s: float, patience_s: float) -> Iterator[None]:
+def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
     """Inside the context missing ranks are distinguished from busy ones sooner than by default."""
     name = "FSDP_COMPAT_MEET_TIMEOUT"
     before = os.environ.get(name), deadlock.PATIENCE

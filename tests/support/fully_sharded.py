@@ -75,12 +75,6 @@ def sharded_modules(model: nn.Module, library: Library = api) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, library.FSDPModule)]
 
 
-def require_sync(model: nn.Module, flag: bool) -> None:
-    """Nothing on an unsharded model."""
-    if isinstance(model, api.FSDPModule):
-        model.set_requires_gradient_sync(flag)
-
-
 def is_sharded(module: nn.Module) -> bool:
     """True if the module's own parameters are shown as DTensors, False if as plain tensors."""
     (kind,) = {isinstance(p, DTensor) for p in module.parameters(recurse=False)}

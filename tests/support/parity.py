@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -72,9 +73,11 @@ def no_sync(model: Any) -> Iterator[None]:
     """Inside the context backwards reduce no gradients. Nothing on an unsharded model."""
     set_sync = getattr(model, "set_requires_gradient_sync", lambda flag: None)
     set_sync(False)
-    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
-        yield
-    set_sync(True)
+    try:
+        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+            yield
+    finally:
+        set_sync(True)
 
 
 def accumulates(pattern: str, model: nn.Module, x: Tensor) -> Tensor:
@@ -97,6 +100,25 @@ def _in_pattern(pattern: str, model: nn.Module, loss_of: Callable[[int], Tensor]
         with no_sync(model) if letter == "n" else contextlib.nullcontext():
             total = total + backward(loss_of(index))
     return total
+
+
+def random_step(seed: int, model: nn.Module, x: Tensor) -> Tensor:
+    """Take a step of a ``Program``, with one or two backwards."""
+    rng = random.Random(seed)
+    style = rng.randrange(5)
+    first, second = model(x, rng)
+    if style == 4:  # two graphs at once
+        second = second + model(x * 0.5, rng)[0]
+    losses = [loss for loss in (first, second) if loss.requires_grad]
+    if not losses:
+        return first.detach()
+    if style < 2:
+        with no_sync(model) if style == 0 else contextlib.nullcontext():
+            losses[0].backward(retain_graph=True)
+        losses[-1].backward()
+    else:
+        torch.stack(losses).sum().backward()
+    return losses[0].detach()
 
 
 def vectors(generator: torch.Generator) -> Tensor:

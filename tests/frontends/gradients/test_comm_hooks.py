@@ -47,7 +47,6 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.NO_SHARD,
 )
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-FACTS = ("expected: ", "got:      ", "where:    ", "to do:    ")
 
 
 class Averages:

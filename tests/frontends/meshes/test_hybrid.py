@@ -50,7 +50,6 @@ HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_S
 MESHES = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 2)]  # (replicas, shards)
 
 every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=str)
-both_strategies = pytest.mark.parametrize("strategy", [HYBRID, HYBRID_ZERO2])
 
 
 # -- ways to pass a mesh of (replicas, shards)

@@ -86,7 +86,6 @@ HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    build = Stack
     options: dict[str, Any] = {
         "sharding_strategy": strategy,
         "use_orig_params": use_orig_params,
@@ -96,17 +95,13 @@ def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
         options["replicas"] = 2
     patterns = ("ss", "nns") if use_orig_params else ("s", "snsns")
     for pattern in patterns:
-        pair = train(build, step=partial(accumulates_mean, pattern), num_steps=2, **options)
+        pair = train(Stack, step=partial(accumulates_mean, pattern), num_steps=2, **options)
         for p in pair.model.parameters():
             assert p.device.type == "cpu"
         norm = 0.01
         for optim in (pair.plain_optim, pair.optim):
             optim.zero_grad()
-        batches = pair.batches()
-        for x in batches:
-            square(pair.plain, x).backward()
-        pair.average_plain_gradients()
-        square(pair.model, batches[pair.rank]).backward()
+        pair.backwards()
         expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), norm)
         assert_close(pair.model.clip_grad_norm_(norm), expected, "norm")
         pair.compare_and_update(as_a_user=True)

@@ -3,16 +3,14 @@ several backwards per step."""
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import Block, Part, Program
-from tests.support.parity import make_pair, no_sync
+from tests.support.parity import make_pair, random_step
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most, sample
 
@@ -21,32 +19,11 @@ pytestmark = pytest.mark.slow
 NUM_PROGRAMS = at_most(4, of_all=20)  # per test, one step each
 
 
-def _random_step(seed: int, model: nn.Module, x: Tensor) -> Tensor:
-    rng = random.Random(seed)
-    style = rng.randrange(5)
-    first, second = model(x, rng)
-    if style == 4:  # two graphs at once
-        second = second + model(x * 0.5, rng)[0]
-    losses = [loss for loss in (first, second) if loss.requires_grad]
-    if not losses:
-        return first.detach()
-    if style == 0:
-        with no_sync(model):
-            losses[0].backward(retain_graph=True)
-        losses[-1].backward()
-    elif style == 1:
-        losses[0].backward(retain_graph=True)
-        losses[-1].backward()
-    else:
-        sum(losses).backward()
-    return losses[0].detach()
-
-
 def _runs_programs(start: int, **options: Any) -> None:
     pair = make_pair(Program, (Part, Block), **options)
     for seed in range(start, start + NUM_PROGRAMS):
         try:
-            pair.step(partial(_random_step, seed), zeros=True)
+            pair.step(partial(random_step, seed), zeros=True)
         except Exception as error:
             raise AssertionError(f"program {seed}: {error}") from error
 

@@ -30,6 +30,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.faults import limits
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
@@ -38,19 +39,6 @@ from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED
 
 PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
 HERE = re.escape(__file__)
-
-
-@contextlib.contextmanager
-def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
-    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), deadlock.PATIENCE
-    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], deadlock.PATIENCE = str(idle_s), patience_s
-    try:
-        yield
-    finally:
-        os.environ.pop("FSDP_COMPAT_MEET_TIMEOUT")
-        if before[0] is not None:
-            os.environ["FSDP_COMPAT_MEET_TIMEOUT"] = before[0]
-        deadlock.PATIENCE = before[1]
 
 
 def build(num_blocks: int = 3, *, in_place: bool = False, strategy: str = "FULL_SHARD") -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.models import DIM, Block
-from tests.support.parity import assert_close, both_forms
+from tests.support.models import DIM, Block, Recomputed, Stack
+from tests.support.parity import assert_close, both_forms, seeded
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -29,29 +30,15 @@ FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_
 NUM_STEPS = 8
 
 
-class Checkpointed(Block):
+class Checkpointed(Recomputed):
     """Recomputes its activations."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
 
 
-class Net(nn.Module):
-    def __init__(self, make: type[nn.Module] = Block) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def network(make: type[nn.Module] = Block) -> Net:
-    torch.manual_seed(0)
-    return Net(make)
+def network(make: type[nn.Module] = Block) -> Any:
+    return seeded(partial(Stack, 2, make))
 
 
 def batch(seed: int) -> Tensor:
@@ -219,7 +206,7 @@ def test_compiled_blocks_compute_in_the_dtype_of_the_unit(use_orig_params: bool)
 # -- around
 
 
-def _like(model: FSDP) -> Net:
+def _like(model: FSDP) -> nn.Module:
     plain = network()
     plain.load_state_dict(model.state_dict())
     return plain

@@ -101,11 +101,6 @@ def test_two_replicas_of_two_shards_train_as_unsharded_and_stay_bit_equal(
     assert all(state == states[0] for state in states)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_four_ranks_with_any_number_of_replicas_train_as_unsharded(replicas: int) -> None:
-    run_ranks(4, trains, Stack, replicas=replicas)
-
-
 def test_four_replicas_without_sharding_train_as_unsharded_and_stay_bit_equal() -> None:
     states = run_ranks(
         4, _trains_and_returns_state, Stack, sharding_strategy=ShardingStrategy.NO_SHARD

@@ -1,11 +1,10 @@
-"""A model trains as unsharded however it is wrapped: by hand, by every policy, from the meta
-device, or partly ignored."""
+"""A model trains as unsharded however it is wrapped: by hand, from the meta device, or partly
+ignored. Policies, and settings of units, are in test_settings_of_units."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,19 +14,15 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import fsdp_compat
-from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
 from fsdp_compat.wrap import (
-    CustomPolicy,
     ModuleWrapPolicy,
-    always_wrap_policy,
     enable_wrap,
-    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
     wrap,
 )
-from tests.support.models import DIM, Block, Inner, Outer, Stack
+from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
@@ -36,17 +31,14 @@ from tests.support.parity import (
     both_forms,
     make_pair,
     one_backward,
+    seeded,
     square,
-    trains,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
 
 def _two_copies(build: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    plain = build()
-    torch.manual_seed(0)
-    return plain, build()
+    return seeded(build), seeded(build)
 
 
 def _train(pair: Pair, num_steps: int = 2) -> int:
@@ -66,15 +58,6 @@ def _wraps_blocks_then_the_root(**options: Any) -> int:
     return _train(Pair(plain, FSDP(model, **options)))
 
 
-def _wraps_three_levels(**options: Any) -> int:
-    plain, model = _two_copies(partial(Stack, 2, Outer))
-    for index, outer in enumerate(model.blocks):
-        outer.first = FSDP(outer.first, **options)
-        model.blocks[index] = FSDP(outer, **options)
-    model.head = FSDP(model.head, **options)
-    return _train(Pair(plain, FSDP(model, **options)))
-
-
 def _wraps_with_enable_wrap(**options: Any) -> int:
     plain, model = _two_copies()
     with enable_wrap(wrapper_cls=FSDP, **options):
@@ -89,28 +72,14 @@ def _mixes_hand_and_policy(**options: Any) -> int:
     return _train(Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)))
 
 
-def _mixes_strategies(**options: Any) -> int:
-    plain, model = _two_copies()
-    strategies = (
-        ShardingStrategy.NO_SHARD,
-        ShardingStrategy.SHARD_GRAD_OP,
-        ShardingStrategy.FULL_SHARD,
-    )
-    for index, strategy in enumerate(strategies):
-        model.blocks[index] = FSDP(model.blocks[index], sharding_strategy=strategy, **options)
-    return _train(Pair(plain, FSDP(model, **options)))
-
-
 @each_value
 @both_forms
 @pytest.mark.parametrize(
     ("wraps", "num_units"),
     [
         (_wraps_blocks_then_the_root, 4),
-        (_wraps_three_levels, 6),
         (_wraps_with_enable_wrap, 4),
         (_mixes_hand_and_policy, 4),
-        (_mixes_strategies, 4),
     ],
 )
 def test_instances_nested_by_hand_train_as_unsharded(
@@ -133,45 +102,6 @@ def test_former_root_can_become_nested(use_orig_params: bool) -> None:
                 p.sub_(0 if p.grad is None else p.grad)
         own.zero_grad()
     _train(Pair(plain, FSDP(model, **options)))
-
-
-# -- policies
-
-
-def _is_block(module: nn.Module) -> bool:
-    return isinstance(module, Block)
-
-
-def _keeps_blocks(module: nn.Module) -> bool | dict[str, Any]:
-    return (
-        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-        if isinstance(module, Block)
-        else isinstance(module, nn.Linear)
-    )
-
-
-POLICIES: dict[str, Callable[[], Any]] = {
-    "size": lambda: partial(size_based_auto_wrap_policy, min_num_params=200),
-    "lambda": lambda: partial(lambda_auto_wrap_policy, lambda_fn=_is_block),
-    "transformer": lambda: partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-    "custom": lambda: CustomPolicy(_keeps_blocks),
-    "always": lambda: always_wrap_policy,
-}
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize(
-    ("name", "num_units"),
-    [("size", 4), ("lambda", 4), ("transformer", 4), ("custom", 12), ("always", 16)],
-)
-@on_ranks(2)
-def test_every_policy_trains_as_unsharded(name: str, num_units: int, use_orig_params: bool) -> None:
-    options = {"use_orig_params": use_orig_params}
-    plain, model = _two_copies()
-    assert (
-        _train(Pair(plain, FSDP(model, auto_wrap_policy=POLICIES[name](), **options))) == num_units
-    )
 
 
 # -- where values come from
@@ -263,31 +193,6 @@ def test_reset_parameters_initializes_a_model_on_meta(use_orig_params: bool) -> 
 def test_param_init_fn_initializes_a_model_on_meta(use_orig_params: bool) -> None:
     run_ranks(
         2, _starts_on_meta, Stack, param_init_fn=_materialise, use_orig_params=use_orig_params
-    )
-
-
-@both_forms
-def test_device_id_may_be_the_cpu(use_orig_params: bool) -> None:
-    run_ranks(2, trains, Stack, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
-
-
-@each_value
-@pytest.mark.parametrize("forward_prefetch", [False, True])
-@pytest.mark.parametrize(
-    "backward_prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
-)
-@pytest.mark.parametrize("limit_all_gathers", [False, True])
-def test_every_way_to_prefetch_trains_as_unsharded(
-    backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool, limit_all_gathers: bool
-) -> None:
-    options = {"forward_prefetch": forward_prefetch, "limit_all_gathers": limit_all_gathers}
-    run_ranks(
-        2,
-        trains,
-        partial(Stack, 2, Outer),
-        (Outer, Inner),
-        backward_prefetch=backward_prefetch,
-        **options,
     )
 
 
