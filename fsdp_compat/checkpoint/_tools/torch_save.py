@@ -118,9 +118,6 @@ class _Range(io.RawIOBase):
     def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
         self._descriptor, self._start, self._nbytes, self._at = descriptor, start, nbytes, 0
 
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max((0, self._at, self._nbytes)[whence] + offset, 0)
         return self._at
