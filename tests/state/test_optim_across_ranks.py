@@ -157,6 +157,24 @@ def _foreign(directory: str) -> None:
         assert_refused(call)
 
 
+def _differ_outside_of_units(directory: str) -> None:
+    container = nn.ModuleDict(
+        {"model": shard(make_model(), FEW_CONFIGS[0]), "plain": nn.Linear(2, 2)}
+    )
+    params = list(container.parameters())
+    optimizer = AdamW(params[: len(params) - dist.get_rank()])
+    full = full_state(container, optimizer)
+    for call in (
+        lambda: from_rank0(container, optimizer, full),
+        lambda: checkpoint.save(directory, container, optimizer, step=1),
+    ):
+        assert_refused(call, "outside of units", f"rank(s) [{1 - dist.get_rank()}]")
+
+
+def test_other_parameters_outside_of_units_are_an_error_on_all(tmp_path: Any) -> None:
+    run_ranks(2, _differ_outside_of_units, str(tmp_path))
+
+
 def test_a_foreign_parameter_on_one_rank_is_an_error_on_all(tmp_path: Any) -> None:
     run_ranks(2, _foreign, str(tmp_path))
 
