@@ -270,17 +270,12 @@ def test_rekeying_equals_torchs(kind: str, by: str) -> None:
         assert found["param_groups"] == expected["param_groups"]
 
 
-def test_a_dict_without_state_is_rekeyed() -> None:
+def test_a_dict_without_state_is_rekeyed_and_keys_that_do_not_fit_are_refused() -> None:
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     named = rekeyed(optimizer.state_dict(), NAME, model, optim=optimizer)
     assert named["state"] == {}
     assert [group["params"] for group in named["param_groups"]] == [["bias", "weight"]]
-
-
-def test_keys_that_do_not_fit_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     groups = [{"params": ["weight", "bias"]}]
     for state in (
         {"state": {"weight": {}, 1: {}}, "param_groups": groups},

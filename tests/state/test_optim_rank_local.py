@@ -252,12 +252,13 @@ def _round_trips(directory: str) -> None:
         read = saved({"state": safe}, trusted=False)
         assert rank_keys(read) == rank_keys({"state": safe}), "tensors are read without trust"
         dcp.save({"optim": boxes}, checkpoint_id=f"{directory}/{number}")
-        for form in ("full", "dcp"):
+        for form in ("full", "rank 0", "dcp"):
             other, state = Blocks(model.parameters()), saved(full, trusted=True)
             if form == "dcp":
                 state = sharded_state(model, other)
                 dcp.load({"optim": state}, checkpoint_id=f"{directory}/{number}")
-            other.load_state_dict(loadable(model, other, state))
+            load = from_rank0 if form == "rank 0" else loadable
+            other.load_state_dict(load(model, other, state))
             assert_same_states(other, expected, f"{config} {form}")
 
 
@@ -266,21 +267,6 @@ def test_every_state_is_restored_bit_equal_at_an_equal_layout(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(world_size, _round_trips, str(tmp_path))
-
-
-def _from_rank_0() -> None:
-    for config in CONFIGS[:2]:
-        model, optimizer = in_config(config)
-        expected = copy.deepcopy(states_of(optimizer))
-        full = full_state(model, optimizer, rank0_only=True)
-        assert bool(full) is (rank() == 0)
-        other = Blocks(model.parameters())
-        other.load_state_dict(from_rank0(model, other, full))
-        assert_same_states(other, expected, str(config))
-
-
-def test_rank_0_sends_each_rank_its_rank_local_state() -> None:
-    run_ranks(2, _from_rank_0)
 
 
 def _hybrid() -> None:
