@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -12,7 +13,6 @@ import torch
 
 from .. import errors
 from ..errors import UsageError
-from ._progress import require_bar
 
 Rename = Callable[[str], str | None]
 
@@ -48,7 +48,7 @@ def _are_patterns(value: Any) -> bool:
 # By name: what an argument is, and whether a value other than None is that.
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "folder": ("a path", _is_path),
-    "path": ("a path", _is_path),
+    "path": ("a path; latest(folder) returns None without a complete checkpoint", _is_path),
     "optimizer": ("a torch.optim.Optimizer, or None", _is_optimizer),
     "step": ("a whole number, at least 0", lambda v: _is_count(v, 0)),
     "keep_last": ("a whole number, at least 1, or None", lambda v: _is_count(v, 1)),
@@ -73,7 +73,14 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
         if not (fits(value) or (value is None and expected.endswith("or None"))):
             raise errors.unusable(name, expected, value, f"argument {name!r} of {call}")
     errors.require_bools(call, progress=progress)
-    require_bar(progress, f"{call}(..., progress=True)")
+    if progress and importlib.util.find_spec("tqdm") is None:
+        raise UsageError.of(
+            "progress=True requires tqdm.",
+            expected="the package tqdm",
+            got="not installed",
+            where=f"{call}(..., progress=True)",
+            fix="pip install 'fsdp_compat[progress]', or pass progress=False",
+        )
 
 
 def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str, str]:

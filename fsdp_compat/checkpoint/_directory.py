@@ -28,14 +28,12 @@ def directory_of(folder: Path, step: int) -> Path:
 def steps_in(folder: Path) -> dict[int, Path]:
     """Return the paths that have the name of a checkpoint, by step."""
     try:
-        found = [
-            (int(path.name.removeprefix("step-")), path)
-            for path in folder.iterdir()
-            if re.fullmatch(STEP, path.name)
-        ]
+        paths = {path for path in folder.iterdir() if re.fullmatch(STEP, path.name)}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    return {step: path for step, path in found if path == directory_of(folder, step)}
+    steps = [int(path.name.removeprefix("step-")) for path in paths]
+    found = {step: directory_of(folder, step) for step in steps}
+    return {step: path for step, path in found.items() if path in paths}  # as a save names it
 
 
 def _manifest_in(path: Path, step: int) -> Manifest | str:
@@ -62,16 +60,15 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
     """
     complete = _complete(folder)
     if model is None:
-        for path, _ in complete:
-            return path
-        return None
+        newest = next(complete, None)
+        return None if newest is None else newest[0]
     call = "checkpoint.latest"
     _, ranks = ranks_of(model, call)
     with ranks.taking_part():
         with ranks.agreeing("The folder could not be read.", folder, "") as agreement:
-            agreement.own = [(found.step, found.identity) for _, found in complete]
-        by_rank = agreement.by_rank
-        common = set.intersection(*({(step, of) for step, of in each} for each in by_rank))
+            agreement.own = [(manifest.step, manifest.identity) for _, manifest in complete]
+        found = [{(step, identity) for step, identity in own} for own in agreement.by_rank]
+        common = set.intersection(*found)
         return directory_of(Path(folder), max(common)[0]) if common else None
 
 
@@ -93,12 +90,11 @@ def remove_older(folder: Path, step: int, keep_last: int) -> None:
     makes none, and what they lead to is not this folder's.
     """
     older = [
-        (number, path)
+        path
         for number, path in sorted(steps_in(folder).items())
-        if number < step
-        and not path.is_symlink()
-        and isinstance(_manifest_in(path, number), Manifest)
+        if number < step and not path.is_symlink()
+        if isinstance(_manifest_in(path, number), Manifest)
     ]
-    for _, path in older[: max(len(older) - (keep_last - 1), 0)]:
+    for path in older[: max(len(older) - (keep_last - 1), 0)]:
         with contextlib.suppress(OSError):  # another save removes it, or another user owns it
             remove(path)

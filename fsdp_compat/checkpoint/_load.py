@@ -28,7 +28,7 @@ from .._state.model_loading import load_unmanaged
 from .._state.model_state import unmanaged_state
 from .._state.optimizer_patches import convert
 from .._state.units import names_before, units_of
-from ..errors import CheckpointError, FsdpCompatError, UsageError
+from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
 from ._load_optimizer import OptimizerLoadPlan
 from ._named_groups import HeldPart, managed_parts, named_groups, unmanaged_tensors
@@ -51,41 +51,26 @@ class LoadReport:
     was left never goes unnoticed. True in a condition if anything was left; ``str`` is a summary.
     """
 
-    # In the model, not in the checkpoint: unchanged.
-    missing: list[str] = dataclasses.field(default_factory=list)
-    # In the checkpoint, not in the model: ignored.
-    unexpected: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # in the model alone: unchanged
+    unexpected: list[str] = dataclasses.field(default_factory=list)  # in the checkpoint alone
     # In both, but of different shapes or kinds; by name, in which way. Unchanged.
     mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Parameters of the optimizer whose state is unchanged.
+    # Parameters of the optimizer whose state, and groups, by number, whose settings are unchanged.
     state_kept: list[str] = dataclasses.field(default_factory=list)
-    # Parameter groups of the optimizer whose settings are unchanged, by number, and why.
     settings_kept: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any(getattr(self, field.name) for field in dataclasses.fields(self))
+        return any(vars(self).values())
 
     def __str__(self) -> str:
-        lines = [
-            ("missing in the checkpoint", self.missing),
-            ("not in the model", self.unexpected),
-            ("different", [f"{name}: {how}" for name, how in self.mismatched.items()]),
-            ("optimizer state kept", self.state_kept),
-            ("settings kept", [f"group {n}: {why}" for n, why in self.settings_kept.items()]),
-        ]
         found = [
-            f"{what} ({len(names)}): {joined(names, 20, ', ')}" for what, names in lines if names
+            *(f"missing: {name}" for name in self.missing),
+            *(f"not in the model: {name}" for name in self.unexpected),
+            *(f"{name}: {how}" for name, how in self.mismatched.items()),
+            *(f"optimizer state kept: {name}" for name in self.state_kept),
+            *(f"settings kept: group {n}, {why}" for n, why in self.settings_kept.items()),
         ]
-        return "; ".join(found) or "everything was loaded"
-
-
-def _problems_in(report: LoadReport) -> list[str]:
-    """Return what a strict load refuses, one text per name."""
-    return [
-        *(f"missing: {name}" for name in report.missing),
-        *(f"not in the model: {name}" for name in report.unexpected),
-        *(f"{name}: {how}" for name, how in report.mismatched.items()),
-    ]
+        return joined(found, 20, "; ") or "everything was loaded"
 
 
 def load(
@@ -188,8 +173,6 @@ def _load(
     shows = progress and ranks.number == 0
     with ranks.taking_part():
         with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
-            if path is None:
-                raise _no_path(call)
             require_arguments(
                 call, progress, path=path, optimizer=optimizer, rename=rename, dtype=dtype
             )
@@ -206,7 +189,15 @@ def _load(
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
             agreement.own = (f"{source.identity} {arguments}", shared.facts())
         shared.require_alike([facts for _, facts in agreement.by_rank])
-        _require_one(path, {identity for identity, _ in agreement.by_rank}, call)
+        if len(identities := {identity for identity, _ in agreement.by_rank}) > 1:
+            raise CheckpointError.of(
+                "The ranks load different checkpoints.",
+                expected="the same checkpoint, and the same arguments, on all ranks",
+                got=f"{len(identities)} different ones; this rank: {path}",
+                where=call,
+                fix="pass the same path, rename and dtype on all ranks; with a folder per node, or "
+                "during a save, pass latest(folder, model)",
+            )
         if report is not None:
             vars(report).update(vars(plan.report))
         elif plan.report and not strict:
@@ -220,7 +211,13 @@ def _load(
             except (FsdpCompatError, OSError):
                 raise
             except Exception as error:
-                raise _refused(error, path) from error
+                raise CheckpointError.of(
+                    "The model or the optimizer refused a value of the checkpoint.",
+                    expected="values that load_state_dict of both accepts",
+                    got=brief(error),
+                    where=str(path),
+                    fix="load another checkpoint before continuing: both may be partly changed",
+                ) from error
         return extra
 
 
@@ -231,41 +228,6 @@ def _shapes_of(model: nn.Module) -> Shapes:
     parts.sort(key=lambda held: order.get(held.names[0], len(order)))
     ties = {other: held.names[0] for held in parts for other in held.names[1:]}
     return Shapes({held.names[0]: Shape(held.shape, held.dtype) for held in parts}, ties)
-
-
-def _require_one(path: object, identities: set[str], call: str) -> None:
-    """Raise CheckpointError unless all ranks load the same. Collective."""
-    if len(identities) > 1:
-        raise CheckpointError.of(
-            "The ranks load different checkpoints.",
-            expected="the same checkpoint, and the same arguments, on all ranks",
-            got=f"{len(identities)} different ones; this rank: {path}",
-            where=call,
-            fix="pass the same path, rename and dtype on all ranks; with a folder per node, or "
-            "during a save, pass latest(folder, model)",
-        )
-
-
-def _no_path(call: str) -> UsageError:
-    return UsageError.of(
-        "There is no checkpoint to load.",
-        expected="the path of a checkpoint",
-        got="None, which latest(folder) returns if the folder holds no complete checkpoint",
-        where=f"argument 'path' of {call}",
-        fix="call load only if latest(folder) is not None: on the first run there is nothing "
-        "to load; or check the folder",
-    )
-
-
-def _refused(error: Exception, path: object) -> CheckpointError:
-    return CheckpointError.of(
-        "The model or the optimizer refused a value of the checkpoint.",
-        expected="values that load_state_dict of both accepts",
-        got=brief(error),
-        where=str(path),
-        fix="the model and its optimizer may be partly changed: load another checkpoint before "
-        "continuing",
-    )
 
 
 # -- what is read, and what changes
@@ -359,15 +321,14 @@ class _LoadPlan:
     def _require_fit(self, strict: bool, takes_any: bool) -> None:
         """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
         buffers, in their shapes and kinds of dtype; not strict: unless it holds some of them."""
-        wrong = _problems_in(self.report)
-        if wrong and (strict or not takes_any):
+        if self.report and (strict or not takes_any):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
             more = "; or pass strict=False to load what fits" if strict else ""
             raise CheckpointError.of(
                 f"{what} the model.",
                 expected="the names and shapes of the model's parameters and buffers, and "
                 "dtypes that convert to theirs",
-                got=joined(wrong, 20, "; "),
+                got=str(self.report),
                 where=str(self.source.path),
                 fix="build the model that was saved, or pass rename, a function from a name in the "
                 f"checkpoint to the name in the model{more}",

@@ -50,7 +50,9 @@ class OptimizerLoadPlan:
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         if source.archive.is_by_number:
-            source.number_optimizer(_names_by_number(model, optimizer))
+            where = f"the state of {type(optimizer).__name__}"
+            owned = ownership_of(optimizer.param_groups, where, units_of(model), model)
+            source.number_optimizer(numbered_names(owned, names_before(model)))
         saved = source.param_groups()
         kept = _why_kept(saved, source.archive.optimizer_classes, optimizer)
         if kept and strict:
@@ -98,10 +100,8 @@ class OptimizerLoadPlan:
         # load_state_dict casts tensors to the dtype of their parameter, and mangles texts.
         for parameter, values in state.items():
             for key, value in values.items():
-                loaded = optimizer.state[parameter].get(key)
-                if not isinstance(value, torch.Tensor) or (
-                    isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype
-                ):
+                loaded = getattr(optimizer.state[parameter].get(key), "dtype", None)
+                if not isinstance(value, torch.Tensor) or loaded not in (None, value.dtype):
                     optimizer.state[parameter][key] = value
         optimizer.state.update(kept)
 
@@ -170,13 +170,13 @@ class OptimizerLoadPlan:
                 managed.add(param)
                 if param not in own:
                     continue
-                places = ((id(named.group), index) for index in indices)
-                inside = {place[1]: by_place[place] for place in places if place in by_place}
+                places = [(id(named.group), index) for index in indices]
+                inside = [by_place[place] for place in places if place in by_place]
                 if indices and not inside:
                     self._kept.add(param)
                 # A DTensor has gradients, and so states, on every rank.
                 elif store_of(named.group).has_part(indices) or _torch_private.is_dtensor(param):
-                    state = self._state_of(param, list(inside.values()))
+                    state = self._state_of(param, inside)
                     if len(inside) < len(indices):  # the rest of a FlatParameter keeps its own
                         state = {**(self._optimizer.state.get(param) or {}), **state}
                     if state:
@@ -246,13 +246,6 @@ def _part_in(held: HeldPart) -> Interval:
         return held.part
     named, index = held.place
     return store_of(named.group).part_in_sharded_param(index)
-
-
-def _names_by_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the optimizer's parameters, group by group, in its order."""
-    where = f"the state of {type(optimizer).__name__}"
-    owned = ownership_of(optimizer.param_groups, where, units_of(model), model)
-    return numbered_names(owned, names_before(model))
 
 
 def _why_kept(

@@ -5,23 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from ..errors import UsageError
-
-
-def require_bar(wanted: bool, where: str) -> None:
-    """Raise UsageError if a bar is wanted and tqdm is not installed."""
-    if wanted:
-        try:
-            import tqdm  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise UsageError.of(
-                "progress=True requires tqdm.",
-                expected="the package tqdm",
-                got="not installed",
-                where=where,
-                fix="pip install 'fsdp_compat[progress]', or pass progress=False",
-            ) from error
-
 
 @contextlib.contextmanager
 def progress_bar(

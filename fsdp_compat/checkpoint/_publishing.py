@@ -61,9 +61,10 @@ class Fresh:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):  # someone else has closed it
-                # Closing is not enough: a forked process may hold the descriptor, too.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                os.close(descriptor)
+                try:  # closing is not enough: a forked process may hold the descriptor, too
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                finally:
+                    os.close(descriptor)
 
 
 def make_fresh(path: Path) -> Fresh | None:

@@ -69,15 +69,19 @@ class Ranks:
         try:
             texts, runs = self.mailbox.conclude(work)
         except RankLost as lost:
-            raise StateError.of(
-                f"A rank did not finish {self.call}.",
-                expected=f"all {self.count} ranks to finish the call",
-                got=str(lost),
-                where=f"rank {self.number} of {self.count}",
-                fix="look for that rank's error; earlier checkpoints are unchanged",
-            ) from lost
+            raise self.lost(lost) from lost
         values = [json.loads(text) for text in texts]
         return [values[index] for index, length in runs for _ in range(length)]
+
+    def lost(self, lost: RankLost, state: str = "") -> StateError:
+        """Return the error for a call that a rank did not finish. state: that it leaves behind."""
+        return StateError.of(
+            f"A rank did not finish {self.call}.",
+            expected=f"all {self.count} ranks to finish the call",
+            got=str(lost),
+            where=f"rank {self.number} of {self.count}",
+            fix=f"look for that rank's error; {state}earlier checkpoints are unchanged",
+        )
 
     def agree(self, problem: BaseException | None, value: object) -> list[Any]:
         """Return every rank's ``value`` (JSON), by number. If any rank has a problem, raise on all

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from .._state.units import units_of
-from ..errors import CheckpointError, StateError, UsageError
+from ..errors import CheckpointError, UsageError
 from . import _background as background
 from . import _directory as directory
 from . import _publishing as publishing
@@ -175,13 +175,13 @@ class _SaveJob:
         progress: bool,
     ) -> None:
         """Collective. in_background: copy what is saved, for a thread that calls ``write``."""
-        self.call = "checkpoint.async_save" if in_background else "checkpoint.save"
+        call = "checkpoint.async_save" if in_background else "checkpoint.save"
         self._snapshot = Snapshot()
         self._groups: list[NamedGroup] = []
         self._fresh: publishing.Fresh | None = None  # only on a rank that leads
         self._is_sole_leader = True  # as far as this rank knows
         self._problem: Exception | None = None
-        units, self._ranks = ranks_of(model, self.call)
+        units, self._ranks = ranks_of(model, call)
         try:
             if in_background:
                 background.wait_for_current()
@@ -189,14 +189,14 @@ class _SaveJob:
                 "The checkpoint could not be saved.", folder, "nothing was written"
             ) as agreement:
                 require_arguments(
-                    self.call,
+                    call,
                     progress,
                     folder=folder,
                     optimizer=optimizer,
                     step=step,
                     keep_last=keep_last,
                 )
-                require_rest(units, self.call)
+                require_rest(units, call)
                 self._step, self._keep_last = step, keep_last
                 self._shows = progress and self._ranks.number == 0
                 self._target = directory.directory_of(Path(folder), step)
@@ -205,7 +205,7 @@ class _SaveJob:
                         "This step was already saved, and checkpoints are never overwritten.",
                         expected="a step that is not in this folder yet",
                         got=f"an existing {self._target.name}",
-                        where=f"{self.call}({str(folder)!r}, ...)",
+                        where=f"{call}({str(folder)!r}, ...)",
                         fix="save into another folder, or move that checkpoint away",
                     )
                 self._groups = named_groups(units_of(model))
@@ -257,13 +257,13 @@ class _SaveJob:
                 "The ranks save different steps.",
                 expected="the same step on all ranks",
                 got=f"{joined([str(step) for _, step, *_ in answers], 8, ', ')} by rank",
-                where=self.call,
+                where=self._ranks.call,
                 fix="pass the same step on all ranks",
             )
         self._lay_out([shards for _, _, shards, *_ in answers])
         if len({settings for *_, settings in answers}) > 1:
             by_rank = self._ranks.exchange(self._snapshot.param_groups)
-            self._snapshot.param_groups = joined_param_groups(by_rank, self.call)
+            self._snapshot.param_groups = joined_param_groups(by_rank, self._ranks.call)
 
     def _lay_out(self, answers: list[tuple[list[list[int]], list[Any]]]) -> None:
         """answers: by rank, which shards it writes, and what it describes."""
@@ -323,7 +323,8 @@ class _SaveJob:
             self._ranks.mailbox.close()
         except RankLost as lost:
             self._withdraw()
-            raise self._rank_lost(lost) from lost
+            state = "is complete" if os.path.exists(self._target) else "is not complete"
+            raise self._ranks.lost(lost, f"{self._target} {state}; ") from lost
         except BaseException as error:
             self.abandon(error)
             raise
@@ -430,16 +431,6 @@ class _SaveJob:
             got=problems,
             where=str(self._target),
             fix=fix,
-        )
-
-    def _rank_lost(self, lost: RankLost) -> StateError:
-        state = "is complete" if os.path.exists(self._target) else "is not complete"
-        return StateError.of(
-            "A rank did not finish the save.",
-            expected=f"all {self._ranks.count} ranks to write their files",
-            got=str(lost),
-            where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
-            fix=f"look for that rank's error; this checkpoint {state}, earlier ones are unchanged",
         )
 
 

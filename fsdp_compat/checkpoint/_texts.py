@@ -10,10 +10,11 @@ import reprlib
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError, UsageError
 
+_T = TypeVar("_T")
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 
 
@@ -106,17 +107,24 @@ def joined(items: Sequence[str], most: int, separator: str) -> str:
 
 def listed(value: Any) -> list[Any]:
     """Return a list unchanged. Raises TypeError for anything else."""
-    if not isinstance(value, list):
-        raise TypeError(f"a {type(value).__name__} instead of a list")
-    return value
+    return _of(list, value, "a list")
+
+
+def text_in(value: Any) -> str:
+    """Return a str unchanged. Raises TypeError for anything else."""
+    return _of(str, value, "a text")
 
 
 def size(value: Any) -> int:
     """Return an int of at least 0 unchanged. Raises TypeError or ValueError for anything else."""
-    if type(value) is not int:
-        raise TypeError(f"a {type(value).__name__} instead of a whole number")
-    if value < 0:
+    if _of(int, value, "a whole number") < 0:
         raise ValueError("a number below 0")
+    return int(value)
+
+
+def _of(kind: type[_T], value: Any, name: str) -> _T:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} instead of {name}")
     return value
 
 
@@ -133,13 +141,6 @@ def shape_in(value: Any) -> tuple[int, ...]:
         if numel >= 1 << 63:
             raise ValueError("a shape that is too large")
     return tuple(value)
-
-
-def text_in(value: Any) -> str:
-    """Return a str unchanged. Raises TypeError for anything else."""
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} instead of a text")
-    return value
 
 
 def parsed(content: Any, form: Any) -> Any:

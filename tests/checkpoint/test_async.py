@@ -4,6 +4,7 @@ it is written."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -23,7 +24,7 @@ from tests.checkpoint.test_native import ORIGINAL, PLAIN, _no_more_than, build, 
 from tests.support.memory import allocated_nbytes
 from tests.support.odd_model import Config, assert_same, assert_same_optim, train
 from tests.support.programs import run_programs
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 
 @contextlib.contextmanager
@@ -40,37 +41,36 @@ def _writing(wait: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def _trains_on(folder: str, config: Config) -> None:
+@pytest.mark.parametrize("config", [PLAIN, ORIGINAL], ids=["flat", "original"])
+@on_ranks(2)
+def test_training_goes_on_and_the_values_of_the_call_are_saved(
+    tmp_path: Path, config: Config
+) -> None:
     model, optimizer = build(config)
     train(model, optimizer, range(2))
     expected = whole_state(model, optimizer)
     extra = {"seen": torch.arange(3), "list": [1]}
     go = threading.Event()
     with _writing(lambda: go.wait(30)):
-        saving = checkpoint.async_save(folder, model, optimizer, extra, step=2)
+        saving = checkpoint.async_save(tmp_path, model, optimizer, extra, step=2)
         extra["seen"] += 1
         losses = train(
             model, optimizer, range(2, 4)
         )  # collectives of training and of the save do not meet
         assert not saving.done()
-        assert checkpoint.latest(folder) is None
+        assert checkpoint.latest(tmp_path) is None
         with pytest.raises(TimeoutError, match="still being written"):
             saving.wait(timeout=0.01)
         go.set()
         path = saving.wait()
     assert saving.done()
-    assert saving.result() == path == checkpoint.latest(folder)
+    assert saving.result() == path == checkpoint.latest(tmp_path)
     loaded = checkpoint.load(path, model, optimizer)
     assert torch.equal(loaded["seen"], torch.arange(3))
     found = whole_state(model, optimizer)
     assert_same(found["model"], expected["model"])
     assert_same_optim(found["optim"], expected["optim"])
     assert train(model, optimizer, range(2, 4)) == losses
-
-
-def test_training_goes_on_and_the_values_of_the_call_are_saved(tmp_path: Path) -> None:
-    run_ranks(2, _trains_on, str(tmp_path / "flat"), PLAIN)
-    run_ranks(2, _trains_on, str(tmp_path / "original"), ORIGINAL)
 
 
 @on_ranks(2)
@@ -80,10 +80,9 @@ def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -
     checkpoint.async_save(tmp_path, model, optimizer, step=0).wait()
     before = allocated_nbytes()
     saves = []
+    save = functools.partial(checkpoint.async_save, tmp_path, model, optimizer)
     for step in range(1, 5):
-        saves.append(
-            checkpoint.async_save(tmp_path, model, optimizer, step, step=step, keep_last=2)
-        )
+        saves.append(save(step, step=step, keep_last=2))
         assert sum(not save.done() for save in saves) <= 1  # each waits for the one before
         train(model, optimizer, range(step, step + 1))
     assert [save.wait().name for save in saves] == [f"step-{step:08d}" for step in range(1, 5)]
@@ -91,7 +90,7 @@ def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -
     assert allocated_nbytes() == before
     dist.barrier()
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "step-00000004"}
-    saving = checkpoint.async_save(tmp_path, model, optimizer, step=9)
+    saving = save(step=9)
     checkpoint.save(tmp_path, model, optimizer, step=10)  # beside the other
     saving.wait()
     assert checkpoint.load(tmp_path / "step-00000004", model, optimizer) == 4
@@ -301,5 +300,5 @@ def test_programs_end_when_their_saves_are_complete_or_have_failed(tmp_path: Pat
     assert (first.code, second.code) == (1, 1), first.err + second.err
     assert "ArithmeticError: training has failed" in first.err
     assert NOT_AWAITED in first.err
-    assert "StateError: A rank did not finish the save" in second.err
+    assert "StateError: A rank did not finish checkpoint.async_save" in second.err
     assert "its program has failed" in second.err

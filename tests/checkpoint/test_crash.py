@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,29 +22,33 @@ from tests.support.survivors import CASES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed_saves", str(tmp_path)]
-    environment = {**os.environ, **NOT_MAPPED}  # each rank has a part of each parameter
+def _printed(program: str, folder: Path) -> tuple[Any, str]:
+    """Return what a program prints last, and its errors."""
     ran = subprocess.run(
-        command,
+        [sys.executable, "-m", f"tests.support.{program}", str(folder)],
         capture_output=True,
         text=True,
         timeout=500,
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, **NOT_MAPPED},  # each rank has a part of each parameter
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    *saves, load = json.loads(ran.stdout.splitlines()[-1])
-    assert all(save["well"] for save in (*saves, load)), ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
+
+
+@pytest.mark.slow
+def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    found, err = _printed("killed_saves", tmp_path)
+    *saves, load = found
+    assert all(save["well"] for save in (*saves, load)), err
     newest = None
     for save in saves:
         if not save["killed"]:
             newest = save["step"]
         assert save["newest"] in (newest, save["step"]), save
         newest = save["newest"]
-    assert not load["killed"], ran.stderr
+    assert not load["killed"], err
     assert [save["killed"] for save in saves[:2]] == [False, False]
     killed = [save for save in saves if save["killed"]]
     assert len(killed) >= 33 // EVERY
@@ -54,20 +59,13 @@ def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path:
 
 
 @pytest.mark.slow
-def test_ranks_waiting_for_a_killed_rank_get_an_error_that_names_it(
-    tmp_path: Path,
-) -> None:
-    command = [sys.executable, "-m", "tests.support.survivors", str(tmp_path)]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
+def test_ranks_waiting_for_a_killed_rank_get_an_error_that_names_it(tmp_path: Path) -> None:
+    told, err = _printed("survivors", tmp_path)
     for call, ranks, lost, operation in CASES:
         case = [call, ranks, lost, operation]
         assert sorted(rank for its, rank, _, _ in told if its == case) == [
             n for n in range(ranks) if n != lost
-        ], ran.stderr
+        ], err
     for case, _, kind, message in told:
         assert kind == "StateError", message
         assert re.search(rf"rank {case[2]} \(process \d+\) has ended", message), message

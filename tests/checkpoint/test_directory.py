@@ -274,7 +274,7 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
             checkpoint.load(path, model)
         return str(raised.value)
 
-    assert "None, which latest(folder) returns" in told(checkpoint.latest(root))
+    assert "latest(folder) returns None" in told(checkpoint.latest(root))
     (root / "model.pt").write_bytes(b"")
     assert "model.pt is not a file of torch.save" in told(root / "model.pt")
     for step in (1, 20):

@@ -183,21 +183,13 @@ def _read(folders: list[str], layout: Layout) -> None:
 
 
 WRITERS = [
-    Layout("flat", 1, 2, 2),
-    Layout("flat original", 2, 1, 2),
-    Layout("rows", 1, 2, 2),
-    Layout("rows on the whole mesh", 1, 2, 2),
-    Layout("rows", 1, 3, 0),
-    Layout("flat", 1, 1, 2),
+    *(Layout("flat", 1, 2, 2), Layout("flat original", 2, 1, 2), Layout("rows", 1, 2, 2)),
+    *(Layout("rows on the whole mesh", 1, 2, 2), Layout("rows", 1, 3, 0), Layout("flat", 1, 1, 2)),
 ]
 READERS = [
-    Layout("flat original", 1, 2, 2),
-    Layout("flat", 1, 1, 4),
-    Layout("rows", 2, 1, 2),
-    Layout("rows on the whole mesh", 2, 1, 2),
-    Layout("rows", 1, 2, 0),
-    Layout("rows", 1, 1, 2),
-    Layout("flat", 1, 1, 0),
+    *(Layout("flat original", 1, 2, 2), Layout("flat", 1, 1, 4), Layout("rows", 2, 1, 2)),
+    *(Layout("rows on the whole mesh", 2, 1, 2), Layout("rows", 1, 2, 0)),
+    *(Layout("rows", 1, 1, 2), Layout("flat", 1, 1, 0)),
 ]
 
 

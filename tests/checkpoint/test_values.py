@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import fractions
 import functools
 import json
 import math
@@ -315,14 +314,9 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "multi_step": lambda its: schedules.MultiStepLR(its, [2, 2, 4]),
     "one_cycle": lambda its: schedules.OneCycleLR(its, 0.1, 20),
     "plateau": lambda its: schedules.ReduceLROnPlateau(its, patience=1),
-    "cosine": lambda its: schedules.CosineAnnealingWarmRestarts(its, 3),
-    "cyclic": lambda its: schedules.CyclicLR(its, 0.01, 0.1, 3),
     "lambda": lambda its: schedules.LambdaLR(its, lambda epoch: 0.9**epoch),
     "sequential": lambda its: schedules.SequentialLR(
         its, [schedules.LinearLR(its), schedules.MultiStepLR(its, [2])], [2]
-    ),
-    "chained": lambda its: schedules.ChainedScheduler(
-        [schedules.LinearLR(its), schedules.ExponentialLR(its, 0.9)]
     ),
 }
 
@@ -339,8 +333,7 @@ def test_a_schedule_continues_from_its_saved_position(name: str) -> None:
         return optimizer.param_groups[0]["lr"]
 
     optimizer, schedule = made()
-    for _ in range(3):
-        step(optimizer, schedule)
+    _ = [step(optimizer, schedule) for _ in range(3)]
     saved = through_text([schedule.state_dict(), optimizer.state_dict()])
     assert_same(saved[0], schedule.state_dict())
     other_optimizer, other = made()
@@ -368,11 +361,8 @@ def refused() -> dict[str, Any]:
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     return {
         "function": test_random_states_go_on_where_they_were,
-        "class": Progress,
         "module": linear,
-        "schedule": schedules.StepLR(torch.optim.SGD(linear.parameters(), lr=0.1), 1),
         "generator": (i for i in range(3)),
-        "numpy generator": np.random.default_rng(0),
         "cycle": cycle,
         "depth": functools.reduce(lambda inner, _: [inner], range(5000), 0),
         "66 levels": functools.reduce(lambda inner, _: (inner,), range(66), 0),
@@ -382,16 +372,12 @@ def refused() -> dict[str, Any]:
         "number that is an enum": Level.LOW,
         "text that is an enum": Letter.A,
         "text of another class": type("Text", (str,), {})("a"),
-        "number of another class": type("Number", (int,), {})(3),
         "dict of another class": type("Own", (dict,), {})(),
-        "fraction": fractions.Fraction(1, 3),
-        "range": range(3),
         "array of objects": np.array([object()]),
         "array of texts": np.array(["a"]),
         "masked array": np.ma.masked_array([1, 2], [True, False]),
         "structured array": np.zeros(2, [("a", "i4")]),
         "long double": np.longdouble(1),
-        "ufunc": np.add,
         "moment": np.datetime64(5, "ns"),
         "duration": np.timedelta64(5, "ns"),
         "meta tensor": torch.empty(2, device="meta"),

@@ -23,7 +23,7 @@ import torch
 
 from ...errors import FsdpCompatError, UsageError, explain
 from .._header import dtype_of
-from .._publishing import published
+from .._publishing import published, write_text
 from .._texts import parse_json, read_text
 from . import tables
 from .convert import FORMATS, convert
@@ -407,8 +407,6 @@ def shapes_command(factory: str, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    with published(output, "shapes") as path, open(path, "x") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with published(output, "shapes") as path:
+        write_text(path, text)
     click.echo(shown(str(output)))
