@@ -30,6 +30,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--cpu-time", action="store_true", help="time on the processor instead of the clock")
+    add("--tolerance", type=float, default=0.05, help="by how much a ratio may be above 1")
+    add("--check", action="store_true", help="exit status 1 if ours is slower anywhere")
+    add("--rounds", type=int, default=25)
+    arguments = parser.parse_args()
+    require_rounds(parser, arguments.rounds)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -90,54 +101,30 @@ def main() -> int:
     return 1 if slower and arguments.check else 0
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="time on the processor instead of the clock"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.05, help="by how much a ratio may be above 1"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="exit status 1 if ours is slower anywhere"
-    )
-    parser.add_argument("--rounds", type=int, default=25)
-    arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
-    return arguments
-
-
 def run(name: str, arguments: argparse.Namespace) -> int:
     """Print the tables of one model; return in how many rows ours is slower than another."""
     torch.manual_seed(0)  # the same parameters, and the same data, on all ranks
     base = MODELS[name]()
-    width = next(base.parameters()).shape[-1]
-    x, num_parameters = torch.randn(2, width), len(list(base.parameters()))
+    x = torch.randn(2, next(base.parameters()).shape[-1])
+    numels = [parameter.numel() for parameter in base.parameters()]
     contenders = build(base, Block, Strategy.FULL_SHARD, ddp=False)
     for contender in contenders:
         contender.model(x).pow(2).sum().backward()
     say(
-        f"\n{name}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M elements in "
-        f"{num_parameters} parameters of "
+        f"\n{name}: {sum(numels) / 1e6:.1f}M elements in {len(numels)} parameters of "
         f"{len(list(base.children()))} units, {dist.get_world_size()} ranks, {arguments.rounds} "
-        "rounds, "
-        f"{'CPU time' if arguments.cpu_time else 'wall clock'}"
+        f"rounds, {'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
     clips = {title: clip for contender in contenders for title, clip in clips_of(contender).items()}
     check_norms(clips)
-    held = {
-        contender.name: sum(local(p).numel() for p in contender.parameters)
-        for contender in contenders
-    }
-    slower = timed("clip_grad_norm_", clips, held, arguments, per_element=False)
+    held = {each.name: sum(local(p).numel() for p in each.parameters) for each in contenders}
+    slower = timed("clip_grad_norm_", clips, held, arguments, ("FSDP1", FSDP2))
     for kind, options in OPTIMIZERS.items():
-        steps: dict[str, Callable[[], object]] = {}
-        for contender in contenders:
-            steps[contender.name] = torch.optim.AdamW(contender.parameters, lr=1e-7, **options).step  # type: ignore[arg-type]
-        slower += timed(f"AdamW, {kind}", steps, held, arguments, per_element=True)
+        steps: dict[str, Callable[[], object]] = {
+            each.name: torch.optim.AdamW(each.parameters, lr=1e-7, **options).step  # type: ignore[arg-type]
+            for each in contenders
+        }
+        slower += timed(f"AdamW, {kind}", steps, held, arguments, ("FSDP1", FSDP2, PLAIN))
     return slower
 
 
@@ -155,20 +142,15 @@ def clips_of(contender: Contender) -> dict[str, Callable[[], object]]:
 
 def check_norms(clips: dict[str, Callable[[], object]]) -> None:
     """Raise unless all get the same norm. Collective."""
-    norms = {}
-    for title, clip in clips.items():
-        norm = clip()
-        assert isinstance(norm, torch.Tensor)
-        norms[title] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norms = {title: whole(clip()) for title, clip in clips.items()}
     for title, norm in norms.items():
-        torch.testing.assert_close(
-            norm,
-            norms[PLAIN],
-            rtol=1e-4,
-            atol=0,
-            msg=lambda m, title=title: f"norm of {title}: {m}",
-        )
+        message = f"norm of {title}: {norm} instead of {norms[PLAIN]}"
+        torch.testing.assert_close(norm, norms[PLAIN], rtol=1e-4, atol=0, msg=message)
     say(f"norms of all are equal: {norms[PLAIN].item():.5g}")
+
+
+def whole(norm: Any) -> torch.Tensor:
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -180,32 +162,26 @@ def timed(
     steps: dict[str, Callable[[], object]],
     held: dict[str, int],
     arguments: argparse.Namespace,
-    *,
-    per_element: bool,
+    compared: Sequence[str],
 ) -> int:
-    """Print a table; return in how many rows ours is slower."""
+    """Print a table; return in how many rows ours is slower than any of ``compared``."""
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     timings = slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier))
     slower = 0
-    say(
-        f"\n{what:42} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} "
-        f"{'to plain':>9}  slower"
-    )
+    titles = f"{'to FSDP1':>9} {'to FSDP2':>9} {'to plain':>9}  slower"
+    say(f"\n{what:42} {'median':>10} {'minimum':>10} {titles}")
     for title in timings.seconds:
         name = title.removesuffix(BY_TORCH)
         ratios = {"FSDP1": timings.ratio(title, fsdp1_of(name)), FSDP2: timings.ratio(title, FSDP2)}
         ratios[PLAIN] = timings.ratio(title, PLAIN) * held[PLAIN] / held[name]
         verdict = ""
         if title.startswith(OURS):
-            compared: Sequence[str] = list(ratios) if per_element else ["FSDP1", FSDP2]
             beyond = [to for to in compared if ratios[to] > 1 + arguments.tolerance]
             verdict = ", ".join(beyond) or "-"
             slower += bool(beyond)
-        say(
-            f"{title:42} {timings.median(title) * 1e3:7.2f} ms {timings.minimum(title) * 1e3:7.2f} "
-            f"ms {ratios['FSDP1']:9.3f} "
-            f"{ratios[FSDP2]:9.3f} {ratios[PLAIN]:9.3f}  {verdict}"
-        )
+        shown = " ".join(f"{ratio:9.3f}" for ratio in ratios.values())
+        median, minimum = timings.median(title) * 1e3, timings.minimum(title) * 1e3
+        say(f"{title:42} {median:7.2f} ms {minimum:7.2f} ms {shown}  {verdict}")
     return slower
 
 

@@ -4,11 +4,9 @@ outcome of each.
 Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
 values, and save the next step. One of them is killed with SIGKILL before its n-th operation on
 files, or in the middle of it if that is a write; then the other one is killed too, as a launcher
-would do.
-Rank 0, which leads, is killed at every third of its operations, rank 1 at every 27th; with
-FSDP_COMPAT_TEST_ALL=1 rank 0 at each, rank 1 at every ninth. Every value of a
-model and its optimizer is the number of the step. The first two saves and the last one are not
-interrupted."""
+would do. Rank 0, which leads, is killed at every third of its operations, rank 1 at every 27th;
+with FSDP_COMPAT_TEST_ALL=1 rank 0 at each, rank 1 at every ninth. Every value of a model and its
+optimizer is the number of the step. The first two saves and the last one are not interrupted."""
 
 from __future__ import annotations
 
@@ -33,13 +31,12 @@ from tests.support.sampling import at_most
 
 NUM_OPERATIONS = 50  # a few more than a save takes, with the removal of leftovers
 EVERY = at_most(3, of_all=1)
-VICTIMS = [
-    None,
-    None,
-    *((0, number) for number in range(0, NUM_OPERATIONS, EVERY)),
-    *((1, number) for number in range(0, NUM_OPERATIONS, 9 * EVERY)),
-    None,
-]  # of each save: (rank, operation), or None
+VICTIMS: list[dict[int, int]] = [  # of each save: the operation, by the rank
+    *({}, {}),
+    *({0: number} for number in range(0, NUM_OPERATIONS, EVERY)),
+    *({1: number} for number in range(0, NUM_OPERATIONS, 9 * EVERY)),
+    {},
+]
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "unlink")
 
 
@@ -97,11 +94,6 @@ def _load(folder: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     assert values == {float(step)}
 
 
-def _newest(folder: str) -> int | None:
-    path = checkpoint.latest(folder)
-    return None if path is None else int(path.name.removeprefix("step-"))
-
-
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     warm = nn.Parameter(torch.ones(1))  # the first step imports many modules
@@ -109,17 +101,10 @@ def main(folder: str) -> None:
     torch.optim.SGD([warm], lr=0.0, momentum=0.9).step()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for step, victim in enumerate([*VICTIMS, None]):  # the last pair of ranks only loads
+        for step, victim in enumerate([*VICTIMS, {}]):  # the last pair of ranks only loads
             store = str(Path(scratch) / f"save {step}")
             ranks = [
-                forked(
-                    _load_and_save,
-                    rank,
-                    store,
-                    folder,
-                    step,
-                    victim[1] if victim is not None and victim[0] == rank else None,
-                )
+                forked(_load_and_save, rank, store, folder, step, victim.get(rank))
                 for rank in range(2)
             ]
             ended, first = os.wait()
@@ -127,14 +112,14 @@ def main(folder: str) -> None:
             if first:
                 os.kill(other, signal.SIGKILL)
             second = os.waitpid(other, 0)[1]
-            hidden = [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
+            newest = checkpoint.latest(folder)
             found.append(
                 {
                     "step": step,
                     "killed": bool(first or second),
                     "well": all(Path(f"{store} loaded {rank}").exists() for rank in range(2)),
-                    "newest": _newest(folder),
-                    "left": hidden,
+                    "newest": newest and int(newest.name.removeprefix("step-")),
+                    "left": [path.name for path in Path(folder).glob(".*")],
                 }
             )
     print(json.dumps(found))
