@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -335,61 +335,50 @@ def test_a_rank_writes_its_shards_once_and_the_manifest_is_small(tmp_path: Path)
             "manifest.json",
             *(f"rank-{rank:05d}.safetensors" for rank in range(ranks)),
         ]
+        states = ("", ".exp_avg", ".exp_avg_sq")
+        expected = {f"{unit}.flat_0{state}": (numels[0],) for unit in range(8) for state in states}
         for name in files[1:]:
             content = (folder / name).read_bytes()
             assert 3 * 4 * sum(numels) <= len(content) < 3 * 4 * sum(numels) + 6000
             assert b"\x80\x04" not in content[:5000]  # no pickle begins in the head
-            with safetensors.safe_open(str(folder / name), "pt") as file:
-                shapes = {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
-            assert shapes == {
-                f"{unit}.flat_0{state}": (numels[0],)
-                for unit in range(8)
-                for state in ("", ".exp_avg", ".exp_avg_sq")
-            }
+            found = load_file(folder / name)
+            assert {key: tuple(value.shape) for key, value in found.items()} == expected
         sizes[ranks] = (folder / "manifest.json").stat().st_size
     assert sizes[4] - sizes[1] < 3 * 200  # a line for each file
     assert sizes[1] < 16 * 200 + 2500
 
 
-def _reads(folder: str, path: str, counted: str) -> tuple[int, int]:
-    torch.manual_seed(1)
-    model = FSDP(
-        nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-    )
-    if not path:
-        checkpoint.save(folder, model, step=0)
-        return 0, 0
-    read, original = 0, os.preadv
+def _six() -> FSDP:
+    layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+    return FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def _save_six(folder: str) -> None:
+    checkpoint.save(folder, _six(), step=0)
+
+
+def _reads(path: str) -> tuple[int, int]:
+    model, preadv, counts = _six(), os.preadv, [0]
 
     def counting(descriptor: int, buffers: Any, offset: int) -> int:
-        nonlocal read
-        num = original(descriptor, buffers, offset)
-        read += num
-        return num
+        counts.append(preadv(descriptor, buffers, offset))
+        return counts[-1]
 
-    os.preadv = counting  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counting)
         checkpoint.load(path, model)
-    finally:
-        os.preadv = original
-    return read, sum(group.store.shard.nbytes for group in model._runtime.groups)
+    return sum(counts), sum(group.store.shard.nbytes for group in model._runtime.groups)
 
 
 def test_a_rank_reads_the_blocks_that_hold_its_part_and_no_others(tmp_path: Path) -> None:
-    run_ranks(1, _reads, str(tmp_path), "", "")
+    run_ranks(1, _save_six, str(tmp_path))
     for ranks in (2, 3):
-        for read, own in run_ranks(
-            ranks, _reads, str(tmp_path), str(tmp_path / "step-00000000"), "x"
-        ):
+        for read, own in run_ranks(ranks, _reads, str(tmp_path / "step-00000000")):
             # The block with the head; then 6 runs, each of which may begin and end in the middle of
             # a block, in a file of 24 MiB, once to be checked, and once to be checked again and
             # loaded.
-            assert (
-                2 * own
-                <= read
-                <= 2 * min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000) + BLOCK_NBYTES
-            )
+            most = 2 * min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000) + BLOCK_NBYTES
+            assert 2 * own <= read <= most
 
 
 # -- what is damaged
@@ -439,9 +428,7 @@ def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
     model, optimizer = build(ORIGINAL, seed=1)
     train(model, optimizer, range(1))
     before = [value.clone() for value in (*model.parameters(), *model.buffers())]
-    states = [
-        {key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()
-    ]
+    states = copy.deepcopy(list(optimizer.state.values()))
     for what, name in cases.items():
         with pytest.raises(CheckpointError) as raised:
             checkpoint.load(Path(folder) / what, model, optimizer)
@@ -449,10 +436,8 @@ def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
         message = str(raised.value)
         assert all(fact in message for fact in FACTS), message
         assert name in message, message
-        assert all(
-            torch.equal(now, then)
-            for now, then in zip((*model.parameters(), *model.buffers()), before, strict=True)
-        ), what
+        now = (*model.parameters(), *model.buffers())
+        assert all(map(torch.equal, now, before)), what
         for entry, then in zip(optimizer.state.values(), states, strict=True):
             assert all(torch.equal(value, then[key]) for key, value in entry.items()), what
     train(model, optimizer, range(1, 2))

@@ -240,7 +240,7 @@ def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files
     images = _images(archive, options.max_file_nbytes)
     for image in images:
         _write_file(image, archive, path / image.name, options, files)
-    if len(images) > 1:
+    if images[1:]:
         write_index(images, path / INDEX)
 
 
@@ -253,10 +253,8 @@ def write_safetensors_file(
 
 
 def _images(archive: Archive, max_file_nbytes: int | None) -> list[FileImage]:
-    described = {
-        name: (name, dtype_to_write(tensor), tensor.shape)
-        for name, tensor in archive.tensors.items()
-    }
+    tensors = archive.tensors.items()
+    described = {name: (name, dtype_to_write(its), its.shape) for name, its in tensors}
     return images_of(described, max_file_nbytes)
 
 
