@@ -7,7 +7,6 @@ values of a file in memory at once, and one rank per process: here only the form
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import pickle
@@ -22,6 +21,7 @@ import torch
 from ..._layout.box import Box
 from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
+from .. import _blocks as blocks
 from .._blocks import sync_directory
 from .._header import TensorInfo, is_quantized, read_header
 from .._texts import brief, found_in, parse_json, read_text, shape_in, size, text_in
@@ -39,7 +39,7 @@ from .writing import WriteOptions, dtype_to_write
 KIND = "torch.distributed.checkpoint"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
-_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")  # from 1 on
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_BYTES = 100_000_000  # of pickled values, together
 _MAX_LIST = 100_000
@@ -82,17 +82,41 @@ def read_dcp(path: Path) -> Archive:
     return archive_of(path, KIND, tree, world_size=world_size, left_out=left_out)
 
 
+def is_sharded_safetensors(path: Path) -> bool:
+    """Return whether a directory has what HuggingFaceStorageWriter writes with save_distributed:
+    safetensors files with a part of each tensor."""
+    return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
+
+
+def read_sharded_safetensors(path: Path) -> Archive:
+    """Return what such a directory holds. Shapes follow from the parts: nothing says where a tensor
+    ends, so a missing last file is noticed only if the tensors' other sizes need it. Raises what
+    ``read_dcp`` raises."""
+    names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
+    entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
+    tree, world_size, left_out = _tree(path, entries)
+    return archive_of(path, "sharded safetensors", tree, world_size=world_size, left_out=left_out)
+
+
 def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
     """Return the nested state dict, the number of ranks that wrote it, if the names of the files
     say so, and what could not be read. Raises what ``read_dcp`` raises."""
     metadata = _metadata_files(path)
     if not metadata:
         raise damaged(path, "no file .metadata")
+    return _tree(path, itertools.chain.from_iterable(map(_entries_of, metadata)))
+
+
+def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | None, list[str]]:
     entries: dict[str, _Entry] = {}
-    for entry in itertools.chain.from_iterable(map(_entries_of, metadata)):
-        other = entries.setdefault(entry.name, entry)
-        if other[2:4] == entry[2:4]:  # ranks that do not coordinate describe their own chunks
-            other.places.update(entry.places)
+    for entry in found:
+        other = entries.get(entry.name)
+        if other is not None:  # each rank described the chunks that it wrote
+            if (other.dtype, len(other.shape)) != (entry.dtype, len(entry.shape)):
+                raise damaged(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
+            shape = tuple(map(max, other.shape, entry.shape))
+            entry = entry._replace(shape=shape, places=other.places | entry.places)
+        entries[entry.name] = entry
     with Files() as files:
         directory = _Directory(path, files)
         values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
@@ -101,13 +125,7 @@ def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
 
 
 def damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError.of(
-        f"{path.name} is damaged, or not of a torch.distributed.checkpoint.",
-        expected="values as torch.distributed.checkpoint writes them",
-        got=got,
-        where=str(path),
-        fix="restore the checkpoint from an intact copy; nothing was loaded",
-    )
+    return blocks.damaged(path, "values as torch.distributed.checkpoint writes them", got)
 
 
 # -- metadata
@@ -178,7 +196,28 @@ def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _Place]) -> 
     return _Entry(name, keys, dtype, shape, found)
 
 
+def _parts_in(path: Path) -> Iterator[_Entry]:
+    """Yield the parts of tensors in one safetensors file, with the shapes that they need."""
+    header, metadata = read_header(path)
+    try:
+        places = parse_json(metadata.get(_SHARDING, "{}").encode())
+        for name, info in header.items():
+            box = Box(shape_in(places[name]["saved_offsets"]), info.shape)
+            ends = tuple(at + size for at, size in zip(box.offsets, box.sizes, strict=True))
+            found = {box: _Place(path.name, 0, 0)} if box.numel else {}
+            yield _Entry(name, (name,), info.dtype, ends, found)
+    except (ValueError, TypeError, LookupError) as error:
+        raise damaged(path, brief(error)) from error
+
+
 # -- chunks
+
+
+def _rank_of(name: str) -> int | None:
+    """Return the rank that wrote a file, if its name says so."""
+    if match := _SHARD.fullmatch(name):
+        return int(match[1]) - 1
+    return int(match[1]) if (match := _FILE_OF_RANK.fullmatch(name)) else None
 
 
 class _File(NamedTuple):
@@ -237,8 +276,7 @@ class _Directory:
                 f"{list(box.sizes)}, which the metadata give for a chunk of {entry.name!r}",
             )
         (piece,) = found.pieces
-        match = _FILE_OF_RANK.fullmatch(file.path.name)
-        return Piece(box, piece.source, int(match[1]) if match else None)
+        return Piece(box, piece.source, _rank_of(file.path.name))
 
     def _file(self, place: _Place) -> _File:
         """Return the file of a place; its name, its existence and the range are checked."""
@@ -264,14 +302,16 @@ class _Directory:
     def world_size(self) -> int | None:
         """Return the number of ranks, of which one without values writes an empty file, or none.
         Files with values that the metadata do not mention go to ``left_out``."""
-        numbers = []
-        for match in filter(None, map(_FILE_OF_RANK.fullmatch, sorted(os.listdir(self._path)))):
-            if match[0] in self._found or not os.path.getsize(self._path / match[0]):
-                numbers.append(int(match[1]))
-            else:
-                why = "not mentioned in the metadata, so it may be of an older checkpoint"
-                self.left_out.append(f"{match[0]}: {why}")
-        return max(numbers, default=-1) + 1 or None
+        ranks = []
+        for name in sorted(os.listdir(self._path)):
+            rank = _rank_of(name)
+            if rank is not None:
+                if name in self._found or not os.path.getsize(self._path / name):
+                    ranks.append(rank)
+                else:
+                    why = "not mentioned in the metadata, so it may be of an older checkpoint"
+                    self.left_out.append(f"{name}: {why}")
+        return max(ranks, default=-1) + 1 or None
 
 
 # -- nesting
@@ -308,53 +348,6 @@ def _finished(value: Any, path: Path) -> Any:
     if length > len(items) + _MAX_LIST:
         raise damaged(path, f"a list of {length} elements, of which {len(items)} have values")
     return [items.get(index) for index in range(length)]
-
-
-# -- safetensors files with parts of tensors
-
-
-def is_sharded_safetensors(path: Path) -> bool:
-    """Return whether a directory has what HuggingFaceStorageWriter writes with save_distributed:
-    safetensors files with a part of each tensor."""
-    return path.is_dir() and any(_SHARD.fullmatch(name) for name in os.listdir(path))
-
-
-def read_sharded_safetensors(path: Path) -> Archive:
-    """Return what such a directory holds. Shapes follow from the parts: nothing says where a tensor
-    ends, so a missing last file is noticed only if the tensors' other sizes need it.
-
-    Raises CheckpointError for damaged files and for parts that overlap or leave gaps; OSError.
-    """
-    parts: dict[str, dict[Box, Piece]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
-    for holder, name in enumerate(names):
-        file = member(path, name)
-        header, metadata = read_header(file)
-        try:
-            places = parse_json(metadata.get(_SHARDING, "{}").encode())
-            for key, found in header.items():
-                box = Box(shape_in(places[key]["saved_offsets"]), found.shape)
-                if (
-                    len(box.offsets) != len(box.sizes)
-                    or dtypes.get(key, found.dtype) != found.dtype
-                ):
-                    raise ValueError(f"{key!r}: offsets {box.offsets}, {found.dtype}")
-                (piece,) = of_info(found, file, holder).pieces
-                parts.setdefault(key, {})[box] = dataclasses.replace(piece, box=box)
-                dtypes[key] = found.dtype
-        except (ValueError, TypeError, LookupError) as error:
-            raise damaged(file, brief(error)) from error
-    tree = {}
-    for key, pieces in parts.items():
-        ends = [map(int.__add__, box.offsets, box.sizes) for box in pieces]
-        shape = tuple(map(max, zip(*ends, strict=True)))
-        filled = {box: piece for box, piece in pieces.items() if box.numel}
-        problem = coverage_problem(shape, list(filled))
-        if problem is not None:
-            raise damaged(path, f"{key!r}: {problem}")
-        tree[key] = StoredTensor(key, dtypes[key], shape, tuple(filled.values()))
-    return archive_of(path, "sharded safetensors", tree, world_size=len(names))
 
 
 # -- writing

@@ -451,18 +451,3 @@ def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[Box]:
     for first in range(0, shape[0], rows):
         offsets = (first, *(0,) * (len(shape) - 1))
         yield Box(offsets, (min(rows, shape[0] - first), *shape[1:]))
-
-
-def slabs(
-    tensor: StoredTensor, files: Files, nbytes: int = SLAB_NBYTES
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield all values in row-major order: the number of the first element, and a 1-D tensor of at
-    most ``nbytes``, and 1 MiB. Its memory is used again for the next one."""
-    max_numel = max(min(nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize, 1)
-    buffer = torch.empty(min(max_numel, tensor.numel), dtype=tensor.dtype)
-    start = 0
-    for box in boxes_of(tensor.shape, max_numel):
-        values = buffer[: box.numel]
-        read_box(tensor, box, files, values.view(box.sizes))
-        yield start, values
-        start += box.numel

@@ -23,7 +23,7 @@ from .native import files_of_native, is_native
 from .numbers import count_not_finite, count_unequal
 from .opening import open_archive, spans_of
 from .paths import require_inside
-from .reading import Files, boxes_of, read_box, slabs
+from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
 from .work import MEMORY, Tick, for_each
 
 _CALL = "fsdp_compat.checkpoint.verify"
@@ -266,7 +266,9 @@ class _Verifier:
     def _count(self, tensor: StoredTensor, tick: Tick) -> tuple[int, int]:
         """Return how many elements are NaN, and how many infinite."""
         num_nan = num_inf = 0
-        for _, values in slabs(tensor, self._files, self._nbytes):
+        nbytes = min(self._nbytes, AT_ONCE_NBYTES)
+        for box in boxes_of(tensor.shape, nbytes // tensor.dtype.itemsize):
+            values = read_box(tensor, box, self._files)
             found = count_not_finite(values)
             num_nan, num_inf = num_nan + found[0], num_inf + found[1]
             tick(values.nbytes)

@@ -4,20 +4,15 @@ refused, and files written here are files of torch.save."""
 from __future__ import annotations
 
 import io
-import math
-import os
 import random
 import struct
-import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.pickles import Ignored
@@ -30,7 +25,6 @@ from fsdp_compat.checkpoint._tools.torch_save import (
 )
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
-from tests.support.sampling import at_most
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
@@ -61,94 +55,52 @@ def same(found: StoredTensor, expected: torch.Tensor) -> bool:
     )
 
 
-@st.composite
-def views(draw: Any) -> torch.Tensor:
-    """A tensor of any dtype and shape, with any strides that views have."""
-    shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    whole = values_of(draw(st.sampled_from(DTYPES)), math.prod(shape) + 3)
-    tensor = whole[draw(st.integers(0, 3)) :][: math.prod(shape)].view(shape)
-    for _ in range(draw(st.integers(0, 3))):
-        if not tensor.dim():
-            break
-        dim = draw(st.integers(0, tensor.dim() - 1))
-        match draw(st.sampled_from(["transpose", "narrow", "step", "expand", "select"])):
-            case "transpose":
-                tensor = tensor.transpose(0, dim)
-            case "narrow":
-                start = draw(st.integers(0, tensor.shape[dim]))
-                tensor = tensor.narrow(dim, start, tensor.shape[dim] - start)
-            case "step":
-                tensor = tensor[(slice(None),) * dim + (slice(None, None, 2),)]
-            case "expand":
-                tensor = tensor.unsqueeze(dim)
-                tensor = tensor.expand(*tensor.shape[:dim], 3, *tensor.shape[dim + 1 :])
-            case "select" if tensor.shape[dim]:
-                tensor = tensor.select(dim, tensor.shape[dim] - 1)
-    return tensor
+VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    *(lambda x: x, lambda x: x[1], lambda x: x[1, 2, 3], lambda x: x[:, 1:], lambda x: x[..., ::2]),
+    *(lambda x: x.transpose(0, 2), lambda x: x[:, :0], lambda x: x[:, 1:2, ::3].permute(2, 0, 1)),
+    *(lambda x: x[0, 0].expand(3, 4), lambda x: x[:, None].expand(2, 5, 3, 4)),
+)
 
 
-@given(st.lists(views(), max_size=4))
-@settings(max_examples=at_most(40, of_all=120), deadline=None)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_all_dtypes_and_strides_come_back_bit_by_bit(
-    tmp_path_factory: pytest.TempPathFactory, tensors: list[torch.Tensor]
+    tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    path = tmp_path_factory.mktemp("file") / "x.pt"
-    torch.save({"all": tensors}, path)
-    assert is_torch_file(path)
-    found = read_torch_file(path)["all"]
-    assert len(found) == len(tensors)
+    tensors = [view(values_of(dtype, 24).view(2, 3, 4)) for view in VIEWS]
+    torch.save({"all": tensors}, tmp_path / "x.pt")
+    found = read_torch_file(tmp_path / "x.pt")["all"]
     for stored, tensor in zip(found, tensors, strict=True):
         assert same(stored, tensor)
         assert all(isinstance(piece.source, Span) for piece in stored.pieces)
 
 
-def test_parameters_buffers_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
-    plain = torch.arange(3.0)
-    marked = torch.arange(4.0)
+def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_path: Path) -> None:
+    marked, whole = torch.arange(4.0), torch.arange(6.0)
     marked.note = "here"  # type: ignore[attr-defined]
-    parameter = torch.nn.Parameter(plain + 1)
+    parameter = torch.nn.Parameter(torch.ones(3))
     parameter.tag = 3  # type: ignore[attr-defined]
-    model = torch.nn.Linear(2, 2)
-    tree = {"marked": marked, "parameter": parameter, "model": model.state_dict()}
+    tree = {"marked": marked, "parameter": parameter, "model": torch.nn.Linear(2, 2).state_dict()}
+    tree |= {"a": whole, "b": whole, "c": whole[2:4], "meta": torch.empty(2, device="meta")}
     torch.save(tree, tmp_path / "x.pt")
     found = read_torch_file(tmp_path / "x.pt")
-    assert same(found["marked"], marked)
-    assert same(found["parameter"], parameter)
-    assert same(found["model"]["weight"], model.weight)
-
-
-def test_tensors_that_share_a_storage_read_the_same_bytes(tmp_path: Path) -> None:
-    whole = torch.arange(6.0)
-    torch.save({"a": whole, "b": whole, "c": whole[2:4]}, tmp_path / "x.pt")
-    found = read_torch_file(tmp_path / "x.pt")
+    assert same(found["marked"], marked) and same(found["parameter"], parameter)
+    assert same(found["model"]["weight"], tree["model"]["weight"])
     assert found["a"].pieces == found["b"].pieces
     assert found["c"].pieces[0].source.start == found["a"].pieces[0].source.start + 8
-
-
-def _sparse() -> torch.Tensor:
-    return torch.eye(2).to_sparse()
-
-
-def _quantized() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-
-
-def _nested() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert isinstance(found["meta"], Ignored) and "[2]" in found["meta"].name
 
 
 class Special(torch.Tensor):
     pass
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_sparse, "_rebuild_sparse_tensor"),
-        (_quantized, "_rebuild_qtensor"),
-        (_nested, "_rebuild_nested_tensor"),
+        (lambda: torch.eye(2).to_sparse(), "_rebuild_sparse_tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "_rebuild_qtensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "_rebuild_nested_tensor"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "flags"),
         (lambda: torch.ones(2).as_subclass(Special), "Special"),
         (lambda: torch.nn.Linear(1, 1), "Linear"),
@@ -160,13 +112,6 @@ def test_what_is_not_a_dense_tensor_is_refused_by_name(
     torch.save({"a": make()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=message):
         read_torch_file(tmp_path / "x.pt")
-
-
-def test_tensors_without_values_are_left_out(tmp_path: Path) -> None:
-    torch.save({"a": torch.empty(2, device="meta"), "b": torch.ones(1)}, tmp_path / "x.pt")
-    found = read_torch_file(tmp_path / "x.pt")
-    assert isinstance(found["a"], Ignored) and "[2]" in found["a"].name
-    assert same(found["b"], torch.ones(1))
 
 
 def test_a_file_inside_a_larger_one_is_read_in_place(tmp_path: Path) -> None:
@@ -185,22 +130,18 @@ def test_a_file_inside_a_larger_one_is_read_in_place(tmp_path: Path) -> None:
 # -- files that torch has not written
 
 
-def _records(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     torch.save({"a": torch.arange(6.0), "b": [1, "x"], "c": torch.ones(2, 2)}, tmp_path / "x.pt")
     return tmp_path / "x.pt"
 
 
-def _rewritten(good: Path, change: Callable[[dict[str, bytes]], None], **options: Any) -> Path:
-    records = _records(good)
+def _rewritten(good: Path, change: Callable[[dict[str, bytes]], object]) -> Path:
+    with zipfile.ZipFile(good) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
     change(records)
     path = good.with_name("changed.pt")
-    with zipfile.ZipFile(path, "w", **options) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, content in records.items():
             archive.writestr(name, content)
     return path
@@ -227,12 +168,6 @@ def test_a_file_with_a_changed_record_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_torch_file(_rewritten(good, change))
-
-
-def test_a_compressed_file_is_refused(good: Path) -> None:
-    path = _rewritten(good, lambda records: None, compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match="compressed"):
-        read_torch_file(path)
 
 
 @pytest.mark.parametrize(
@@ -292,31 +227,21 @@ def test_cut_and_changed_files_give_an_error_or_values(tmp_path: Path) -> None:
                 changed[chance.randrange(len(changed))] = chance.randrange(256)
         path.write_bytes(changed)
         try:
-            for value in _tensors(read_torch_file(path)):
-                with Files() as files:
-                    read(value, files)
+            found = read_torch_file(path)
+            with Files() as files:
+                for value in found.values() if isinstance(found, dict) else ():
+                    read(value, files) if isinstance(value, StoredTensor) else None
         except CheckpointError:
             num_refused += 1
     assert num_refused > 200
 
 
-def _tensors(value: Any) -> Iterator[StoredTensor]:
-    if isinstance(value, StoredTensor):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
-
-
-def test_pickles_and_other_files_are_not_files_of_torch(tmp_path: Path) -> None:
-    for content in (b"", b"\x80\x04N.", b"hello", b"PK\x03\x04", b"\x80\x02\x8a\x0a"):
-        (tmp_path / "x.pt").write_bytes(content)
-        with pytest.raises(CheckpointError):
-            read_torch_file(tmp_path / "x.pt")
-
-
-def test_a_file_of_torch_before_1_6_is_to_be_saved_again(tmp_path: Path) -> None:
+def test_files_of_torch_before_1_6_and_others_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
+    for content in (b"", b"\x80\x04N.", b"hello", b"PK\x03\x04", b"\x80\x02\x8a\x0a"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            read_torch_file(path)
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     assert is_torch_file(path)
     with pytest.raises(CheckpointError, match=r"since torch 1\.6(.|\n)*torch\.load"):
@@ -383,15 +308,9 @@ def test_written_files_read_by_the_reader_write_the_same_bytes(tmp_path: Path) -
         assert tied.pieces == archive.tensors["float32"].pieces
         archive.aliases["tied"] = "float32"
         write_torch(archive, tmp_path / "b.pt", WriteOptions(slab_nbytes=7), files)
+        with pytest.raises(FileExistsError):  # nothing is overwritten
+            write_torch(archive, tmp_path / "a.pt", WriteOptions(), files)
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "x.pt").write_text("mine")
-    with Files() as files, pytest.raises(FileExistsError):
-        write_torch(archive_of_dtypes(), tmp_path / "x.pt", WriteOptions(), files)
-    assert (tmp_path / "x.pt").read_text() == "mine"
-    assert os.listdir(tmp_path) == ["x.pt"]
 
 
 def test_records_in_the_fields_for_more_than_four_gibibytes_are_written_and_read(

@@ -13,6 +13,7 @@ import os
 import pathlib
 import pickle
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint._tools.archive import Checksum
-from fsdp_compat.checkpoint._tools.pickles import Ignored, Record
+from fsdp_compat.checkpoint._tools.pickles import Ignored
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.torch_save import _Storage, load
 from fsdp_compat.errors import CheckpointError
@@ -100,32 +101,10 @@ def test_arrays_of_numbers_become_tensors(protocol: int, order: Any, dtype: str)
         assert torch.equal(read(found, files), torch.from_numpy(np.ascontiguousarray(array)))
 
 
-def test_arrays_of_objects_are_refused() -> None:
+@pytest.mark.parametrize("array", [np.array([{}, None], dtype=object), np.arange(3, dtype=">i4")])
+def test_arrays_of_objects_and_of_other_byte_orders_are_refused(array: Any) -> None:
     with pytest.raises(CheckpointError, match="only arrays of numbers"):
-        load(pickle.dumps(np.array([{}, None], dtype=object)), WHERE)
-
-
-def test_metadata_of_dcp_become_records() -> None:
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
-    tensor = TensorStorageMetadata(TensorProperties(torch.float16), torch.Size([2]), [chunk])
-    metadata = Metadata({"a": tensor}, storage_data={MetadataIndex("a", [0]): "here"})
-    found = load(pickle.dumps(metadata), WHERE)
-    assert isinstance(found, Record)
-    assert found.name == "torch.distributed.checkpoint.metadata.Metadata"
-    entry = found.fields["state_dict_metadata"]["a"]
-    assert entry.fields["size"] == (2,)
-    assert entry.fields["properties"].state[0] is torch.float16
-    assert entry.fields["chunks"][0].fields["offsets"] == (0,)
-    ((index, place),) = found.fields["storage_data"].items()
-    assert (index.fields["fqn"], index.fields["offset"], place) == ("a", (0,), "here")
+        load(pickle.dumps(array), WHERE)
 
 
 class Unknown(dict[str, int]):
@@ -279,24 +258,15 @@ def test_a_pickle_cannot_change_the_storage_that_it_refers_to(attributes: bytes)
     assert storage.path is WHERE
 
 
-def test_what_a_hostile_pickle_asks_for_is_named() -> None:
-    with pytest.raises(CheckpointError, match="by references"):
-        load(HOSTILE["references that multiply"], WHERE)
-    with pytest.raises(CheckpointError, match=r"posix\.system"):
-        load(HOSTILE["posix.system"], WHERE)
-
-
-def test_objects_that_would_run_code_are_not_even_imported(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "was_called"),)
-
-    for protocol in range(2, 6):
-        with pytest.raises(CheckpointError, match="mkdir"):
-            load(pickle.dumps([1, {"a": Evil()}], protocol), WHERE)
-    with pytest.raises(CheckpointError, match="antigravity"):
-        load(b"\x80\x02cantigravity\nfly\n)R.", WHERE)
-    assert not os.listdir(tmp_path)
+def test_what_a_hostile_pickle_asks_for_is_named_and_not_even_imported() -> None:
+    for data, name in (
+        (HOSTILE["references that multiply"], "by references"),
+        (HOSTILE["posix.system"], r"posix\.system"),
+        (b"\x80\x02cantigravity\nfly\n)R.", "antigravity"),
+    ):
+        with pytest.raises(CheckpointError, match=name):
+            load(data, WHERE)
+    assert "antigravity" not in sys.modules
 
 
 _SAMPLE = {
@@ -329,8 +299,3 @@ def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pickles, "MAX_TEXT_NBYTES", 100)
     with pytest.raises(CheckpointError, match="100 bytes"):
         load(io.BytesIO(pickle.dumps("a" * 200)), WHERE)
-
-
-def test_tensors_of_plain_pickles_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="_load_from_bytes"):
-        load(pickle.dumps(torch.ones(2)), WHERE)
