@@ -108,13 +108,10 @@ def optim_state_dict_to_load(
     require_group(group, where)
     require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
     config = get_state_dict_type(model).optim_state_dict_config
-    wanted = LoadOptions(
-        from_rank0=bool(getattr(config, "rank0_only", False)),
-        named=optim if is_named_optimizer else None,
-    )
-    loadable = import_optim_state(
-        model, optim.param_groups, optim_state_dict, wanted, type(optim).__name__, where
-    )
+    from_rank0 = bool(getattr(config, "rank0_only", False))
+    wanted = LoadOptions(optim, from_rank0, is_named_optimizer)
+    groups = optim.param_groups
+    loadable = import_optim_state(model, groups, optim_state_dict, wanted, where)
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
@@ -324,9 +321,8 @@ def _to_load(
     from_rank0: bool = False,
 ) -> dict[str, Any]:
     groups = _groups_of(optim_input, optim, model, where)
-    label = type(optim).__name__ if optim is not None else "the optimizer"
-    wanted = LoadOptions(from_rank0, as_saved=True)
-    return import_optim_state(model, groups, state_dict, wanted, label, where)
+    wanted = LoadOptions(optim, from_rank0, as_saved=True)
+    return import_optim_state(model, groups, state_dict, wanted, where)
 
 
 def _called(old: str, new: str, model: Any, optim: Any, group: Any = None) -> str:

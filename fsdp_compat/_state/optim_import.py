@@ -50,12 +50,12 @@ PER_ELEMENT, SCALAR, RANK_LOCAL = StateKind  # "scalar" is here everything that 
 class LoadOptions:
     """How a dict is loaded."""
 
+    optimizer: torch.optim.Optimizer | None  # None: not known
     from_rank0: bool  # all ranks load rank 0's dict if any of them has None or {}
+    is_named: bool = False  # the optimizer's state is keyed by the model's current names
     # Groups list the parameters that were saved. All parameters of a FlatParameter must have state,
     # or none of them.
     as_saved: bool = False
-    # The optimizer, if its state is keyed by the model's current names.
-    named: torch.optim.Optimizer | None = None
 
 
 def import_optim_state(
@@ -63,21 +63,21 @@ def import_optim_state(
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any] | None,
     wanted: LoadOptions,
-    label: str,
     call: str,
 ) -> dict[str, Any]:
     """Return the dict that ``optimizer.load_state_dict`` takes.
 
-    groups: the parameter groups of the optimizer, which errors call ``label``. state_dict: keyed by
-    names, full or sharded, or keyed by numbers, as the optimizer of an unwrapped model returns it.
+    groups: the parameter groups of the optimizer. state_dict: keyed by names, full or sharded, or
+    keyed by numbers, as the optimizer of an unwrapped model returns it.
 
     Collective: one small exchange, in which ranks agree that each has a dict that fits, and an
     optimizer of the same parameters. After it only values that are sharded differently are sent;
     with ``from_rank0``, if any rank has None or {}, rank 0's dict, one (group, state) at a time.
     Raises UsageError or CheckpointError on every rank, before anything else is sent.
     """
-    name, label = call.partition("(")[0], f"the state of {label}"
-    units, all_groups = begin(model, name, label, copies=True)
+    optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
+    label = f"the state of {optimizer}"
+    units, all_groups = begin(model, call.partition("(")[0], label, copies=True)
     first = model_units_in(model)[0]
     rank0 = Rank0Broadcast(first.mesh, first.device)
     shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
@@ -208,8 +208,7 @@ def _read(
     user_states = {
         key: entry
         for key, entry in state.items()
-        if (wanted.named is not None or not isinstance(entry, Mapping))
-        and ownership.is_user_key(key)
+        if (wanted.is_named or not isinstance(entry, Mapping)) and ownership.is_user_key(key)
     }
     entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
     _refuse_unknown(ownership, entries)
@@ -370,7 +369,7 @@ class _Loading:
 
     def result(self, groups: Iterable[Group]) -> dict[str, Any]:
         """groups: of the model. Return what ``optimizer.load_state_dict`` takes."""
-        ownership, plan, named = self.ownership, self.plan, self.wanted.named
+        ownership, plan, named = self.ownership, self.plan, self.wanted.optimizer
         state: dict[nn.Parameter, dict[Any, Any]] = {}
         for group in groups:
             state.update(
@@ -381,7 +380,7 @@ class _Loading:
                 state[parameter] = snapshot(dict(plan.states[SCALAR][name]))
         vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
         keys: Mapping[nn.Parameter, Any] = ownership.numbers
-        if named is None:
+        if named is None or not self.wanted.is_named:
             state = {p: entry for p, entry in state.items() if p not in vacant}
         else:  # it expects state of all its parameters
             keys = ownership.names
