@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -25,6 +26,7 @@ from fsdp_compat.checkpoint._tools.archive import StoredTensor
 from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.shapes import shapes_of
+from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus import content
 from tests.checkpoint.corpus.make import CORPUS, MINOR, TRUTH, ours
 from tests.support.cases import about
@@ -80,6 +82,22 @@ def test_torchs_full_state_dict_has_the_shapes_for_its_local_ones(path: str) -> 
     assert model == {
         name: facts for name, facts in noted(path)["model"].items() if name not in content.TIES
     }
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    for number, path in enumerate(
+        [
+            "ours/native-flat",
+            "ours/safetensors",
+            "torch-2.13.0/fsdp2-sharded",
+            "clients/accelerate-sharded-ranks",
+        ]
+    ):
+        copy = Path(shutil.copytree(CORPUS / path, tmp_path / str(number)))
+        largest = max(copy.iterdir(), key=lambda file: file.stat().st_size)
+        os.truncate(largest, largest.stat().st_size - 64)
+        with pytest.raises(CheckpointError):
+            open_archive(copy)
 
 
 def _values(value: Any, files: Files) -> Any:

@@ -10,7 +10,7 @@ elements); the sizes of a mesh; the boxes that the placements of a DTensor cut i
 what ``pickle.Unpickler`` takes for a crafted pickle, or ``json`` for a crafted text, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
-- ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files
+- ``opening``: which kind it is; ``paths``: names from untrusted files
 - ``reading``: the values; ``writing``: what writers share; ``work``: several threads; ``walk``:
   nested values
 
