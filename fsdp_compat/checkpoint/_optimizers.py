@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._comm.mesh import Axis
+from .._comm.mesh import Axis, named
 from .._engine.group import Group
 from .._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from .._state.optim_contents import ParamOwnership, ownership_of
@@ -68,7 +68,7 @@ class SharedOptimizer:
             raise RuntimeUsageError.of(
                 "Only some ranks have an optimizer.",
                 expected="an optimizer on every rank, or None on every rank",
-                got=f"none on rank(s) {without} of {ranks.count}",
+                got=f"none on rank(s) {named(without)} of {ranks.count}",
                 where=ranks.call,
                 fix="pass the model's optimizer on every rank",
             )

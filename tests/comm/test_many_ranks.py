@@ -28,6 +28,13 @@ def test_requests_grow_by_w_log_w_at_most(
     assert many.nbytes <= law * few.nbytes
 
 
+def test_a_few_ranks_warn_of_a_late_one(caplog: pytest.LogCaptureFixture) -> None:
+    with many_ranks.simulated() as clock:
+        many_ranks.late(FEW, clock, late_s=40.0)
+    assert 1 <= len(caplog.records) <= 3
+    assert all(f"for the ranks [{FEW - 1}]" in each.getMessage() for each in caplog.records)
+
+
 def test_refused_ranks_name_a_few_ranks_and_the_one_that_differs() -> None:
     few, many = costs(many_ranks.refused)
     assert len(few.messages) == FEW and len(many.messages) == MANY

@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
+from fsdp_compat._comm.transport import Transport
 from fsdp_compat.errors import UsageError
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
@@ -52,6 +54,34 @@ def shuffled(model: nn.Module, groups: bool) -> torch.optim.Optimizer:
         start = dist.get_rank() % len(params)
         group["params"] = params[start:] + params[:start] if dist.get_rank() != 1 else params[::-1]
     return AdamW(found[:: -1 if groups and dist.get_rank() == 1 else 1])
+
+
+def exchanges(config: Config) -> tuple[int, int]:
+    """How often facts of optimizers are sent whole: where all ranks hold the same parameters, and
+    where one rank leaves out a parameter that it has no element of."""
+    model, gathered, gather = shard(make_model(), config), [], Transport.gather_objects
+
+    def counting(self: Transport, value: object) -> list[Any]:
+        gathered.append(value)
+        return gather(self, value)
+
+    def count(params: list[nn.Parameter]) -> int:
+        optimizer = AdamW(params)
+        train(model, optimizer, range(1))
+        with mock.patch.object(Transport, "gather_objects", counting):
+            before = len(gathered)
+            sharded_state(model, optimizer)
+            return len(gathered) - before
+
+    params = dict(model.named_parameters())
+    vacant = {name for name, p in params.items() if not p.numel() and "nothing" not in name}
+    dropped = vacant if dist.get_rank() else set()
+    return count(list(params.values())), count([p for n, p in params.items() if n not in dropped])
+
+
+def test_facts_of_optimizers_are_sent_whole_only_if_they_differ() -> None:
+    found = run_ranks(2, exchanges, ("SHARD_GRAD_OP", True, "none"))
+    assert [same for same, _ in found] == [0, 0] and all(other > 0 for _, other in found)
 
 
 def loads(full: Any, boxes: Any, path: Any) -> list[Callable[[nn.Module, Any], object]]:

@@ -141,7 +141,9 @@ class Search:
             # some time before a warning, so that the missing ranks can answer until then
             is_due = self._warn_s and waited_s >= self._warn_s - warn_after_s() / 2
             if is_due and waiter.activity.diagnosis is None:
-                self._ask(waiter.describe(waiting), waited_s, store)
+                wait = waiter.describe(waiting)
+                if wait.peers:  # in a rendezvous the ranks that ask warn, on behalf of the others
+                    self._ask(wait, waited_s, store)
 
     def _ask(self, wait: Wait, waited_s: float, store: StatusStore) -> None:
         """Ask what the missing ranks are doing and, when it is time, warn; at growing intervals."""
