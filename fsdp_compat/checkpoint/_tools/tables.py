@@ -51,24 +51,23 @@ def _printed(*items: RenderableType | None) -> str:
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().strip().split("\n"))
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
-    """Return a table, or None without rows. titles: with "<" before those of texts; the others are
-    numbers."""
-    rows = list(rows)
-    has_frame = is_terminal() and any(title != "<" for title in titles)
+def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
+    """Return a table, or None without rows. titles: of the columns, between bars; those of numbers
+    end with ">"."""
+    rows, has_head = list(rows), bool(titles.strip(" |"))
     table = Table(
-        box=box.SIMPLE_HEAD if has_frame else None,
-        show_header=any(title != "<" for title in titles),
+        box=box.SIMPLE_HEAD if has_head and is_terminal() else None,
+        show_header=has_head,
         pad_edge=False,
         style=style,
     )
-    for title in titles:
-        is_text = title.startswith("<")
+    for title in titles.split("|"):
+        text, sign, _ = title.strip().partition(">")
         table.add_column(
-            Text(title.removeprefix("<")),
-            justify="left" if is_text else "right",
+            Text(text),
+            justify="right" if sign else "left",
             overflow="fold",
-            no_wrap=not is_text,
+            no_wrap=bool(sign),
         )
     for row in rows:
         table.add_row(*(Text(shortened(cell, _MAX_CELL)) for cell in row))
@@ -78,22 +77,21 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = ""
 def of_inspection(found: Inspection) -> str:
     by_rank = found.nbytes_by_rank()
     return _printed(
-        _table(("<", "<"), _facts_of_inspection(found)),
+        _table("|", _facts_of_inspection(found)),
         _table(
-            ("<tensor", "<dtype", "<shape", "size", "parts", "<ranks"),
-            map(_row_of_tensor, found.tensors),
+            "tensor | dtype | shape | size> | parts> | ranks", map(_row_of_tensor, found.tensors)
         ),
-        _table(("<further name", "<of"), found.aliases.items()),
-        _table(("<other value", "<"), found.values.items()),
+        _table("further name | of", found.aliases.items()),
+        _table("other value |", found.values.items()),
         _table(
-            ("<rank", "bytes"),
+            "rank | bytes>",
             [
                 ("unknown" if rank is None else str(rank), nbytes_text(nbytes))
                 for rank, nbytes in by_rank.items()
                 if by_rank.keys() != {None}
             ],
         ),
-        _table(("<left out",), ([reason] for reason in found.left_out), "yellow"),
+        _table("left out", ([reason] for reason in found.left_out), "yellow"),
     )
 
 
@@ -134,24 +132,15 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 
 def of_verification(found: Verification) -> str:
-    verdict = Text(_verdict(found), "bold red" if found.problems else "bold green")
+    odd = [each for each in found.tensors if each.num_nan or each.num_inf]
+    counts = ((*_head(each), f"{each.num_nan:,}", f"{each.num_inf:,}") for each in odd)
+    problems = ((problem.kind, problem.where, problem.what) for problem in found.problems)
     return _printed(
-        _table(("<", "<"), _facts_of_verification(found)),
-        _table(
-            ("<tensor", "<dtype", "<shape", "NaN", "infinite"),
-            [
-                (*_head(tensor), f"{tensor.num_nan:,}", f"{tensor.num_inf:,}")
-                for tensor in found.tensors
-                if tensor.num_nan or tensor.num_inf
-            ],
-        ),
-        _table(
-            ("<problem", "<where", "<what"),
-            [(problem.kind, problem.where, problem.what) for problem in found.problems],
-            "red",
-        ),
-        _table(("<not looked at",), ([reason] for reason in found.left_out), "yellow"),
-        verdict,
+        _table("|", _facts_of_verification(found)),
+        _table("tensor | dtype | shape | NaN> | infinite>", counts),
+        _table("problem | where | what", problems, "red"),
+        _table("not looked at", ([reason] for reason in found.left_out), "yellow"),
+        Text(_verdict(found), "bold red" if found.problems else "bold green"),
     )
 
 
@@ -194,16 +183,12 @@ def of_difference(found: Difference, shows_all: bool) -> str:
         summary = Text(f"{count_of(len(found.tensors), 'tensor')}, all the same", "bold green")
     alone = [(path, "only in the first") for path in found.missing]
     alone += [(path, "only in the second") for path in found.added]
+    rows = map(_row_of_difference, found.tensors if shows_all else found.different)
+    values = ((each.path, each.one or "-", each.other or "-") for each in found.values)
     return _printed(
-        _table(("<tensor", "<"), alone),
-        _table(
-            ("<tensor", "<dtype", "<shape", "different", "largest distance", "relative"),
-            map(_row_of_difference, found.tensors if shows_all else found.different),
-        ),
-        _table(
-            ("<other value", "<first", "<second"),
-            [(each.path, each.one or "-", each.other or "-") for each in found.values],
-        ),
+        _table("tensor |", alone),
+        _table("tensor | dtype | shape | different> | largest distance> | relative>", rows),
+        _table("other value | first | second", values),
         summary,
     )
 
