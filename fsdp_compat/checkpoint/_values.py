@@ -196,11 +196,12 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         tensor = get(text_in(name), dtype_of(dtype), shape_in(shape))
         return tensor if tag == "@tensor" else tensor.numpy()
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag](
-            dict(_decoded([listed(pair) for pair in listed(content)], where, get))
-        )
-    if kind := _SETS.get(tag) or _SEQUENCES.get(tag):
-        return kind(_decoded(listed(content), where, get))
+        pairs = _decoded([listed(pair) for pair in listed(content)], where, get)
+        return _MAPPINGS[tag]({_as_key(key): item for key, item in pairs})
+    if tag in _SETS:
+        return _SETS[tag](map(_as_key, _decoded(listed(content), where, get)))
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](_decoded(listed(content), where, get))
     if tag == "@deque":
         items, maxlen = listed(content)
         return collections.deque(_decoded(listed(items), where, get), maxlen)
@@ -228,6 +229,12 @@ def tensor_from_text(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> t
         real = torch.tensor(listed(values)).to(dtype.to_real())
         return torch.view_as_complex(real.view(*shape, 2)).clone()
     return torch.tensor(listed(values), dtype=dtype).view(shape)
+
+
+def _as_key(value: Any) -> Any:
+    if not _may_be_key(value):
+        raise TypeError(f"a {type(value).__name__} cannot be a key")
+    return value
 
 
 def _name(kind: type[Any]) -> str:

@@ -494,6 +494,14 @@ def test_any_text_is_a_value_or_a_checkpoint_error(content: object) -> None:
     assert found == "CheckpointError" or found.startswith("read as ")
 
 
+@pytest.mark.parametrize("tag", ["@dict", "@ordered", "@counter", "@set", "@frozenset"])
+def test_a_tensor_is_no_key(tag: str) -> None:
+    tensor = {"@tensor": ["a", "float32", [1]]}
+    content = [tensor] if "set" in tag else [[tensor, 1]]
+    with pytest.raises(CheckpointError, match="a Tensor cannot be a key"):
+        decode({tag: content}, "extra", lambda *_: torch.ones(1))
+
+
 def test_a_value_of_an_earlier_version_is_named_with_what_to_do() -> None:
     deep = functools.reduce(lambda inner, _: {"@tuple": [inner]}, range(5000), {"a": 1})
     assert outcome(deep) == "CheckpointError"
