@@ -699,11 +699,11 @@ optim_state(m, o, None, 3) | group; 3
 summoned(m, lambda: optim_state(m, o)) | summon_full_params | StateError
 summoned(m, lambda: o.step()) | summon_full_params; step | StateError
 optim_load(m, o, lambda s: []) | 'state'; 'param_groups'
-to_load(m, o, None) | optimizer state dict; NoneType
+to_load(m, o, None) | optimizer state dict; None
 to_load(optim_state(m, o), m, o) | optim_state_dict_to_load(model, optim, optim_state_dict)
 to_load(m, optim_state(m, o), o) | order of the arguments
 to_load(o, m, optim_state(m, o)) | optim_state_dict_to_load(model, optim
-optim_load(m, o, lambda s: {}) | 'state'; 'param_groups'
+optim_load(m, o, lambda s: {}) | optimizer state dict; None or {}
 to_load(m, o, m.state_dict()) | 'state'; 'param_groups'
 to_load(x := net(), adam(x), optim_state(m, o)) | Net; FullyShardedDataParallel
 optim_load(m, o, lambda s: {**s, "state": [1]}) | 'state'; list | CheckpointError
@@ -717,8 +717,8 @@ optim_load(m, o, average(ones(3, 4))) | 'layers.0.weight'; 'exp_avg'; (3, 4) | C
 optim_load(m, o, average(reshaped), SHARDED) | layers.0; 'exp_avg'; (3, 6) | CheckpointError
 optim_load(m, o, average(3)) | 'layers.0.weight'; 'exp_avg' | CheckpointError
 optim_load(m, o, average(lambda v: v.to("meta"))) | layers.0; 'exp_avg'; meta | CheckpointError
-numbered_load(m, o, lambda s: group_of(s)["params"].pop()) | 5 param; 6 param | CheckpointError
-numbered_load(m, o, lambda s: s["param_groups"].append({"params": []})) | 2 param | CheckpointError
+numbered_load(m, o, lambda s: group_of(s)["params"].pop()) | [5] param; [6] param | CheckpointError
+numbered_load(m, o, lambda s: s["param_groups"].append({"params": []})) | [6, 0] | CheckpointError
 numbered_load(m, o, lambda s: s["state"].update({99: {}})) | 99 | CheckpointError
 numbered_load(m, o, average(ones(16), 1)) | 'exp_avg'; (16,) | CheckpointError
 to_load(m, o, optim_state(m, o), is_named_optimizer="no") | is_named_optimizer; 'no'
