@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -42,11 +41,8 @@ BLOCK_FULL, ROOT_FULL = 148, 68
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 9),
-            nn.Linear(9, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).tanh())
@@ -62,8 +58,7 @@ class Model(nn.Module):
         return self.head(self.blocks(self.stem(x)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """One rank's communication in a step: numbers of collectives and bytes by kind, and bytes that
     were really sent."""
 
@@ -120,34 +115,30 @@ class Sends(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def profiled(model: nn.Module) -> dict[str, int]:
+    """Return how often each operation appears in the profile of a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model)
+    return {each.key: each.count for each in profile.key_averages()}
+
+
 @on_ranks(2, environment=MESSAGES)
 def test_profilers_and_dispatch_modes_see_what_is_sent() -> None:
-    """Return how many sends, and of how many bytes, are handed to gloo, pass a dispatch mode, and
-    appear in a profile (without bytes)."""
     model, real = wrapped(), list[int]()
     step(model)
     with counting_sends(real):
         step(model)
     with Sends() as seen:
         step(model)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(model)
-    [row] = [each for each in profile.key_averages() if each.key == "c10d::send"]
-    (number, nbytes), seen, profiled = [
-        (len(real), sum(real)),
-        (len(seen.nbytes), sum(seen.nbytes)),
-        (row.count, 0),
-    ]
-    assert number > 0 and nbytes > 0
-    assert seen == (number, nbytes)
-    assert profiled == (number, 0)
+    assert sum(real) > 0
+    assert sorted(seen.nbytes) == sorted(real)
+    assert profiled(model)["c10d::send"] == len(real)
 
 
 @pytest.mark.parametrize("fully", [False, True])
 @on_ranks(2, environment=COPIED)
 def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
-    """Return how many gathers and reductions a step makes, and how many a profile shows, where
-    peers read all messages in place."""
+    """Peers read all messages in place."""
     if fully:
         model: Any = Model()
         for module in (*model.blocks, model):
@@ -158,28 +149,16 @@ def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
     runtime = model._get_fsdp_state().runtime if fully else model._runtime
     traffic = runtime.groups[0].shard.traffic
     traffic.clear()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(model)
-    rows = {each.key: each.count for each in profile.key_averages()}
-    kinds = {"begin_gather": Kind.GATHER, "begin_reduce": Kind.REDUCE}
-    made, seen = (
-        {name: traffic.counts[kind] for name, kind in kinds.items()},
-        {name: rows.get(f"fsdp_compat::{name}", 0) for name in kinds},
-    )
-    assert min(made.values()) > BLOCKS
-    assert seen == made
+    rows = profiled(model)
+    for name, kind in (("begin_gather", Kind.GATHER), ("begin_reduce", Kind.REDUCE)):
+        assert rows[f"fsdp_compat::{name}"] == traffic.counts[kind] > BLOCKS
 
 
 @on_ranks(2, environment=MAPPED)
 def test_profilers_see_the_barriers_of_mapped_passes() -> None:
     model = wrapped()
     step(model)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(model)
-    assert (
-        sum(each.count for each in profile.key_averages() if each.key.endswith("::end_barrier"))
-        == 4
-    )
+    assert sum(n for key, n in profiled(model).items() if key.endswith("::end_barrier")) == 4
 
 
 def sent_by_steps(
@@ -189,107 +168,70 @@ def sent_by_steps(
         options["device_mesh"] = init_device_mesh("cpu", mesh)
     model = wrapped(sharding_strategy=ShardingStrategy[strategy], **options)
     group = model._runtime.groups[0]
-    found = []
+    axes, found = (group.shard.traffic, group.replica.traffic), []
     for _ in range(num_steps):
-        for axis in (group.shard, group.replica):
-            axis.traffic.clear()
+        for traffic in axes:
+            traffic.clear()
         real: list[int] = []
         with counting_sends(real):
             step(model)
-        counts = group.shard.traffic.counts + group.replica.traffic.counts
-        nbytes = group.shard.traffic.nbytes + group.replica.traffic.nbytes
-        found.append(
-            Sent(
-                {k.name: n for k, n in counts.items()},
-                {k.name: n for k, n in nbytes.items()},
-                sum(real),
-            )
-        )
+        counts = {kind.name: n for kind, n in (axes[0].counts + axes[1].counts).items()}
+        nbytes = {kind.name: n for kind, n in (axes[0].nbytes + axes[1].nbytes).items()}
+        found.append(Sent(counts, nbytes, sum(real)))
     return found
 
 
 # -- collectives and bytes
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_shard_gathers_units_twice_and_reduces_once(
-    use_orig_params: bool,
+def sent(**kinds: tuple[int, int]) -> Sent:
+    """kinds: the collectives and bytes of each, all of which are really sent."""
+    counts = {kind: number for kind, (number, _) in kinds.items()}
+    nbytes = {kind: total for kind, (_, total) in kinds.items()}
+    return Sent(counts, nbytes, sum(nbytes.values()))
+
+
+ONCE = 4 * (BLOCKS * BLOCK_S + ROOT_S)
+WHOLE = 4 * (BLOCKS * BLOCK_FULL + ROOT_FULL)
+# the last block and the root stay unsharded; the first unit of backward is not known at first
+FIRST, TWICE = ONCE + 4 * BLOCKS * BLOCK_S, ONCE + 4 * (BLOCKS - 1) * BLOCK_S
+MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FULL = sent(GATHER=(12, TWICE), REDUCE=(7, ONCE))
+FULL_FIRST = sent(GATHER=(13, FIRST), REDUCE=(7, ONCE))
+GRAD_OP = sent(GATHER=(7, ONCE), REDUCE=(7, ONCE))
+NONE = sent(REPLICATE=(7, WHOLE))
+HYBRID = sent(GATHER=(12, TWICE), REDUCE=(7, ONCE), REPLICATE=(7, ONCE))
+# shards of 52 and 24 elements, sent to two peers
+OF_THREE = sent(GATHER=(12, 8 * (11 * 52 + 24)), REDUCE=(7, 8 * (BLOCKS * 52 + 24)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options", "first", "later"),
+    [
+        (2, "FULL_SHARD", {"use_orig_params": False}, FULL_FIRST, FULL),
+        (2, "FULL_SHARD", {"use_orig_params": True}, FULL_FIRST, FULL),
+        (3, "FULL_SHARD", {}, None, OF_THREE),
+        (2, "SHARD_GRAD_OP", {}, GRAD_OP, GRAD_OP),
+        (2, "NO_SHARD", {}, NONE, NONE),
+        (4, "HYBRID_SHARD", {"mesh": (2, 2)}, None, HYBRID),
+        (
+            2,
+            "FULL_SHARD",
+            {"mixed_precision": MIXED},
+            None,
+            sent(GATHER=(12, TWICE // 2), REDUCE=(7, ONCE)),
+        ),
+        # a block has 135 elements
+        (2, "FULL_SHARD", {"keep_units_below": 135}, None, FULL),
+        (2, "FULL_SHARD", {"keep_units_below": 136}, None, GRAD_OP),
+    ],
+)
+def test_full_shard_gathers_units_twice_and_other_strategies_once_or_never(
+    ranks: int, strategy: str, options: dict[str, Any], first: Sent | None, later: Sent
 ) -> None:
-    reduced = 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    first = 4 * (2 * BLOCKS * BLOCK_S + ROOT_S)  # the first unit of backward is not known yet
-    later = 4 * ((2 * BLOCKS - 1) * BLOCK_S + ROOT_S)
-    for found in run_ranks(
-        2, sent_by_steps, 4, "FULL_SHARD", use_orig_params=use_orig_params, environment=MESSAGES
-    ):
-        assert found == [
-            Sent(
-                {"GATHER": 13, "REDUCE": 7}, {"GATHER": first, "REDUCE": reduced}, first + reduced
-            ),
-            *[
-                Sent(
-                    {"GATHER": 12, "REDUCE": 7},
-                    {"GATHER": later, "REDUCE": reduced},
-                    later + reduced,
-                )
-            ]
-            * 3,
-        ]
-
-
-@pytest.mark.parametrize(("limit", "gathered_again"), [(135, BLOCKS - 1), (136, 0)])
-def test_small_units_are_gathered_once(limit: int, gathered_again: int) -> None:
-    """A block has 135 elements."""
-    nbytes = 4 * ((BLOCKS + gathered_again) * BLOCK_S + ROOT_S)
-    for found in run_ranks(
-        2, sent_by_steps, 3, "FULL_SHARD", keep_units_below=limit, environment=MESSAGES
-    ):
-        assert [(sent.counts["GATHER"], sent.nbytes["GATHER"]) for sent in found[1:]] == [
-            (BLOCKS + gathered_again + 1, nbytes)
-        ] * 2
-
-
-def test_three_ranks_send_to_two_peers_each() -> None:
-    block_s, root_s = 52, 24  # 148 / 3 and 68 / 3, padded
-    gathered, reduced = 2 * 4 * (11 * block_s + root_s), 2 * 4 * (BLOCKS * block_s + root_s)
-    for found in run_ranks(3, sent_by_steps, 2, "FULL_SHARD", environment=MESSAGES):
-        assert found[1] == Sent(
-            {"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced
-        )
-
-
-def test_shard_grad_op_gathers_and_reduces_every_unit_once() -> None:
-    nbytes = 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    for found in run_ranks(2, sent_by_steps, 3, "SHARD_GRAD_OP", environment=MESSAGES):
-        assert (
-            found
-            == [Sent({"GATHER": 7, "REDUCE": 7}, {"GATHER": nbytes, "REDUCE": nbytes}, 2 * nbytes)]
-            * 3
-        )
-
-
-def test_no_shard_gathers_nothing_and_all_reduces_every_unit() -> None:
-    nbytes = 4 * (BLOCKS * BLOCK_FULL + ROOT_FULL)
-    for found in run_ranks(2, sent_by_steps, 3, "NO_SHARD", environment=MESSAGES):
-        assert found == [Sent({"REPLICATE": 7}, {"REPLICATE": nbytes}, nbytes)] * 3
-
-
-def test_hybrid_shard_also_all_reduces_shards() -> None:
-    gathered, reduced = 4 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    counts = {"GATHER": 12, "REDUCE": 7, "REPLICATE": 7}
-    nbytes = {"GATHER": gathered, "REDUCE": reduced, "REPLICATE": reduced}
-    for found in run_ranks(4, sent_by_steps, 2, "HYBRID_SHARD", (2, 2), environment=MESSAGES):
-        assert found[1] == Sent(counts, nbytes, gathered + 2 * reduced)
-
-
-def test_gathers_and_reductions_use_their_own_dtypes() -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    gathered, reduced = 2 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    for found in run_ranks(
-        2, sent_by_steps, 2, "FULL_SHARD", mixed_precision=precision, environment=MESSAGES
-    ):
-        assert found[1] == Sent(
-            {"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced
-        )
+    for found in run_ranks(ranks, sent_by_steps, 3, strategy, **options, environment=MESSAGES):
+        assert found[1:] == [later] * 2
+        assert first is None or found[0] == first
 
 
 def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -> None:
@@ -307,32 +249,23 @@ def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -
 
 @on_ranks(2)
 def test_root_and_last_block_stay_unsharded_from_the_second_step_on() -> None:
-    """Per step: {unit: (gathers, reductions)}."""
-    strategy, num_steps = "FULL_SHARD", 3
-    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    model, found = wrapped(), collections.Counter[tuple[str, str]]()
+    calls = "unshard", "start_reduction"
     for unit in model._runtime.units:
         for group in unit.groups:
-            for owner, name in ((group, "unshard"), (group.gradients, "start_reduction")):
+            for owner, name in zip((group, group.gradients), calls, strict=True):
                 call_also(owner, name, lambda key=(unit.label, name): found.update([key]))
-    steps = []
-    for _ in range(num_steps):
+    root, blocks = "the root unit (a Model)", [f"unit 'blocks.{i}'" for i in range(BLOCKS)]
+    for gathers_of_last in (2, 1, 1):
         found.clear()
         step(model)
-        steps.append(
-            {
-                u.label: (found[u.label, "unshard"], found[u.label, "start_reduction"])
-                for u in model._runtime.units
-            }
-        )
-    found = steps
-    assert found[0] == {"the root unit (a Model)": (1, 1)} | {
-        f"unit 'blocks.{i}'": (2, 1) for i in range(6)
-    }
-    assert found[1] == {"the root unit (a Model)": (1, 1)} | {
-        f"unit 'blocks.{i}'": (2, 1) for i in range(5)
-    } | {"unit 'blocks.5'": (1, 1)}
-    assert found[2] == found[1]
+        assert {
+            label: tuple(found[label, name] for name in calls) for label in (root, *blocks)
+        } == {
+            root: (1, 1),
+            **dict.fromkeys(blocks, (2, 1)),
+            blocks[-1]: (gathers_of_last, 1),
+        }
 
 
 @on_ranks(2)
@@ -385,59 +318,45 @@ def operations_of_a_step(**options: Any) -> tuple[dict[str, int], dict[str, list
     model = wrapped(**options)
     step(model)
     with Operations() as seen:
-        loss = model(torch.ones(2, WIDTH)).float().pow(2).mean()
-        loss.backward()
+        model(torch.ones(2, WIDTH)).float().pow(2).mean().backward()
     return dict(seen.names), dict(seen.written)
 
 
+BANNED = {
+    "cat",
+    "_chunk_cat",
+    "split",
+    "split_with_sizes_copy",
+    "constant_pad_nd",
+    "stack",
+    "clone",
+}
+SHARDS = [ROOT_S] + [BLOCK_S] * 11
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_step_never_concatenates_splits_or_pads(use_orig_params: bool) -> None:
-    for names, _ in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
-        assert names["_foreach_copy_"] == 7  # it has counted
-        banned = {
-            "cat",
-            "_chunk_cat",
-            "split",
-            "split_with_sizes_copy",
-            "constant_pad_nd",
-            "stack",
-            "clone",
-        }
-        assert banned & names.keys() == set()
+def test_step_copies_shards_and_gradients_once_and_divides_shards(use_orig_params: bool) -> None:
+    elements = 6 + 6 + 54 + 9 + 54 + 6, 36 + 6 + 18 + 3  # without padding
+    for names, written in run_ranks(
+        2, operations_of_a_step, use_orig_params=use_orig_params, environment=MESSAGES
+    ):
+        assert BANNED & names.keys() == set()
         # Each original parameter gets a view of its unit's gradient.
         assert names.get("split_with_sizes", 0) == (7 if use_orig_params else 0)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gather_copies_only_its_own_shard(use_orig_params: bool) -> None:
-    for _, written in run_ranks(
-        2, operations_of_a_step, use_orig_params=use_orig_params, environment=MESSAGES
-    ):
-        assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_are_copied_once_and_divided_as_shards(use_orig_params: bool) -> None:
-    elements = 6 + 6 + 54 + 9 + 54 + 6, 36 + 6 + 18 + 3  # without padding
-    for _, written in run_ranks(
-        2, operations_of_a_step, use_orig_params=use_orig_params, environment=MESSAGES
-    ):
+        assert sorted(written["copy_"]) == SHARDS
         assert sorted(written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
         assert sorted(written["div_"]) == [ROOT_S] + [BLOCK_S] * 6
         assert max(written["zero_"]) <= 19  # gaps between parameters, never a buffer
 
 
 def test_gather_casts_the_shard_before_sending() -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for _, written in run_ranks(
-        2, operations_of_a_step, mixed_precision=precision, environment=MESSAGES
+        2, operations_of_a_step, mixed_precision=MIXED, environment=MESSAGES
     ):
-        assert (
-            sorted(n for n in written["_to_copy"] if n in (ROOT_S, BLOCK_S))
-            == [ROOT_S] + [BLOCK_S] * 11
-        )
-        assert max(written["_to_copy"]) == BLOCK_S
-        assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
+        casts = written["_to_copy"]
+        assert sorted(n for n in casts if n in (ROOT_S, BLOCK_S)) == SHARDS
+        assert max(casts) == BLOCK_S
+        assert sorted(written["copy_"]) == SHARDS
 
 
 # -- one rank
@@ -448,10 +367,8 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bias = (
-            nn.Parameter(torch.zeros(LARGE, 1)),
-            nn.Parameter(torch.zeros(WIDTH)),
-        )
+        self.table = nn.Parameter(torch.zeros(LARGE, 1))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias * (self.table + 1).mean()
@@ -459,9 +376,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(1)
-def test_one_rank_copies_nothing_and_parameters_alias_the_shard(
-    use_orig_params: bool,
-) -> None:
+def test_one_rank_copies_nothing_and_parameters_alias_the_shard(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     real: list[int] = []
     with counting_sends(real), Operations() as seen:
@@ -484,13 +399,10 @@ def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
     model = wrapped(module=nn.Sequential(Block(), Table(), Block()), use_orig_params=True)
     made: dict[int, torch.Tensor | None] = {}
     for group in model._runtime.groups:
-        for (sharded_param, _), param in zip(
-            group.store.sharded_params, group.unsharded_params, strict=True
-        ):
+        keys = [id(sharded) for sharded, _ in group.store.sharded_params]
+        for key, param in zip(keys, group.unsharded_params, strict=True):
             param.register_post_accumulate_grad_hook(
-                lambda param, sharded_param=sharded_param: made.update(
-                    {id(sharded_param): param.grad}
-                )
+                lambda param, key=key: made.update({key: param.grad})
             )
     with Operations() as seen:
         model(torch.ones(2, WIDTH)).pow(2).mean().backward()
@@ -504,8 +416,7 @@ def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
 # -- memory in flight
 
 
-@dataclasses.dataclass
-class Peak:
+class Peak(NamedTuple):
     """The most that was resident at once in a step, without the root."""
 
     units: int = 0
@@ -526,26 +437,21 @@ class Wide(nn.Module):
         return x + self.up(x).mean()
 
 
-def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> list[Peak]:
-    module = Model()
+def peaks_of_steps(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> list[Peak]:
+    module, peaks = Model(), list[Peak]()
     module.blocks = nn.Sequential(*(block() for _ in range(BLOCKS)))
-    model, peak = (
-        wrapped(module=module, auto_wrap_policy=ModuleWrapPolicy({block}), **options),
-        Peak(),
-    )
+    model = wrapped(module=module, auto_wrap_policy=ModuleWrapPolicy({block}), **options)
     units = [unit for unit in model._runtime.units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups]
 
     def look(*_: object) -> None:
-        peak.units = max(peak.units, sum(unit.residency is not Residency.SHARDED for unit in units))
-        peak.buffers = max(
-            peak.buffers,
+        now = Peak(
+            sum(unit.residency is not Residency.SHARDED for unit in units),
             sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups),
+            sum(group.gradients.reduction is not None for group in groups),
+            sum(group.resident_nbytes for group in groups),
         )
-        peak.reducing = max(
-            peak.reducing, sum(group.gradients.reduction is not None for group in groups)
-        )
-        peak.nbytes = max(peak.nbytes, sum(group.resident_nbytes for group in groups))
+        peaks[-1] = Peak(*map(max, peaks[-1], now))
 
     for group in groups:
         for name in ("unshard", "wait_for_unshard"):
@@ -555,48 +461,44 @@ def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> lis
     for unit in units:
         unit.module.up.register_forward_hook(look)
         unit.module.up.register_full_backward_hook(look)
-    found = []
     for _ in range(num_steps):
-        peak.units = peak.buffers = peak.reducing = peak.nbytes = 0
+        peaks.append(Peak())
         step(model)
         look()
         assert sum(group.resident_nbytes for group in groups) == 0
-        found.append(dataclasses.replace(peak))
-    return found
+    return peaks
 
 
 FULL_NBYTES = 4 * 2 * BLOCK_S  # of a gathered block, and of a reduce buffer
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_at_most_two_units_and_one_reduce_buffer_in_every_step(
-    use_orig_params: bool,
-) -> None:
-    for first, *later in run_ranks(2, peaks, 20, use_orig_params=use_orig_params):
+def test_at_most_two_units_and_one_reduce_buffer_in_every_step(use_orig_params: bool) -> None:
+    for first, *later in run_ranks(2, peaks_of_steps, 20, use_orig_params=use_orig_params):
         assert first == Peak(1, 1, 1, 2 * FULL_NBYTES)  # there is no order yet to prefetch by
         assert later == [Peak(2, 1, 1, 3 * FULL_NBYTES)] * 19
 
 
-def test_limit_all_gathers_false_allows_two_reduce_buffers() -> None:
-    for _, *later in run_ranks(2, peaks, 20, limit_all_gathers=False):
-        assert later == [Peak(2, 2, 2, 4 * FULL_NBYTES)] * 19
-
-
-@pytest.mark.parametrize(("limit", "buffers"), [(True, 1), (False, 2)])
-def test_large_parameters_respect_the_limit_of_reduce_buffers(limit: bool, buffers: int) -> None:
-    for _, *later in run_ranks(2, peaks, 6, Wide, limit_all_gathers=limit):
-        assert all(peak == later[0] for peak in later)
-        assert (later[0].units, later[0].buffers, later[0].reducing) == (2, buffers, buffers)
-
-
-def test_without_prefetching_one_unit_is_resident_at_a_time() -> None:
-    for found in run_ranks(2, peaks, 3, backward_prefetch=None):
-        assert [peak.units for peak in found] == [1] * 3
-
-
-def test_shard_grad_op_keeps_all_units_and_one_reduce_buffer() -> None:
-    for found in run_ranks(2, peaks, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
-        assert [(peak.units, peak.reducing) for peak in found] == [(BLOCKS, 1)] * 3
+@pytest.mark.parametrize(
+    ("block", "options", "expected", "buffers"),
+    [
+        (Block, {"limit_all_gathers": False}, (2, 2, 2), 4),
+        (Wide, {"limit_all_gathers": True}, (2, 1, 1), None),
+        (Wide, {"limit_all_gathers": False}, (2, 2, 2), None),
+        (Block, {"backward_prefetch": None}, (1, 1, 1), 2),
+        (Block, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, (BLOCKS, 1, 1), BLOCKS),
+    ],
+)
+def test_options_decide_how_many_units_and_reduce_buffers_are_held(
+    block: type[nn.Module],
+    options: dict[str, Any],
+    expected: tuple[int, int, int],
+    buffers: int | None,
+) -> None:
+    for _, *later in run_ranks(2, peaks_of_steps, 6, block, **options):
+        assert later == [later[0]] * 5
+        assert later[0][:3] == expected
+        assert buffers is None or later[0].nbytes == buffers * FULL_NBYTES
 
 
 # -- checks before a forward
@@ -604,33 +506,23 @@ def test_shard_grad_op_keeps_all_units_and_one_reduce_buffer() -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
-def test_units_are_checked_one_by_one_only_after_external_changes(
-    use_orig_params: bool,
-) -> None:
-    """Return how often all units were checked one by one, in steps after the changes in the
-    comments."""
+def test_units_are_checked_one_by_one_only_after_external_changes(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
-    parameter = max(
-        model.parameters(), key=torch.Tensor.numel
-    )  # with use_orig_params=True some are empty
-    found = []
-    with mock.patch.object(
+    parameter = max(model.parameters(), key=torch.Tensor.numel)  # original ones may be empty
+    check = mock.patch.object(
         Checks, "_check_units", autospec=True, side_effect=Checks._check_units
-    ) as looks:
+    )
 
-        def train() -> None:
-            looks.reset_mock()
+    def checks() -> int:
+        """Return how often a step checks all units one by one."""
+        with check as looks:
             step(model)
-            found.append(looks.call_count)
+        return int(looks.call_count)
 
-        train()  # the first
-        train()  # nothing
-        model.zero_grad()
-        train()  # gradients set to None
-        parameter.requires_grad_(False)
-        train()  # a toggle
-        train()
-        parameter.data = parameter.data.clone()
-        train()  # other memory
-        train()
-    assert found == [1, 0, 0, 1, 0, 1, 0]
+    assert [checks(), checks()] == [1, 0]
+    model.zero_grad()
+    assert checks() == 0
+    parameter.requires_grad_(False)
+    assert [checks(), checks()] == [1, 0]
+    parameter.data = parameter.data.clone()
+    assert [checks(), checks()] == [1, 0]

@@ -25,14 +25,8 @@ def test_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now[0])
     streams = compute_streams(torch.device("cuda", 0))
     assert streams is not None
-    streams.join()
-    streams.join()
-    assert log == []
-    now[0] = second
-    streams.join()
-    streams.join()
-    now[0] = first
-    streams.join()
+    for now[0] in (first, first, second, second, first):
+        streams.join()
     assert log == ["second after first", "first after second"]
 
 
@@ -43,19 +37,20 @@ def test_cpu_has_no_streams_to_join() -> None:
 # -- inputs of calls on devices with streams
 
 
-def _call() -> Any:
-    class Call:
-        def __init__(self) -> None:
-            self.inputs: list[Any] = []
-            self.inputs_left = 0
+class Call:
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.inputs_left = 0
 
-    return Call()
+
+def watched(args: Any, kwargs: Any, call: Any) -> Any:
+    return hooks.on_gradients_of_inputs(args, kwargs, call)
 
 
 def test_an_input_is_the_same_tensor_in_all_arguments_and_keeps_its_attributes() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     x.label = "x"  # type: ignore[attr-defined]
-    args, kwargs = hooks.on_gradients_of_inputs((x, x, "text"), {"key": x}, _call())
+    args, kwargs = watched((x, x, "text"), {"key": x}, Call())
     assert args[0] is args[1] is kwargs["key"] and args[0].label == "x"
     assert args[2] == "text"
 
@@ -64,17 +59,17 @@ def test_inputs_that_cannot_be_watched_stay_as_they_are() -> None:
     leaf = torch.ones(2, requires_grad=True)
     sparse = torch.eye(2, requires_grad=True).to_sparse()
     nested = torch.nested.nested_tensor([torch.ones(2)], requires_grad=True)
-    call = _call()
+    call = Call()
     for _ in range(2):
-        args, _ = hooks.on_gradients_of_inputs((sparse, nested, {"prompt": leaf}), {}, call)
+        args, _ = watched((sparse, nested, {"prompt": leaf}), {}, call)
     assert args[0] is sparse and args[1] is nested
     assert not leaf._backward_hooks and not call.inputs
 
 
 def test_hooks_on_inputs_in_containers_go_with_their_calls() -> None:
     x = torch.ones(2, requires_grad=True) * 2
-    call = _call()
-    hooks.on_gradients_of_inputs(({"x": x},), {}, call)
+    call = Call()
+    watched(({"x": x},), {}, call)
     assert call.inputs == [x.grad_fn] and len(x._backward_hooks) == 1
     del call
     assert not x._backward_hooks

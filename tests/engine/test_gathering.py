@@ -32,53 +32,27 @@ def guesses(order: Order, used: str) -> str:
     return "".join(unit.label if unit is not None else "-" for unit in found)
 
 
-def test_first_pass_guesses_nothing() -> None:
-    assert guesses(Order(), "rabc") == "----"
-
-
-def test_second_pass_guesses_the_order_of_the_first() -> None:
-    order = Order()
-    guesses(order, "rabc")
-    assert guesses(order, "rabc") == "abc-"
-
-
-def test_unit_used_several_times_is_guessed_each_time() -> None:
-    order = Order()
-    guesses(order, "rabab")
-    assert guesses(order, "rabab") == "abab-"
-
-
 @pytest.mark.parametrize(
-    ("last", "now", "guessed"),
+    ("passes", "guessed"),
     [
-        ("rabc", "rbc", "a--"),  # b came instead of a: later positions do not match
-        ("rabc", "racb", "ab--"),
-        ("rabc", "rabca", "abc--"),
-        ("rab", "rabc", "ab--"),
-        ("rabc", "rcbc", "a-c-"),
-        ("abc", "rabc", "----"),
+        (["rabc"], "----"),
+        (["rabc", "rabc"], "abc-"),
+        (["rabab", "rabab"], "abab-"),
+        (["rabc", "rbc"], "a--"),  # b came instead of a: later positions do not match
+        (["rabc", "racb"], "ab--"),
+        (["rabc", "rabca"], "abc--"),
+        (["rab", "rabc"], "ab--"),
+        (["rabc", "rcbc"], "a-c-"),
+        (["abc", "rabc"], "----"),
+        (["rabc", "rcba", "rcba"], "cba-"),  # the latest pass
+        (["rabc", "", "rab"], "abc"),  # an empty pass keeps the order
     ],
 )
-def test_after_a_wrong_guess_only_matching_positions_are_guessed(
-    last: str, now: str, guessed: str
+def test_units_are_guessed_from_the_latest_pass_while_positions_match(
+    passes: list[str], guessed: str
 ) -> None:
     order = Order()
-    guesses(order, last)
-    assert guesses(order, now) == guessed
-
-
-def test_guesses_follow_the_latest_pass() -> None:
-    order = Order()
-    guesses(order, "rabc")
-    guesses(order, "rcba")
-    assert guesses(order, "rcba") == "cba-"
-
-
-def test_empty_pass_keeps_the_order() -> None:
-    order = Order()
-    guesses(order, "rabc")
-    guesses(order, "")
-    assert guesses(order, "rab") == "abc"
+    assert [guesses(order, used) for used in passes][-1] == guessed
 
 
 def test_first_after_root_is_of_this_pass_or_else_the_last() -> None:
@@ -94,19 +68,12 @@ def test_first_after_root_is_of_this_pass_or_else_the_last() -> None:
     assert order.first_after_root() is UNITS["a"]
 
 
-def test_every_pass_resets_the_units_to_issue() -> None:
-    order = Order()
-    order.restart([UNITS["r"], UNITS["a"]])
+def test_every_pass_resets_the_units_to_issue_and_copies_their_list() -> None:
+    order, mine = Order(), [UNITS["r"], UNITS["a"]]
+    order.restart(mine)
     order.to_issue.pop(0)
-    assert order.to_issue == [UNITS["a"]]
+    assert (order.to_issue, mine) == ([UNITS["a"]], [UNITS["r"], UNITS["a"]])
     order.restart([UNITS["r"], UNITS["b"]])
     assert order.to_issue == [UNITS["r"], UNITS["b"]]
     order.restart()
     assert order.to_issue == []
-
-
-def test_restart_copies_the_list_of_units_to_issue() -> None:
-    order, mine = Order(), [UNITS["r"], UNITS["a"]]
-    order.restart(mine)
-    order.to_issue.clear()
-    assert mine == [UNITS["r"], UNITS["a"]]

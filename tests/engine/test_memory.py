@@ -111,24 +111,23 @@ def matrices(steps: list[tuple[int, int]], itemsize: int) -> float:
     return peak / (MATRIX * itemsize)
 
 
+PRE = BackwardPrefetch.BACKWARD_PRE
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "held"),
     [
-        (
-            ShardingStrategy.FULL_SHARD,
-            BackwardPrefetch.BACKWARD_PRE,
-            3 + 3 + 3 + 1,
-        ),  # two units, a reduce buffer, a gradient
-        (ShardingStrategy.FULL_SHARD, None, 3 + 3 + 1),
-        (ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_PRE, UNITS * 3 + 3 + 1),
+        ("FULL_SHARD", PRE, 3 + 3 + 3 + 1),  # two units, a reduce buffer, a gradient
+        ("FULL_SHARD", None, 3 + 3 + 1),
+        ("SHARD_GRAD_OP", PRE, UNITS * 3 + 3 + 1),
     ],
 )
 def test_peak_is_two_units_a_reduce_buffer_and_a_gradient(
-    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, held: int, use_orig_params: bool
+    strategy: str, prefetch: BackwardPrefetch | None, held: int, use_orig_params: bool
 ) -> None:
     options = {
-        "sharding_strategy": strategy,
+        "sharding_strategy": ShardingStrategy[strategy],
         "backward_prefetch": prefetch,
         "use_orig_params": use_orig_params,
     }
@@ -136,17 +135,15 @@ def test_peak_is_two_units_a_reduce_buffer_and_a_gradient(
     assert held <= matrices(found, itemsize=4) < held + 0.1
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "held"),
-    [(BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 2 * 3 + 1), (None, 3 + 2 * 3 + 1)],
-)
+@pytest.mark.parametrize(("prefetch", "held"), [(PRE, 3 + 3 + 2 * 3 + 1), (None, 3 + 2 * 3 + 1)])
 def test_mixed_precision_peak_follows_the_dtypes_of_communication(
     prefetch: BackwardPrefetch | None, held: int
 ) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    (found,) = run_ranks(
-        1, bytes_of_steps_as_one_of_eight, 2, mixed_precision=precision, backward_prefetch=prefetch
-    )
+    options = {
+        "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        "backward_prefetch": prefetch,
+    }
+    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 2, **options)
     cast = 3 / 8  # of the shard, while a prefetch is in flight
     assert held <= matrices(found, itemsize=2) < held + cast + 0.1
 

@@ -35,37 +35,36 @@ def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) 
     return unit
 
 
+STATES = "SHARDED", "UNSHARDING", "UNSHARDED"
+
+
 @pytest.mark.parametrize(
-    ("state", "call", "after"),
+    ("call", "after"),
     [
-        ("SHARDED", "unshard", "UNSHARDING"),
-        ("UNSHARDING", "unshard", "UNSHARDING"),
-        ("UNSHARDED", "unshard", "UNSHARDED"),
-        ("SHARDED", "wait_for_unshard", "SHARDED"),
-        ("UNSHARDING", "wait_for_unshard", "UNSHARDED"),
-        ("UNSHARDED", "wait_for_unshard", "UNSHARDED"),
-        ("SHARDED", "reshard", "SHARDED"),
-        ("UNSHARDING", "reshard", "SHARDED"),
-        ("UNSHARDED", "reshard", "SHARDED"),
+        ("unshard", ("UNSHARDING", "UNSHARDING", "UNSHARDED")),
+        ("wait_for_unshard", ("SHARDED", "UNSHARDED", "UNSHARDED")),
+        ("reshard", ("SHARDED", "SHARDED", "SHARDED")),
     ],
 )
 def test_unshard_wait_and_reshard_are_legal_in_every_state(
-    state: str, call: str, after: str
+    call: str, after: tuple[str, ...]
 ) -> None:
-    unit = unit_in(state)
-    getattr(unit, call)()
-    assert unit.residency.name == after
+    for state, expected in zip(STATES, after, strict=True):
+        unit = unit_in(state)
+        getattr(unit, call)()
+        assert unit.residency.name == expected
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_memory_follows_residency(kind: str) -> None:
+def test_memory_follows_residency_and_no_version_counter_moves(kind: str) -> None:
     unit = unit_in("SHARDED", kind)
-    numel = unit.groups[0].store.numel
-    found = []
-    for call in (unit.unshard, unit.wait_for_unshard, unit.reshard):
-        call()
-        found.append(unit.groups[0].resident_nbytes)
-    assert found == [2 * numel, 2 * numel, 0]
+    group = unit.groups[0]
+    before, numel = [param._version for param in group.unsharded_params], group.store.numel
+    for _ in range(3):
+        for call, held in (("unshard", 2), ("wait_for_unshard", 2), ("reshard", 0)):
+            getattr(unit, call)()
+            assert group.resident_nbytes == held * numel
+    assert [param._version for param in group.unsharded_params] == before
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -73,11 +72,8 @@ def test_one_rank_without_a_cast_holds_only_its_shard(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind, None)
     group = unit.groups[0]
     assert group.resident_nbytes == 0
-    shard = group.store.shard
-    assert all(
-        param.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        for param in group.unsharded_params
-    )
+    own = group.store.shard.untyped_storage().data_ptr()
+    assert {param.untyped_storage().data_ptr() for param in group.unsharded_params} == {own}
     unit.reshard()
     assert all(param.untyped_storage().nbytes() for param in group.unsharded_params)
 
@@ -103,16 +99,19 @@ def test_summoned_unit_neither_unshards_nor_shows() -> None:
 # -- shown parameters
 
 
+NAMES = ["first.weight", "first.bias", "last.weight", "last.bias"]
+
+
+def shown(unit: Unit) -> list[str]:
+    return [name for name, _ in unit.module.named_parameters()]
+
+
 @pytest.mark.parametrize("kind", STORES)
 def test_modules_show_unsharded_or_sharded_parameters(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind)
     unit.view.show_unsharded()
-    assert {name: tuple(p.shape) for name, p in unit.module.named_parameters()} == {
-        "first.weight": (2, 3),
-        "first.bias": (2,),
-        "last.weight": (2, 2),
-        "last.bias": (2,),
-    }
+    assert shown(unit) == NAMES
+    assert [tuple(p.shape) for p in unit.module.parameters()] == [(2, 3), (2,), (2, 2), (2,)]
     unit.view.show_sharded()
     sharded_params = [param for group in unit.groups for param, _ in group.store.sharded_params]
     assert [id(p) for p in unit.module.parameters()] == [id(param) for param in sharded_params]
@@ -120,7 +119,7 @@ def test_modules_show_unsharded_or_sharded_parameters(kind: str) -> None:
 
 def test_flat_unit_hides_original_parameters_while_sharded() -> None:
     unit = unit_in("SHARDED")
-    assert [name for name, _ in unit.module.named_parameters()] == ["_flat_param"]
+    assert shown(unit) == ["_flat_param"]
     with pytest.raises(AttributeError):
         _ = unit.module.first.weight.data
 
@@ -138,24 +137,13 @@ def test_replaced_parameter_is_refused(kind: str) -> None:
 
 def test_order_of_names_survives_swaps() -> None:
     module = Pair()
-    managed = [
-        member for member in members_of(module) if member.name in ("first.weight", "last.bias")
-    ]
+    managed = [member for member in members_of(module) if member.name in (NAMES[0], NAMES[3])]
     unit = make_unit("flat", module, lone_mesh(), managed)
     for _ in range(2):
         unit.view.show_unsharded()
-        assert [name for name, _ in module.named_parameters()] == [
-            "first.weight",
-            "first.bias",
-            "last.weight",
-            "last.bias",
-        ]
+        assert shown(unit) == NAMES
         unit.view.show_sharded()
-        assert [name for name, _ in module.named_parameters()] == [
-            "_flat_param",
-            "first.bias",
-            "last.weight",
-        ]
+        assert shown(unit) == ["_flat_param", *NAMES[1:3]]
 
 
 def test_rnn_weight_list_follows_the_shown_parameters() -> None:
@@ -164,37 +152,21 @@ def test_rnn_weight_list_follows_the_shown_parameters() -> None:
     unit = make_unit("original", module, lone_mesh(), members_of(module), precision=HALF)
     unit.unshard()
     unit.wait_for_unshard()
-    for show in (
-        unit.view.show_unsharded,
-        unit.view.show_sharded,
-        unit.view.show_unsharded,
-    ):
+    for show in (unit.view.show_unsharded, unit.view.show_sharded, unit.view.show_unsharded):
         show()
-        assert [id(weight) for weight in module._flat_weights] == [
-            id(module._parameters[name]) for name in names
-        ]
+        expected = [id(module._parameters[name]) for name in names]
+        assert [id(weight) for weight in module._flat_weights] == expected
 
 
 # -- storages
 
 
-def test_storage_frees_and_allocates_the_same_size() -> None:
-    tensor = torch.arange(12.0)
-    storage = Storage(tensor)
-    assert storage.resident_nbytes == 48
-    storage.free()
-    assert storage.resident_nbytes == 0
-    storage.allocate()
-    assert storage.resident_nbytes == 48
-    storage.allocate()
-    assert storage.resident_nbytes == 48
-
-
-def test_views_are_valid_after_reallocation() -> None:
+def test_storage_frees_and_allocates_the_same_size_with_valid_views() -> None:
     tensor = torch.arange(12.0)
     view, storage = tensor[4:8].view(2, 2), Storage(tensor)
-    storage.free()
-    storage.allocate()
+    for call, nbytes in ((storage.free, 0), (storage.allocate, 48), (storage.allocate, 48)):
+        call()
+        assert storage.resident_nbytes == nbytes
     tensor.copy_(torch.arange(12.0) * 2)
     assert view.tolist() == [[8.0, 10.0], [12.0, 14.0]]
 
@@ -229,15 +201,3 @@ def test_group_memory_starts_empty_and_counts_its_bytes(kind: str, ranks: int) -
     assert own >= 2 * 14  # elements
     memory.free()
     assert memory.resident_nbytes == 0
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_unshard_moves_no_version_counter(kind: str) -> None:
-    unit = unit_in("SHARDED", kind)
-    params = unit.groups[0].unsharded_params
-    before = [param._version for param in params]
-    for _ in range(3):
-        unit.unshard()
-        unit.wait_for_unshard()
-        unit.reshard()
-    assert [param._version for param in params] == before

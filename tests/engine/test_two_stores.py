@@ -49,12 +49,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single, self.wide, self.frozen = (
-            nn.Linear(DIM, DIM),
-            nn.Linear(DIM, 3).double(),
-            nn.Linear(DIM, DIM),
-        )
-        self.back = nn.Linear(3, DIM)
+        self.single, self.frozen = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.wide, self.back = nn.Linear(DIM, 3).double(), nn.Linear(3, DIM)
         self.frozen.requires_grad_(False)
         self.back.bias.requires_grad_(False)
 
@@ -67,10 +63,8 @@ class Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bias = (
-            nn.Parameter(torch.randn(LARGE // DIM + 3, DIM)),
-            nn.Parameter(torch.zeros(DIM)),
-        )
+        self.table = nn.Parameter(torch.randn(LARGE // DIM + 3, DIM))
+        self.bias = nn.Parameter(torch.zeros(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.table.mean(0) + self.bias
@@ -82,12 +76,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one, self.two, self.head = (
-            nn.Linear(DIM, DIM),
-            Block(),
-            Block(),
-            nn.Linear(DIM, DIM),
-        )
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.one, self.two = Block(), Block()
         self.head.weight = self.stem.weight
         self.two.up.weight = self.one.up.weight
         self.one.norm.bias = self.one.norm.weight
@@ -175,27 +165,22 @@ def test_two_ranks_train_as_one_process(model: str, reshard: bool, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_three_ranks_train_as_one_process(kind: str) -> None:
-    for model in ("odd", "tied"):
-        run_ranks(3, train, model, kind)
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("model", ["mixed", "odd"])
-def test_one_rank_trains_as_one_process(model: str, kind: str) -> None:
-    run_ranks(1, train, model, kind)
-
-
-@each_value
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("model", ["odd", "mixed"])
-def test_replicas_train_as_one_process(model: str, kind: str) -> None:
-    run_ranks(2, train, model, kind, "replicated")
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_replicas_of_shards_train_as_one_process(kind: str) -> None:
-    run_ranks(4, train, "odd", kind, "hybrid")
+@pytest.mark.parametrize(
+    ("ranks", "model", "shape"),
+    [
+        (3, "odd", "sharded"),
+        (3, "tied", "sharded"),
+        (1, "mixed", "sharded"),
+        (1, "odd", "sharded"),
+        (2, "odd", "replicated"),
+        (2, "mixed", "replicated"),
+        (4, "odd", "hybrid"),
+    ],
+)
+def test_meshes_of_all_shapes_train_as_one_process(
+    ranks: int, model: str, shape: str, kind: str
+) -> None:
+    run_ranks(ranks, train, model, kind, shape)
 
 
 @each_value
@@ -205,21 +190,25 @@ def test_replicas_of_shards_train_as_one_process(kind: str) -> None:
 def test_prefetching_changes_no_number(
     backward_prefetch: Prefetch, forward_prefetch: bool, kind: str
 ) -> None:
-    run_ranks(
-        2,
-        train,
-        "nested",
-        kind,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
-    )
+    options = {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch}
+    run_ranks(2, train, "nested", kind, **options)
 
 
-@each_value
+def two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    loss = square(model, x)
+    loss.backward(retain_graph=True)
+    return backward(loss)
+
+
 @pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("model", ["recomputed outside", "tied"])
-def test_two_forwards_before_one_backward_add_gradients(model: str, kind: str) -> None:
-    run_ranks(2, train, model, kind, step=two_forwards)
+@pytest.mark.parametrize(
+    ("model", "step"),
+    [("recomputed outside", two_forwards), ("tied", two_forwards), ("nested", two_backwards)],
+)
+def test_gradients_of_two_forwards_or_two_backwards_add_up(
+    model: str, step: Any, kind: str
+) -> None:
+    run_ranks(2, train, model, kind, step=step)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -233,12 +222,6 @@ def test_different_unit_orders_on_ranks_do_not_deadlock(shape: str, kind: str) -
 
 
 # -- accumulation
-
-
-def two_backwards(model: nn.Module, x: Tensor) -> Tensor:
-    loss = square(model, x)
-    loss.backward(retain_graph=True)
-    return backward(loss)
 
 
 @each_value
@@ -269,11 +252,6 @@ def test_several_synchronised_backwards_add_up(kind: str) -> None:
         pair.assert_idle()
         pair.step(update=False)
         pair.step()
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_graph_supports_two_backwards(kind: str) -> None:
-    run_ranks(2, train, "nested", kind, step=two_backwards)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -329,23 +307,6 @@ def test_rest_frees_memory_left_by_an_exception(where: str, kind: str) -> None:
 # -- shown parameters and memory
 
 
-def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[bool], list[bool]]:
-    """Return, after forward, the unsharded units and whether any is shown; and those shown inside a
-    block's forward."""
-    model: Any = MODELS["nested"]()
-    runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
-    inside: list[bool] = []
-    model.blocks[1].up.register_forward_hook(
-        lambda *_: inside.extend(unit.view.shows_unsharded for unit in runtime.units)
-    )
-    loss = square(model, torch.ones(4, DIM))
-    full = [unit.label for unit in runtime.units if unit.residency.name == "UNSHARDED"]
-    shown = [unit.view.shows_unsharded for unit in runtime.units]
-    loss.backward()
-    assert_idle(runtime)
-    return full, shown, inside
-
-
 @pytest.mark.parametrize("kind", STORES)
 @on_ranks(2)
 def test_forward_without_grad_keeps_nothing(kind: str) -> None:
@@ -355,16 +316,25 @@ def test_forward_without_grad_keeps_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_only_the_first_unit_of_backward_stays_unsharded(
-    kind: str,
-) -> None:
-    root, block = "the root unit (a Stack)", "unit 'blocks.1'"
-    inner = [
-        f"unit 'blocks.{name}'"
-        for name in ("0", "0.first", "0.second", "1", "2", "2.first", "2.second")
-    ]
-    units = [root, *inner]
-    for found in run_ranks(2, residency_through_a_step, kind, True):
-        assert found == ([root], [False] * 8, [name in (root, block) for name in units])
-    for found in run_ranks(2, residency_through_a_step, kind, False):
-        assert found == (units, [False] * 8, [name in (root, block) for name in units])
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_only_the_first_unit_of_backward_stays_unsharded(reshard: bool, kind: str) -> None:
+    model: Any = MODELS["nested"]()
+    runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
+    inside: list[str] = []
+
+    def labels(holds: Callable[[Any], bool]) -> list[str]:
+        return [unit.label for unit in runtime.units if holds(unit)]
+
+    model.blocks[1].up.register_forward_hook(
+        lambda *_: inside.extend(labels(lambda unit: unit.view.shows_unsharded))
+    )
+    loss = square(model, torch.ones(4, DIM))
+    root, everything = "the root unit (a Stack)", labels(lambda unit: True)
+    assert len(everything) == 8
+    assert inside == [root, "unit 'blocks.1'"]
+    full = labels(lambda unit: unit.residency.name == "UNSHARDED")
+    assert full == ([root] if reshard else everything)
+    assert labels(lambda unit: unit.view.shows_unsharded) == []
+    loss.backward()
+    assert_idle(runtime)
