@@ -7,7 +7,7 @@ import ast
 import fnmatch
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,69 +44,37 @@ PRIVATE_OF_OTHERS = {
     "_process_group",  # of torch's ShardedTensor
 }
 
-MAX_ATTRIBUTES = 15  # that the methods of a class set on its instances
 
-# What breaks a rule, with the reason. The tests fail for what is missing here and for what is here
-# without need, so that the list only becomes shorter.
-EXCEPTIONS: dict[str, str] = {}
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
+MAX_ATTRIBUTES = 15  # that the methods of a class set on its instances
 
 TOP_LEVEL = {
     *("setup.cfg", "setup.py", "fsdp_compat", "tests", "examples", "CHANGELOG.md"),
     *("README.md", "LICENSE", ".gitignore", ".editorconfig", ".ci"),
 }
 
-COLLECTIVES = {
-    *(
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_coalesced",
-    ),
-    *("all_gather_object", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
-    *(
-        "all_to_all_single",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-    ),
-    *("gather_object", "irecv", "isend", "monitored_barrier", "recv", "recv_object_list", "reduce"),
-    *(
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-    ),
-    *("scatter", "scatter_object_list", "send", "send_object_list", "P2POp"),
-}
-HOOK_REGISTRATIONS = {
-    *(
-        "queue_callback",
-        "register_backward_hook",
-        "register_forward_hook",
-        "register_forward_pre_hook",
-    ),
-    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_hook"),
-    *(
-        "register_module_forward_hook",
-        "register_module_forward_pre_hook",
-        "register_multi_grad_hook",
-    ),
-    "register_post_accumulate_grad_hook",
-}
-STATE_DICT_HOOKS = {
-    *(
-        "register_load_state_dict_post_hook",
-        "register_load_state_dict_pre_hook",
-        "register_state_dict_post_hook",
-    ),
-    *(
-        "register_state_dict_pre_hook",
-        "_register_load_state_dict_pre_hook",
-        "_register_state_dict_hook",
-    ),
-}
+COLLECTIVES = words(
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_into_tensor_coalesced "
+    "all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all "
+    "all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather "
+    "gather_object irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter "
+    "reduce_scatter_single reduce_scatter_tensor reduce_scatter_tensor_coalesced scatter "
+    "scatter_object_list send send_object_list P2POp"
+)
+HOOK_REGISTRATIONS = words(
+    "queue_callback register_backward_hook register_forward_hook register_forward_pre_hook "
+    "register_full_backward_hook register_full_backward_pre_hook register_hook "
+    "register_module_forward_hook register_module_forward_pre_hook register_multi_grad_hook "
+    "register_post_accumulate_grad_hook"
+)
+STATE_DICT_HOOKS = words(
+    "register_load_state_dict_post_hook register_load_state_dict_pre_hook "
+    "register_state_dict_post_hook register_state_dict_pre_hook "
+    "_register_load_state_dict_pre_hook _register_state_dict_hook"
+)
 # Private in spelling only: the project relies on these modules of torch as if they were public.
 ALLOWED_PRIVATE_MODULES = (
     "torch.distributed._shard.metadata",
@@ -133,34 +101,31 @@ class Source:
         return f"{PACKAGE}/{self.path}:{getattr(node, 'lineno', 1)}"
 
     @functools.cached_property
-    def imports(self) -> list[tuple[ast.stmt, str]]:
-        """Every imported name with its module in front, relative imports resolved, wherever
-        it is imported."""
-        found: list[tuple[ast.stmt, str]] = []
+    def _named(self) -> list[tuple[ast.stmt, str, ast.alias]]:
+        """Every alias of an import, with what stands in front of it, relative imports resolved."""
+        found: list[tuple[ast.stmt, str, ast.alias]] = []
         for node in self.nodes:
             if isinstance(node, ast.Import):
-                found += [(node, alias.name) for alias in node.names]
+                found += [(node, "", alias) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                origin = self._origin(node)
-                found += [(node, f"{origin}.{alias.name}") for alias in node.names]
+                found += [(node, f"{self._origin(node)}.", alias) for alias in node.names]
         return found
+
+    @property
+    def imports(self) -> list[tuple[ast.stmt, str]]:
+        """Every imported name with its module in front, wherever it is imported."""
+        return [(node, f"{origin}{alias.name}") for node, origin, alias in self._named]
 
     @functools.cached_property
     def bound_names(self) -> dict[str, str]:
         """What each name that an import binds stands for, with its module in front."""
         bound = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    top = alias.name.partition(".")[0]
-                    bound[alias.asname or top] = alias.name if alias.asname else top
-            elif isinstance(node, ast.ImportFrom):
-                bound.update(
-                    {
-                        alias.asname or alias.name: f"{self._origin(node)}.{alias.name}"
-                        for alias in node.names
-                    }
-                )
+        for _, origin, alias in self._named:
+            if origin or alias.asname:
+                bound[alias.asname or alias.name] = f"{origin}{alias.name}"
+            else:
+                top = alias.name.partition(".")[0]
+                bound[top] = top
         return bound
 
     @functools.cached_property
@@ -178,23 +143,12 @@ class Source:
                 found.append((node, ".".join([bound[inner.id], *reversed(names)])))
         return found
 
-    def method_calls(self) -> Iterator[tuple[ast.Call, str]]:
-        """Yield every call together with the last part of the name that is called."""
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
-                yield node, node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-
     def _origin(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
             return node.module or ""
-        package = (
-            self.module.split(".")
-            if self.path.endswith("__init__.py")
-            else self.module.split(".")[:-1]
-        )
-        return ".".join(
-            package[: len(package) - node.level + 1] + ([node.module] if node.module else [])
-        )
+        package = self.module.split(".")
+        up = node.level - self.path.endswith("__init__.py")
+        return ".".join([*package[: len(package) - up], *filter(None, [node.module])])
 
 
 def source(path: str, text: str) -> Source:
@@ -221,18 +175,11 @@ def layer_of(module: str) -> int | None:
 
 
 def upward_imports(source: Source) -> list[str]:
-    own = layer_of(source.module)
-    found = []
+    own, found = layer_of(source.module), []
     for _, name in source.imports:
-        if name.partition(".")[0] != PACKAGE:
-            continue
-        target = layer_of(name)
-        if (
-            target is None
-        ):  # a name that the package itself exports, or a module that no layer knows
-            target = 0
-        if own is not None and target < own:
-            found.append(f"imports: {source.path} -> {name.removeprefix(PACKAGE + '.')}")
+        # a name that the package itself exports, or a module that no layer knows, is at the top
+        if name.partition(".")[0] == PACKAGE and (layer_of(name) or 0) < (own or 0):
+            found.append(f"{source.path} -> {name.removeprefix(PACKAGE + '.')}")
     return found
 
 
@@ -260,9 +207,14 @@ def collectives_called(source: Source) -> list[str]:
 
 
 def calls_of(source: Source, names: set[str]) -> list[str]:
-    return [
-        f"{source.at(node)} calls {name}" for node, name in source.method_calls() if name in names
-    ]
+    """Return the calls in which the last part of what is called is one of the names."""
+    found = []
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            if name in names:
+                found.append(f"{source.at(node)} calls {name}")
+    return found
 
 
 def uses_of(source: Source, wanted: str) -> list[str]:
@@ -301,7 +253,7 @@ def circles(sources: list[Source]) -> list[str]:
         for path in below
         if path in reach[path]
     }
-    return [f"circle: {' '.join(files)}" for files in sorted(found)]
+    return [" ".join(files) for files in sorted(found)]
 
 
 def attributes_of(cls: ast.ClassDef) -> set[str]:
@@ -337,7 +289,7 @@ def _is_record(cls: ast.ClassDef) -> bool:
 
 def large_classes(source: Source) -> list[str]:
     return [
-        f"attributes: {source.path}:{cls.name}"
+        f"{source.path}:{cls.name}"
         for cls in classes_in(source)
         if not _is_record(cls) and len(attributes_of(cls)) > MAX_ATTRIBUTES
     ]
@@ -364,15 +316,8 @@ def private_reaches(sources: list[Source]) -> list[str]:
                     isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", *modules)
                 )
             ):
-                found.append(f"private: {source.path}: {node.attr}")
+                found.append(f"{source.path}: {node.attr}")
     return sorted(set(found))
-
-
-def check(found: list[str], kind: str, rule: str) -> None:
-    """Compare what breaks a rule with the exceptions of its kind."""
-    allowed = {key for key in EXCEPTIONS if key.startswith(f"{kind}: ")}
-    report(sorted(set(found) - allowed), rule)
-    report(sorted(allowed - set(found)), "No exceptions any more: take them out of EXCEPTIONS:")
 
 
 def report(found: list[str], rule: str) -> None:
@@ -384,96 +329,81 @@ def test_every_module_of_the_package_has_a_layer() -> None:
     report(homeless, "Name the layer of these files in LAYERS:")
 
 
-def test_imports_point_down() -> None:
-    found = [line for source in sources() for line in upward_imports(source)]
-    check(found, "imports", "A module imports only from its own layer and from those below it:")
-
-
-def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
-    above = (
-        "_front_ends",
-        "fully_sharded_data_parallel",
-        "sharded_grad_scaler",
-        "_stores",
-    )
-    found = [
-        line
-        for source in sources()
-        if source.path.startswith(("_state/", "checkpoint/"))
-        for line in imports_of(source, *(f"{PACKAGE}.{name}" for name in above))
-    ]
-    report(found, "They work on registered units and on _engine/state_store.py's StateStore:")
-
-
 def test_imports_form_no_cycle() -> None:
-    check(circles(sources()), "circle", "Files that import each other, for type checking too:")
-
-
-def test_no_class_has_too_many_attributes() -> None:
-    found = [line for source in sources() for line in large_classes(source)]
-    check(found, "attributes", f"Classes of more than {MAX_ATTRIBUTES} attributes:")
+    report(circles(sources()), "Files that import each other, for type checking too:")
 
 
 def test_no_file_reaches_for_private_attributes_of_another_files_classes() -> None:
-    check(private_reaches(sources()), "private", "Give it a public name, or move the code:")
+    report(private_reaches(sources()), "Give it a public name, or move the code:")
 
 
-def test_no_file_imports_the_fsdp_of_torch() -> None:
-    found = [line for source in sources() for line in imports_of(source, "torch.distributed.fsdp")]
-    report(found, "The package must work on a torch without torch.distributed.fsdp:")
+@dataclass(frozen=True)
+class Rule:
+    """What no file of these folders does, except for its owners."""
+
+    finds: Callable[[Source], list[str]]
+    advice: str
+    owners: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ("",)
 
 
-def test_the_layout_is_pure_arithmetic_without_torch() -> None:
-    layout = [source for source in sources() if source.path.startswith("_layout/")]
-    found = [line for source in layout for line in imports_of(source, "torch")]
-    report(
-        found,
-        "_layout is integers and shapes; what needs tensors, modules or ranks belongs to a layer "
-        "above:",
-    )
-
-
-def test_only_backend_py_calls_collectives_of_torch() -> None:
-    owners = {"_comm/backend.py"}
-    others = [source for source in sources() if source.path not in owners]
-    found = [line for source in others for line in collectives_called(source)]
-    report(found, "Use a communicator (_comm/communicator.py) instead:")
-
-
-def test_only_storage_py_frees_and_allocates_storages() -> None:
-    others = [source for source in sources() if source.path != "_engine/storage.py"]
-    found = [line for source in others for line in calls_of(source, {"resize_"})]
-    report(found, "Call a function of _engine/storage.py instead:")
-
-
-def test_only_hooks_py_registers_hooks() -> None:
-    adapter = f"{PACKAGE}._torch_private"  # holds the private queue_callback, for hooks.py
-    others = [
-        source
-        for source in sources()
-        if source.path not in ("_engine/hooks.py", "_torch_private/__init__.py")
-    ]
-    found = [line for source in others for line in calls_of(source, HOOK_REGISTRATIONS)]
-    found += [
-        line for source in others for line in uses_of(source, f"{adapter}.on_end_of_backward")
-    ]
-    report(found, "Call a function of _engine/hooks.py instead:")
-
-
-def test_only_their_owners_register_state_dict_hooks() -> None:
-    owners = {"_engine/hooks.py", "_state/model_loading.py"}
-    others = [source for source in sources() if source.path not in owners]
-    found = [line for source in others for line in calls_of(source, STATE_DICT_HOOKS)]
-    report(found, f"State-dict hooks are registered by {', '.join(sorted(owners))}:")
-
-
-def test_only_the_adapters_use_private_names_of_torch() -> None:
-    others = [source for source in sources() if not source.path.startswith("_torch_private/")]
-    found = [line for source in others for line in private_names_of_torch(source)]
-    report(
-        found,
+END_OF_BACKWARD = f"{PACKAGE}._torch_private.on_end_of_backward"  # for hooks.py
+ABOVE_STATE = ("_front_ends", "fully_sharded_data_parallel", "sharded_grad_scaler", "_stores")
+RULES = {
+    "imports point down": Rule(
+        upward_imports, "A module imports only from its own layer and from those below it:"
+    ),
+    "no class has too many attributes": Rule(
+        large_classes, f"Classes of more than {MAX_ATTRIBUTES} attributes:"
+    ),
+    "state and checkpoints know no store and no front end": Rule(
+        lambda source: imports_of(source, *(f"{PACKAGE}.{name}" for name in ABOVE_STATE)),
+        "They work on registered units and on _engine/state_store.py's StateStore:",
+        folders=("_state/", "checkpoint/"),
+    ),
+    "the layout is pure arithmetic without torch": Rule(
+        lambda source: imports_of(source, "torch"),
+        "_layout is integers and shapes; what needs more belongs to a layer above:",
+        folders=("_layout/",),
+    ),
+    "the FSDP of torch is not imported": Rule(
+        lambda source: imports_of(source, "torch.distributed.fsdp"),
+        "The package must work on a torch without torch.distributed.fsdp:",
+    ),
+    "only backend.py calls collectives of torch": Rule(
+        collectives_called,
+        "Use a communicator (_comm/communicator.py) instead:",
+        owners=("_comm/backend.py",),
+    ),
+    "only storage.py frees and allocates storages": Rule(
+        lambda source: calls_of(source, {"resize_"}),
+        "Call a function of _engine/storage.py instead:",
+        owners=("_engine/storage.py",),
+    ),
+    "only hooks.py registers hooks": Rule(
+        lambda source: calls_of(source, HOOK_REGISTRATIONS) + uses_of(source, END_OF_BACKWARD),
+        "Call a function of _engine/hooks.py instead:",
+        owners=("_engine/hooks.py", "_torch_private/__init__.py"),
+    ),
+    "only their owners register state-dict hooks": Rule(
+        lambda source: calls_of(source, STATE_DICT_HOOKS),
+        "State-dict hooks are registered by their owners:",
+        owners=("_engine/hooks.py", "_state/model_loading.py"),
+    ),
+    "only the adapters use private names of torch": Rule(
+        private_names_of_torch,
         "Give the private name a public one in _torch_private, with the reason beside it:",
-    )
+        owners=("_torch_private/",),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_rule(rule: Rule) -> None:
+    checked = [source for source in sources() if source.path.startswith(rule.folders)]
+    others = [source for source in checked if not source.path.startswith(rule.owners)]
+    assert checked and len(checked) - len(others) >= len(rule.owners), "a folder or owner is gone"
+    report([line for source in others for line in rule.finds(source)], rule.advice)
 
 
 def test_what_an_error_says_to_do_begins_with_a_small_letter() -> None:
@@ -508,108 +438,51 @@ def test_every_path_in_the_map_exists() -> None:
     report(missing, "Mend the map, fsdp_compat/ARCHITECTURE.md:")
 
 
-# The rules themselves, on small sources: each of them sees what it forbids and lets pass what it
-# allows.
+# What the rules find in small sources: how many places that they forbid.
 
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("_layout/spec.py", "from fsdp_compat._engine import unit"),
-        ("_engine/unit.py", "def f():\n    from .._stores.flat_store import FlatStore"),
-        ("_engine/unit.py", "import fsdp_compat"),
-        ("_stores/__init__.py", "from .. import fully_sharded_data_parallel"),
-        ("api.py", "from .wrap import wrap"),
-    ],
-)
-def test_an_import_that_points_up_is_seen(path: str, text: str) -> None:
-    assert len(upward_imports(source(path, text))) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("__init__.py", "from .fully_sharded_data_parallel import FullyShardedDataParallel"),
-        ("_engine/unit.py", "from . import store\nfrom .._layout.spec import FlatLayout"),
-        (
-            "_stores/flat_store.py",
-            "from ..errors import StateError\nimport fsdp_compat._engine.store",
-        ),
-        ("_state/model.py", "from fsdp_compat._state import units"),
-        ("wrap.py", "import torch\nfrom fsdp_compat.errors import UsageError"),
-    ],
-)
-def test_an_import_that_points_down_or_sideways_passes(path: str, text: str) -> None:
-    assert upward_imports(source(path, text)) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch.distributed as dist\ndist.all_reduce(x)",
-        "import torch\ntorch.distributed.broadcast(x, 0)",
-        "from torch import distributed\ndef f():\n    distributed.barrier()",
-        "from torch.distributed import all_gather_into_tensor",
-        "import torch.distributed as dist\nsend = dist.isend",
-    ],
-)
-def test_a_collective_is_seen(text: str) -> None:
-    assert len(collectives_called(source("_engine/unit.py", text))) == 1
-
-
-def test_a_function_with_the_name_of_a_collective_passes() -> None:
-    text = (
-        "import torch\nimport torch.distributed as dist\ntorch.gather(x, 0, "
-        "i)\nlinks.send(x)\ndist.get_rank()"
-    )
-    assert collectives_called(source("_engine/unit.py", text)) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\ntorch._foreach_copy_(a, b)",
-        "import torch\ntorch.autograd.Variable._execution_engine.queue_callback(f)",
-        "from torch._utils import _flatten_dense_tensors",
-        "from torch.nn.modules.batchnorm import _BatchNorm",
-        "import torch.distributed as dist\ngroup = dist.distributed_c10d._get_default_group()",
-    ],
-)
-def test_a_private_name_of_torch_is_seen(text: str) -> None:
-    assert private_names_of_torch(source("_engine/unit.py", text))
-
-
-def test_public_dunder_and_agreed_names_of_torch_pass() -> None:
-    text = (
-        "import torch\nfrom torch import nn\nfrom torch.distributed._shard.sharded_tensor import "
-        "ShardedTensor\n"
-        "torch.__version__\nnn.BatchNorm1d.__bases__\nself._parameters\nmodule._buffers"
-    )
-    assert private_names_of_torch(source("_engine/unit.py", text)) == []
-
-
-def test_a_call_is_seen_by_the_last_part_of_its_name() -> None:
-    text = "full.untyped_storage().resize_(0)\nmodule.register_forward_hook(f)"
-    assert calls_of(source("_engine/unit.py", text), {"resize_"}) == [
-        "fsdp_compat/_engine/unit.py:1 calls resize_"
-    ]
-    assert len(calls_of(source("_engine/unit.py", text), HOOK_REGISTRATIONS)) == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+UNIT = "_engine/unit.py"
+DIST = "import torch.distributed as dist\n"
+SEEN: list[tuple[Callable[[Source], list[str]], str, str, int]] = [
+    (upward_imports, "_layout/spec.py", "from fsdp_compat._engine import unit", 1),
+    (upward_imports, UNIT, "def f():\n    from .._stores.flat_store import FlatStore", 1),
+    (upward_imports, UNIT, "import fsdp_compat", 1),
+    (upward_imports, "_stores/__init__.py", "from .. import fully_sharded_data_parallel", 1),
+    (upward_imports, "api.py", "from .wrap import wrap", 1),
+    (upward_imports, "__init__.py", "from .fully_sharded_data_parallel import FSDP", 0),
+    (upward_imports, UNIT, "from . import store\nfrom .._layout.spec import FlatLayout", 0),
+    (upward_imports, UNIT, "from ..errors import StateError\nimport fsdp_compat._engine.a", 0),
+    (upward_imports, "_state/model.py", "from fsdp_compat._state import units", 0),
+    (upward_imports, "wrap.py", "import torch\nfrom fsdp_compat.errors import UsageError", 0),
+    (collectives_called, UNIT, f"{DIST}dist.all_reduce(x)", 1),
+    (collectives_called, UNIT, "import torch\ntorch.distributed.broadcast(x, 0)", 1),
+    (collectives_called, UNIT, "from torch import distributed\ndistributed.barrier()", 1),
+    (collectives_called, UNIT, "from torch.distributed import all_gather_into_tensor", 1),
+    (collectives_called, UNIT, f"{DIST}send = dist.isend", 1),
+    (collectives_called, UNIT, f"{DIST}torch.gather(x)\nlinks.send(x)\ndist.get_rank()", 0),
+    (private_names_of_torch, UNIT, "import torch\ntorch._foreach_copy_(a, b)", 1),
+    (private_names_of_torch, UNIT, "import torch\ntorch.autograd.Variable._engine.run(f)", 2),
+    (private_names_of_torch, UNIT, "from torch._utils import _flatten_dense_tensors", 1),
+    (private_names_of_torch, UNIT, "from torch.nn.modules.batchnorm import _BatchNorm", 1),
+    (private_names_of_torch, UNIT, f"{DIST}dist.distributed_c10d._get_default_group()", 1),
+    (private_names_of_torch, UNIT, "import torch\ntorch.__version__\nself._parameters", 0),
+    (private_names_of_torch, UNIT, "from torch import nn\nnn.BatchNorm1d.__bases__", 0),
+    (private_names_of_torch, UNIT, "import torch.distributed._shard.sharded_tensor", 0),
+    (RULES["only storage.py frees and allocates storages"].finds, UNIT, "a.b().resize_(0)", 1),
+    (RULES["only hooks.py registers hooks"].finds, UNIT, "module.register_forward_hook(f)", 1),
+    (RULES["only hooks.py registers hooks"].finds, UNIT, "hooks.on_end_of_backward(f)", 0),
+]
+SEEN += [
+    (lambda source: uses_of(source, END_OF_BACKWARD), "_engine/runtime.py", text, 1)
+    for text in (
         "from .. import _torch_private\n_torch_private.on_end_of_backward(f)",
         "from .._torch_private import on_end_of_backward",
         "import fsdp_compat._torch_private as private\nprivate.on_end_of_backward(f)",
-    ],
-)
-def test_a_use_is_seen_under_every_name(text: str) -> None:
-    wanted = "fsdp_compat._torch_private.on_end_of_backward"
-    assert len(uses_of(source("_engine/runtime.py", text), wanted)) == 1
-    assert (
-        uses_of(
-            source("_engine/runtime.py", "from . import hooks\nhooks.on_end_of_backward(f)"), wanted
-        )
-        == []
     )
+]
+
+
+@pytest.mark.parametrize(("finds", "path", "text", "number"), SEEN)
+def test_a_rule_finds_what_it_forbids_and_nothing_else(
+    finds: Callable[[Source], list[str]], path: str, text: str, number: int
+) -> None:
+    assert len(finds(source(path, text))) == number

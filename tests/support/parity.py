@@ -486,7 +486,7 @@ class Pair:
 
     def _compare_by_name(self, what: str, of: Callable[[Tensor], Tensor | None]) -> None:
         expected = {name: of(p) for name, p in self.plain.named_parameters()}
-        found = {name: of(p) for name, p in self.model.named_parameters()}
+        found = {_clean(clean_name(n)): of(p) for n, p in self.model.named_parameters()}
         assert list(found) == list(expected), f"{list(found)}, expected {list(expected)}"
         for name, value in expected.items():
             self._compare(*own_part(value, found[name]), f"{what} of {name!r}")
