@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,17 +21,18 @@ from tests.support.emulated.order import (
     Wait,
 )
 from tests.support.parity import assert_close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def on_device(check: Callable[..., None], *args: Any) -> None:
-    """Run a function in a process that has the device."""
-    run_ranks(1, _with_device, check, *args, timeout=60)
+def on_the_device(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the body of a test in a process that has the device."""
 
+    @functools.wraps(test)
+    def body(emulated_device: str) -> None:
+        emulated.use()
+        test(emulated_device)
 
-def _with_device(check: Callable[..., None], *args: Any) -> None:
-    emulated.use()
-    check(*args)
+    return on_ranks(1)(body)
 
 
 def ops(recording: emulated.Recording) -> list[tuple[str, int]]:
@@ -53,7 +54,8 @@ def pinned(*shape: int) -> torch.Tensor:
 # -- values
 
 
-def computes() -> None:
+@on_the_device
+def test_operations_have_the_results_of_the_cpu(emulated_device: str) -> None:
     def results(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         x = torch.randn(5, 8).to(device)
@@ -73,11 +75,8 @@ def computes() -> None:
         assert_close(found.cpu(), expected, "a result", 1e-6)
 
 
-def test_operations_have_the_results_of_the_cpu(emulated_device: str) -> None:
-    on_device(computes)
-
-
-def refuses_freed_memory() -> None:
+@on_the_device
+def test_memory_that_was_freed_is_not_read(emulated_device: str) -> None:
     x = new(8)
     x.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"aten::add uses .* storage has 0: it was freed"):
@@ -86,14 +85,11 @@ def refuses_freed_memory() -> None:
     assert x.isnan().all()
 
 
-def test_memory_that_was_freed_is_not_read(emulated_device: str) -> None:
-    on_device(refuses_freed_memory)
-
-
 # -- what is recorded
 
 
-def records_ranges() -> None:
+@on_the_device
+def test_the_bytes_of_views(emulated_device: str) -> None:
     x = new(4, 6)
     start = x.data_ptr()
     with emulated.watching() as recording:
@@ -104,14 +100,11 @@ def records_ranges() -> None:
     assert rows.writes == tuple((start + 24 * i + 8, start + 24 * i + 12) for i in range(4))
     assert whole.writes == ((start + 24, start + 72),)
     assert strided.writes == tuple((start + 24 * i, start + 24 * i + 8) for i in range(4))
-    assert strided.place[0].endswith("records_ranges") and __file__ in strided.place[0]
+    assert strided.place[0].endswith("test_the_bytes_of_views") and __file__ in strided.place[0]
 
 
-def test_the_bytes_of_views(emulated_device: str) -> None:
-    on_device(records_ranges)
-
-
-def records_streams() -> None:
+@on_the_device
+def test_streams_of_forward_and_backward(emulated_device: str) -> None:
     x, stream = new(4, 4).requires_grad_(), torch.Stream(emulated.NAME)
     main = torch.accelerator.current_stream()
     assert stream.stream_id != main.stream_id
@@ -133,11 +126,8 @@ def records_streams() -> None:
     assert recording.unordered() == []
 
 
-def test_streams_of_forward_and_backward(emulated_device: str) -> None:
-    on_device(records_streams)
-
-
-def finds_missing_wait() -> None:
+@on_the_device
+def test_a_missing_wait_is_found_though_the_values_are_right(emulated_device: str) -> None:
     x, stream = new(4), torch.Stream(emulated.NAME)
     with emulated.watching() as recording:
         with stream:
@@ -148,11 +138,8 @@ def finds_missing_wait() -> None:
     assert y.tolist() == [1, 3, 5, 7]  # which shows nothing
 
 
-def test_a_missing_wait_is_found_though_the_values_are_right(emulated_device: str) -> None:
-    on_device(finds_missing_wait)
-
-
-def records_the_host() -> None:
+@on_the_device
+def test_copies_and_the_host(emulated_device: str) -> None:
     x, pageable = new(4), torch.zeros(4)
     copied = pinned(4)
     for copy, waits in (
@@ -187,11 +174,8 @@ def records_the_host() -> None:
     assert recording.unordered() == []
 
 
-def test_copies_and_the_host(emulated_device: str) -> None:
-    on_device(records_the_host)
-
-
-def records_allocations() -> None:
+@on_the_device
+def test_memory_goes_back_to_the_stream_that_allocated_it(emulated_device: str) -> None:
     stream = torch.Stream(emulated.NAME)
     first = new(300)
     address = first.data_ptr()
@@ -211,11 +195,8 @@ def records_allocations() -> None:
     ]
 
 
-def test_memory_goes_back_to_the_stream_that_allocated_it(emulated_device: str) -> None:
-    on_device(records_allocations)
-
-
-def refuses_syncs() -> None:
+@on_the_device
+def test_waits_of_the_host_can_be_refused(emulated_device: str) -> None:
     x = new(4)
     with emulated.watching() as recording:
         recording.syncs_allowed = False
@@ -225,7 +206,3 @@ def refuses_syncs() -> None:
         if torch.__version__ >= "2.13":  # before, it skips devices without an initialisation
             with pytest.raises(emulated.UnwantedSync):
                 torch.accelerator.synchronize()
-
-
-def test_waits_of_the_host_can_be_refused(emulated_device: str) -> None:
-    on_device(refuses_syncs)

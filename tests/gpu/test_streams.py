@@ -27,7 +27,8 @@ from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack
 from tests.support import emulated
 from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block, Stack
-from tests.support.ranks import close_pool, run_ranks
+from tests.support.parity import both_forms
+from tests.support.ranks import close_pool, on_ranks
 from tests.support.twin import Step, Twin, device_named, group_of
 
 pytestmark = pytest.mark.gpu
@@ -58,42 +59,53 @@ def streams(
     return [functools.partial(stream_between, torch.Stream(device)) for _ in range(number)]
 
 
-def trains_on_streams(device: str, strategy: str, same: bool) -> None:
+@contextlib.contextmanager
+def twin_of(
+    device: str,
+    ranks: int = 8,
+    build: Callable[[], nn.Module] = WideStack,
+    unit: type[nn.Module] = Wide,
+    **options: Any,
+) -> Iterator[Twin]:
     place = device_named(device)
-    with group_of(8, place):
-        policy = ModuleWrapPolicy({Block})
-        twin = Twin(
-            Stack, place, 8, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy]
-        )
-        one, two, three = streams(place, 3)
+    with group_of(ranks, place):
+        twin = Twin(build, place, ranks, auto_wrap_policy=ModuleWrapPolicy({unit}), **options)
         with twin.running():
-            for forward, backward in (
-                ((one, one), (two, two), (three, three))
-                if same
-                else ((one, two), (two, three), (one, one))
-            ):
-                twin.step(Step(forward_in=forward, backward_in=backward))
-                twin.step(Step(forward_in=forward, backward_in=backward, backwards=2))
+            yield twin
 
 
-@pytest.mark.parametrize("strategy", BOTH)
-@pytest.mark.parametrize("same", [True, False])
+on_the_device = on_ranks(1, timeout=TIMEOUT_S)
+both_strategies = pytest.mark.parametrize("strategy", BOTH)
+
+
+@both_strategies
+@pytest.mark.parametrize("order", ["112233", "122311"])
+@on_the_device
 def test_forward_and_backward_on_streams_of_their_own(
-    device: str, same: bool, strategy: ShardingStrategy
+    device: str, order: str, strategy: ShardingStrategy
 ) -> None:
-    run_ranks(1, trains_on_streams, device, strategy.name, same, timeout=TIMEOUT_S)
+    """order: the streams of a forward, its backward, the next forward, ..."""
+    with twin_of(device, 8, Stack, Block, sharding_strategy=strategy) as twin:
+        named = dict(zip("123", streams(twin.device, 3), strict=True))
+        for forward, backward in zip(order[::2], order[1::2], strict=True):
+            where = {"forward_in": named[forward], "backward_in": named[backward]}
+            twin.step(Step(**where))
+            twin.step(Step(backwards=2, **where))
 
 
 # -- the backend itself, on one rank
 
 
-def require_backend(device: str) -> None:
+@pytest.fixture
+def device_with_backend(device: str) -> str:
     if device.startswith(emulated.NAME):
         pytest.skip("the emulated device has no backend")
+    return device
 
 
-def transfers_natively(device: str) -> None:
-    place = device_named(device)
+@on_the_device
+def test_the_backend_transfers_the_given_tensors(device_with_backend: str) -> None:
+    place = device_named(device_with_backend)
     with group_of(1, place):
         comm = BackendTransport(Axis(dist.group.WORLD, 0, (0,)), place)
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
@@ -113,42 +125,23 @@ def transfers_natively(device: str) -> None:
         assert comm.gather_objects({"rank": 0}) == [{"rank": 0}]
 
 
-def test_the_backend_transfers_the_given_tensors(device: str) -> None:
-    require_backend(device)
-    run_ranks(1, transfers_natively, device, timeout=TIMEOUT_S)
-
-
-def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -> None:
-    place = device_named(device)
-
+@both_forms
+@both_strategies
+@on_the_device
+def test_one_rank_trains_over_the_backend_itself(
+    device_with_backend: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     def itself(axis: Axis, device: torch.device) -> BackendTransport:
-        return BackendTransport(Axis(dist.group.WORLD, 0, (0,)), place)
+        return BackendTransport(Axis(dist.group.WORLD, 0, (0,)), device)
 
-    with group_of(1, place), mock.patch.object(engine_group, "communicator", itself):
-        options = {
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": use_orig_params,
-        }
-        twin = Twin(
-            WideStack,
-            place,
-            1,
-            auto_wrap_policy=ModuleWrapPolicy({Wide}),
-            mixed_precision=MIXED,
-            **options,
-        )
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    with (
+        mock.patch.object(engine_group, "communicator", itself),
+        twin_of(device_with_backend, 1, mixed_precision=MIXED, **options) as twin,
+    ):
         for _ in range(4):
             twin.step()
         assert {type(group.shard) for group in twin.model._runtime.groups} == {BackendTransport}
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", BOTH)
-def test_one_rank_trains_over_the_backend_itself(
-    device: str, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    require_backend(device)
-    run_ranks(1, trains_over_the_backend, device, strategy.name, use_orig_params, timeout=TIMEOUT_S)
 
 
 # -- parts of the graph on the CPU: autograd runs them in another thread
@@ -213,19 +206,17 @@ PARTS = {
 }
 
 
+@on_the_device
 def trains_with_parts_on_the_cpu(device: str, which: str) -> None:
-    place = device_named(device)
-    with group_of(8, place):
-        twin = Twin(PARTS[which], place, 8, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        with twin.running():
-            for _ in range(3):
-                twin.step()
+    with twin_of(device, 8, PARTS[which], Block) as twin:
+        for _ in range(3):
+            twin.step()
 
 
 @pytest.mark.parametrize("which", list(PARTS))
 def test_parts_of_the_graph_on_the_cpu(device: str, which: str) -> None:
     try:
-        run_ranks(1, trains_with_parts_on_the_cpu, device, which, timeout=TIMEOUT_S)
+        trains_with_parts_on_the_cpu(device=device, which=which)
     finally:
         close_pool()  # a process that has read freed memory can no longer use the device
 
@@ -250,119 +241,74 @@ def without_syncs(device: torch.device) -> Iterator[None]:
         yield
 
 
-def steps_without_syncs(device: str, strategy: str, use_orig_params: bool, mixed: bool) -> None:
-    place = device_named(device)
-    with group_of(8, place):
-        options = {
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": use_orig_params,
-        }
-        options |= {
-            "mixed_precision": MIXED if mixed else None,
-            "auto_wrap_policy": ModuleWrapPolicy({Wide}),
-        }
-        twin = Twin(WideStack, place, 8, **options)
-        inputs = twin.inputs(3)
-        with twin.running():
-            twin.quiet_steps(inputs)
-            with without_syncs(place):
-                twin.quiet_steps(inputs)
-                with twin.model.no_sync():
-                    twin.loss(inputs[0]).backward()
-                twin.quiet_steps(inputs)
-                twin.loss(inputs[0]).backward()
-                twin.model.clip_grad_norm_(1.0)
-                twin.optim.step()
-
-
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 @pytest.mark.parametrize("strategy", [*BOTH, ShardingStrategy.NO_SHARD])
+@on_the_device
 def test_no_step_makes_the_cpu_wait(
     device: str, strategy: ShardingStrategy, use_orig_params: bool, mixed: bool
 ) -> None:
-    run_ranks(
-        1, steps_without_syncs, device, strategy.name, use_orig_params, mixed, timeout=TIMEOUT_S
-    )
+    precision = MIXED if mixed else None
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    with twin_of(device, mixed_precision=precision, **options) as twin:
+        inputs = twin.inputs(3)
+        twin.quiet_steps(inputs)
+        with without_syncs(twin.device):
+            twin.quiet_steps(inputs)
+            with twin.model.no_sync():
+                twin.loss(inputs[0]).backward()
+            twin.quiet_steps(inputs)
+            twin.loss(inputs[0]).backward()
+            twin.model.clip_grad_norm_(1.0)
+            twin.optim.step()
 
 
 # -- memory
 
 
-def bytes_of_steps(
-    device: str, strategy: str, use_orig_params: bool
-) -> tuple[list[tuple[int, int]], int]:
-    """Return (peak, remaining) bytes of 20 steps, relative to before the first one, and the bytes
-    of a unit."""
-    place = device_named(device)
-    with group_of(8, place):
-        options = {
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": use_orig_params,
-        }
-        twin = Twin(WideStack, place, 8, auto_wrap_policy=ModuleWrapPolicy({Wide}), **options)
-        inputs, found = twin.inputs(3), []
+def bytes_of_steps(twin: Twin) -> set[tuple[int, int]]:
+    """Return the bytes at the peak and at the end of 20 steps, beyond those before the first."""
+    (x,), found = twin.inputs(), set()
+    with LiveBytes() if twin.device.type == "cpu" else contextlib.nullcontext() as live:
+        now = live.now if live else torch.accelerator.memory_allocated
+        before = now()
+        for _ in range(20):
+            live.forget() if live else torch.accelerator.reset_peak_memory_stats()
+            twin.quiet_steps([x])
+            peak = live.peak().nbytes if live else torch.accelerator.max_memory_allocated()
+            found.add((peak - before, now() - before))
+    return found
+
+
+@on_the_device
+def peaks_at_two_units_and_two_reduce_buffers(device: str, use_orig_params: bool) -> None:
+    with twin_of(device, use_orig_params=use_orig_params) as twin:
         nbytes = sum(p.nbytes for p in twin.plain.blocks[0].parameters())
-        with twin.running():
-            twin.quiet_steps(inputs)
-            if place.type == "cpu":
-                with LiveBytes() as live:
-                    before = live.now()
-                    for _ in range(20):
-                        live.forget()
-                        twin.quiet_steps(inputs[:1])
-                        found.append((live.peak().nbytes - before, live.now() - before))
-                return found, nbytes
-            before = torch.accelerator.memory_allocated()
-            for _ in range(20):
-                torch.accelerator.reset_peak_memory_stats()
-                twin.quiet_steps(inputs[:1])
-                found.append(
-                    (
-                        torch.accelerator.max_memory_allocated() - before,
-                        torch.accelerator.memory_allocated() - before,
-                    )
-                )
-            return found, nbytes
+        twin.quiet_steps(twin.inputs(3))
+        ((peak, left),) = bytes_of_steps(twin)
+        assert abs(left) < nbytes / 16
+        gradient, shards = nbytes / 2, (4 + 4) * nbytes / 8  # of all units, and in flight
+        assert 3 * nbytes < peak < 4 * nbytes + gradient + shards
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce_buffers(
     device: str, use_orig_params: bool
 ) -> None:
     if device.startswith(emulated.NAME):
         pytest.skip("its peak is that of other kernels: 1 % more than the limit")
-    ((found, nbytes),) = run_ranks(
-        1, bytes_of_steps, device, "FULL_SHARD", use_orig_params, timeout=TIMEOUT_S
-    )
-    assert len(set(found)) == 1
-    peak, left = found[0]
-    assert abs(left) < nbytes / 16
-    gradient, shards = nbytes / 2, (4 + 4) * nbytes / 8  # of all units, and in flight
-    assert 3 * nbytes < peak < 4 * nbytes + gradient + shards
+    peaks_at_two_units_and_two_reduce_buffers(device=device, use_orig_params=use_orig_params)
 
 
 # -- shards on the CPU
 
 
-def pinned(device: str) -> list[bool]:
-    place = device_named(device)
-    with group_of(1, place):
-        offload = CPUOffload(offload_params=True)
-        twin = Twin(
-            Stack, place, 1, auto_wrap_policy=ModuleWrapPolicy({Block}), cpu_offload=offload
-        )
-        twin.loss(twin.inputs()[0]).backward()
-        parameters = list(twin.model.parameters())
-        assert all(
-            p.device.type == "cpu" and p.grad is not None and p.grad.device.type == "cpu"
-            for p in parameters
-        )
-        return [p.is_pinned() and p.grad.is_pinned() for p in parameters]
-
-
+@on_the_device
 def test_shards_and_gradients_on_the_cpu_are_in_memory_that_the_device_can_read(
     device: str,
 ) -> None:
-    (found,) = run_ranks(1, pinned, device, timeout=TIMEOUT_S)
-    assert found == [device != "cpu"] * 4
+    with twin_of(device, 1, Stack, Block, cpu_offload=CPUOffload(offload_params=True)) as twin:
+        twin.loss(twin.inputs()[0]).backward()
+        for p in twin.model.parameters():
+            assert p.device.type == p.grad.device.type == "cpu"
+            assert p.is_pinned() == p.grad.is_pinned() == (device != "cpu")
