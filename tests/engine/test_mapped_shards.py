@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +33,7 @@ from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends.parity import test_random_programs
 from tests.frontends.training import test_calls, test_entry_points
 from tests.support.models import Block
-from tests.support.parity import make_pair
+from tests.support.parity import Pair, make_pair
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
@@ -67,11 +67,23 @@ def mappings_of(model: FSDP) -> list[mapped.MappedFiles | None]:
     return [memory.mapping for group in model._runtime.groups for memory in group.memories]
 
 
+def wide(num_blocks: int = 3) -> FSDP:
+    return FSDP(Wide(num_blocks), auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def wide_pair(steps: int = 0) -> Pair:
+    """Return a pair that has made some steps."""
+    pair = make_pair(Wide, batch=wide_batch)
+    for _ in range(steps):
+        pair.step()
+    return pair
+
+
 # -- training
 
 
 def train(
-    make: Callable[[], nn.Module], strategy: ShardingStrategy, original: bool, mixed: bool
+    make: Callable[[], nn.Module], strategy: str, original: bool, mixed: bool
 ) -> list[Tensor]:
     """Losses and parameters of five steps, one of which only evaluates. mixed: in bfloat16, but for
     evaluation."""
@@ -79,12 +91,12 @@ def train(
     options: dict[str, Any] = {}
     if mixed:
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
-    if strategy is ShardingStrategy.HYBRID_SHARD:
+    if strategy == "HYBRID_SHARD":
         options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     model = FSDP(
         make(),
         auto_wrap_policy=ModuleWrapPolicy({Block, LargeBlock}),
-        sharding_strategy=strategy,
+        sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=original,
         **options,
     )
@@ -124,33 +136,28 @@ class Writes(nn.Module):
         return F.linear(x, self.last.weight * 2, self.last.bias)
 
 
-STRATEGIES = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
-CASES = [
-    (2, Wide, STRATEGIES[0], False, False),
-    (3, Wide, STRATEGIES[0], True, False),
-    (2, Wide, STRATEGIES[1], True, False),
-    (4, Wide, STRATEGIES[1], False, False),
-    (4, Wide, ShardingStrategy.HYBRID_SHARD, True, False),
-    (2, Writes, STRATEGIES[0], False, False),
-    (3, Writes, STRATEGIES[1], True, False),
-    (2, Wide, STRATEGIES[0], True, True),
-    (3, Writes, STRATEGIES[1], False, True),
-    (2, Large, STRATEGIES[0], False, False),
-    (2, Large, STRATEGIES[1], True, True),
-]
-
-
-@pytest.mark.parametrize(("ranks", "make", "strategy", "original", "mixed"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "make", "strategy", "original", "mixed"),
+    [
+        (2, Wide, "FULL_SHARD", False, False),
+        (3, Wide, "FULL_SHARD", True, False),
+        (2, Wide, "SHARD_GRAD_OP", True, False),
+        (4, Wide, "SHARD_GRAD_OP", False, False),
+        (4, Wide, "HYBRID_SHARD", True, False),
+        (2, Writes, "FULL_SHARD", False, False),
+        (3, Writes, "SHARD_GRAD_OP", True, False),
+        (2, Wide, "FULL_SHARD", True, True),
+        (3, Writes, "SHARD_GRAD_OP", False, True),
+        (2, Large, "FULL_SHARD", False, False),
+        (2, Large, "SHARD_GRAD_OP", True, True),
+    ],
+)
 def test_training_is_bit_equal_to_copies_and_messages(
-    ranks: int,
-    make: Callable[[], nn.Module],
-    strategy: ShardingStrategy,
-    original: bool,
-    mixed: bool,
+    ranks: int, make: Callable[[], nn.Module], strategy: str, original: bool, mixed: bool
 ) -> None:
-    full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
+    full, case = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}, (make, strategy, original, mixed)
     one, *others = (
-        run_ranks(ranks, train, make, strategy, original, mixed, environment=MAPPED | full | how)
+        run_ranks(ranks, train, *case, environment=MAPPED | full | how)
         for how in ({}, COPIED, MESSAGES)
     )
     for other in others:
@@ -162,7 +169,7 @@ def test_training_is_bit_equal_to_copies_and_messages(
 def test_forward_sends_copies_and_holds_nothing() -> None:
     """Bytes sent in a step, bytes that units hold, and the largest number of elements copied that
     is not a gradient's."""
-    model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wide()
     sent: list[int] = []
     for _ in range(2):
         sent.clear()
@@ -218,40 +225,38 @@ def met(key: str) -> bool:
     return False
 
 
+def zero(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.data.zero_()
+
+
+@torch.no_grad()
 def writes_while_the_other_computes(when: str) -> tuple[bool, bool]:
     """Rank 0 writes to its shard as soon as its forward has ended, or late, before it begins.
     Return whether rank 1 was in forward then, and whether it has computed with the right values."""
     store = dist.distributed_c10d._get_default_store()
-    model, x = FSDP(Wide(1), auto_wrap_policy=ModuleWrapPolicy({Block})), torch.ones(1, WIDTH)
-    with torch.no_grad():
-        before, early = model(x), False  # the first forward decides what is mapped, together
-        expected = before if when == "early" else None
+    model, x, is_early, seen = wide(1), torch.ones(1, WIDTH), when == "early", [False]
+    before = model(x)  # the first forward decides what is mapped, together
 
-        def hook(module: nn.Module, args: Any) -> None:
-            nonlocal early
-            if when == "early":
-                early = met("written")
-            else:
-                store.set("entered", "1")
-
-        if dist.get_rank() == 1:
-            model.module[1].register_forward_pre_hook(hook)
-            found = model(x)
+    def hook(module: nn.Module, args: Any) -> None:
+        if is_early:
+            seen[0] = met("written")
         else:
-            if when == "late":
-                early = met("entered")
-                for parameter in model.parameters():
-                    parameter.zero_()
-            found = model(x)
-            if when == "early":
-                for parameter in model.parameters():
-                    parameter.zero_()
-                store.set("written", "1")
+            store.set("entered", "1")
+
+    if dist.get_rank() == 1:
+        model.module[1].register_forward_pre_hook(hook)
+        found = model(x)
+    elif is_early:
+        found = model(x)
+        zero(model.parameters())
+        store.set("written", "1")
+    else:
+        seen[0] = met("entered")
+        zero(model.parameters())
+        found = model(x)
     dist.barrier()
-    if expected is None:
-        with torch.no_grad():
-            expected = model(x)
-    return early, torch.equal(found, expected)
+    return seen[0], torch.equal(found, before if is_early else model(x))
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
@@ -264,15 +269,14 @@ def differentiates_twice_while_the_other_writes() -> tuple[bool, bool]:
     """Rank 0 writes to its shard as soon as it has the first derivative. Return whether rank 1 has
     computed the second one after that, and with the values from before."""
     store = dist.distributed_c10d._get_default_store()
-    model = FSDP(Wide(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wide(1)
     sharded = list(model.parameters())
     found, late = [], False
     for turn in range(2):
         x = torch.ones(1, WIDTH, requires_grad=True)
         [first] = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         if turn == 1 and dist.get_rank() == 0:
-            for parameter in sharded:
-                parameter.data.zero_()
+            zero(sharded)
             store.set("written", "1")
         elif turn == 1:
             late = met("written")
@@ -298,8 +302,7 @@ def in_child(connection: Any, model: FSDP) -> None:
 @on_ranks(2, environment=MAPPED)
 def test_ranks_that_fork_are_mapped_again() -> None:
     """One rank forks, as a DataLoader does: its shards move to another file."""
-    pair = make_pair(Wide, (Block,))
-    pair.step(batch=wide_batch)
+    pair = wide_pair(1)
     for number in range(3):
         if dist.get_rank() == number % 2:
             ours, theirs = multiprocessing.Pipe()
@@ -307,11 +310,11 @@ def test_ranks_that_fork_are_mapped_again() -> None:
                 target=in_child, args=(theirs, pair.model)
             )
             child.start()
-            pair.step(batch=wide_batch)
+            pair.step()
             assert ours.recv() > 0
             child.join()
         else:
-            pair.step(batch=wide_batch)
+            pair.step()
     assert all(mapping is not None for mapping in mappings_of(pair.model))
 
 
@@ -320,13 +323,11 @@ class LockThatTells:
 
     def __init__(self, told: Callable[[], None]) -> None:
         self._lock, self._told = threading.RLock(), told
+        self.release = self._lock.release
 
     def acquire(self) -> bool:
         self._told()
         return self._lock.acquire()
-
-    def release(self) -> None:
-        self._lock.release()
 
     def __enter__(self) -> None:
         self.acquire()
@@ -436,7 +437,7 @@ def trains_while_it_forks(pause: str | None) -> list[Tensor]:
     """Losses and parameters. In every other step rank 1 forks first, so that all ranks map shards
     anew, and rank 0 forks at the next point of that. pause: None: no rank forks."""
     torch.manual_seed(0)
-    model = FSDP(Wide(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wide(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     x, found = torch.ones(2, WIDTH) * (1 + dist.get_rank()), []
     for step in range(2 * NUM_POINTS + 3):
@@ -499,14 +500,13 @@ def no_more(limit: int) -> Iterator[None]:
 def trains_at_a_limit(limit: int, forks: bool) -> str:
     """The error, if any, of a rank that reaches its limit in training. forks: the other rank does,
     so that its memory has to be opened anew."""
-    pair = make_pair(Wide, (Block,))
-    pair.step(batch=wide_batch)
+    pair = wide_pair(1)
     with no_more(limit):
         if forks and dist.get_rank() == 0:
             fork_and_end()
         try:
             for _ in range(2):
-                pair.step(batch=wide_batch)
+                pair.step()
         except StateError as error:
             return str(error)
     return ""
@@ -515,18 +515,17 @@ def trains_at_a_limit(limit: int, forks: bool) -> str:
 @pytest.mark.parametrize(
     ("environment", "limit", "named"),
     [
-        (MAPPED, resource.RLIMIT_NOFILE, "no more file descriptors"),
-        (MAPPED, resource.RLIMIT_AS, "no more address space"),
-        (COPIED, resource.RLIMIT_NOFILE, "no more file descriptors"),
+        (MAPPED, resource.RLIMIT_NOFILE, "file descriptors"),
+        (MAPPED, resource.RLIMIT_AS, "address space"),
+        (MAPPED | COPIED, resource.RLIMIT_NOFILE, "file descriptors"),
     ],
 )
 def test_a_rank_that_reaches_a_limit_trains_on_or_is_named_with_the_limit(
     environment: dict[str, str], limit: int, named: str
 ) -> None:
-    environment = MAPPED | environment
     assert run_ranks(2, trains_at_a_limit, limit, False, environment=environment) == ["", ""]
     for error in run_ranks(2, trains_at_a_limit, limit, True, environment=environment):
-        assert f"rank 1 cannot read the memory of rank 0: {named}" in error
+        assert f"rank 1 cannot read the memory of rank 0: no more {named}" in error
 
 
 @on_ranks(2, environment=MAPPED)
@@ -535,27 +534,22 @@ def test_ranks_send_values_where_one_cannot_map_the_memory_of_another() -> None:
         if dist.get_rank() == 0:  # memory that rank 1 has not mapped in an earlier test
             stack.enter_context(mock.patch.object(shared_memory, "_arena", Arena()))
         stack.enter_context(no_more(resource.RLIMIT_AS))
-        pair = make_pair(Wide, (Block,))
-        for _ in range(2):
-            pair.step(batch=wide_batch)
+        pair = wide_pair(2)
     assert mappings_of(pair.model) == [None] * 4
 
 
 @on_ranks(3, environment=MAPPED)
 def test_all_ranks_gather_what_one_rank_cannot_map() -> None:
-    pair = make_pair(Wide, (Block,))
     with mock.patch.object(mapped, "MAX_PARTS", 5 if dist.get_rank() == 1 else 100):
-        pair.step(batch=wide_batch)
-    pair.step(batch=wide_batch)
+        pair = wide_pair(1)
+    pair.step()
     assert mappings_of(pair.model) == [None] * 4
 
 
 @on_ranks(2, environment=MAPPED)
 def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
     with mock.patch.object(mapped, "PAGEMAP", "/proc/self/no such file"):
-        pair = make_pair(Wide, (Block,))
-        for _ in range(2):
-            pair.step(batch=wide_batch)
+        pair = wide_pair(2)
     assert mappings_of(pair.model) == [None] * 4
 
 
@@ -582,22 +576,20 @@ def test_programs_of_every_kind_run_mapped(
 
 @on_ranks(2, environment=MAPPED)
 def test_nothing_is_left_mapped_after_the_model() -> None:
-    """Parts mapped while a model lives and after it has died, and whether an unsharded parameter
-    that outlives it can be read."""
-    model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wide()
     kept: list[Tensor] = []
     handle = model.module[0].register_forward_pre_hook(
         lambda module, args: kept.append(next(module.parameters()))
     )
     model(torch.ones(2, WIDTH)).sum().backward()
     handle.remove()
-    during = mapped._num_parts
+    assert mapped._num_parts > 0
     del model, handle
     gc.collect()
-    readable = bool(kept[0].isfinite().all())
+    assert kept[0].isfinite().all(), "a parameter that outlives the model"
     kept.clear()
     gc.collect()
-    assert (during > 0, mapped._num_parts, readable) == (True, 0, True)
+    assert mapped._num_parts == 0
 
 
 # -- ranks that part
@@ -605,7 +597,7 @@ def test_nothing_is_left_mapped_after_the_model() -> None:
 
 def evaluates_where_one_rank_raises() -> str:
     """Rank 1 alone raises in forward, where no rank waits for another one's unit."""
-    model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wide()
     model(torch.ones(2, WIDTH))
     if dist.get_rank() == 1:
         model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
@@ -626,19 +618,18 @@ def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
 
 @on_ranks(3, environment=MAPPED)
 def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
-    pair = make_pair(Wide, (Block,))
-    pair.step(batch=wide_batch)
+    pair = wide_pair(1)
     handle = pair.model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pair.model(torch.ones(2, WIDTH))
     handle.remove()
-    pair.step(batch=wide_batch)
+    pair.step()
 
 
 @on_ranks(2, environment=MAPPED)
 def test_passes_of_two_models_may_overlap() -> None:
     """A forward in the middle of another model's forward, and backwards in the other order."""
-    one, other = make_pair(Wide, (Block,)), make_pair(functools.partial(Wide, 2), (Block,))
+    one, other = wide_pair(), make_pair(functools.partial(Wide, 2), batch=wide_batch)
     x = torch.ones(2, WIDTH) * (1 + dist.get_rank())
     handle = one.model.module[1].register_forward_pre_hook(
         lambda m, a: (a[0] + other.model(x).mean(),)
@@ -650,4 +641,4 @@ def test_passes_of_two_models_may_overlap() -> None:
     handle.remove()
     for pair in (one, other):
         pair.optim.zero_grad()
-        pair.step(batch=wide_batch)
+        pair.step()

@@ -53,21 +53,15 @@ class Recorded:
 
     def __init__(self) -> None:
         self.log: Log = []
-        self.names: dict[
-            int, tuple[str, str]
-        ] = {}  # by storage: the events of its allocation and its end, with the unit's name
+        # by storage: the events of its allocation and its end, with the unit's name
+        self.names: dict[int, tuple[str, str]] = {}
         self.units: dict[int, str] = {}  # by the tag of their all-reduces
 
     def name(self, group: Group) -> None:
-        short = (
-            "root"
-            if group.name.startswith("the root")
-            else group.name.split("'")[1].removeprefix("blocks.")
-        )
-        self.names[_torch_private.storage_key(group.memory.all_gather_output)] = (
-            f"full {short}",
-            f"sharded {short}",
-        )
+        is_root = group.name.startswith("the root")
+        short = "root" if is_root else group.name.split("'")[1].removeprefix("blocks.")
+        key = _torch_private.storage_key(group.memory.all_gather_output)
+        self.names[key] = f"full {short}", f"sharded {short}"
         self.units[group.gradients.axes.replica_tag] = short
         make = group.gradients._new_buffer
 
@@ -99,40 +93,39 @@ class Recorded:
     def recording(self) -> Iterator[None]:
         allocate, free = Storage.allocate, Storage.free
 
+        def log(storage: Storage, which: int) -> None:
+            if storage.untyped._cdata in self.names:
+                self.log.append(self.names[storage.untyped._cdata][which])
+
         def allocates(storage: Storage) -> None:
-            if not storage.resident_nbytes and storage.untyped._cdata in self.names:
-                self.log.append(self.names[storage.untyped._cdata][0])
+            if not storage.resident_nbytes:
+                log(storage, 0)
             allocate(storage)
 
         def frees(storage: Storage) -> None:
-            if storage.resident_nbytes and storage.untyped._cdata in self.names:
-                self.log.append(self.names[storage.untyped._cdata][1])
+            if storage.resident_nbytes:
+                log(storage, 1)
             free(storage)
 
-        with (
-            mock.patch.object(Storage, "allocate", allocates),
-            mock.patch.object(Storage, "free", frees),
-            mock.patch.object(
-                _torch_private,
-                "start_all_gather",
-                lambda group, full, own: self.transfer("gather", "arrived", full),
-            ),
-            mock.patch.object(
-                _torch_private,
-                "start_reduce_scatter",
-                lambda group, total, buffer: self.transfer("reduce", "reduced", buffer),
-            ),
-            mock.patch.object(
-                BackendTransport,
-                "begin_all_reduce",
-                lambda _, total, tag, divisor: self.all_reduce(tag),
-            ),
-            mock.patch.object(BackendTransport, "all_reduce_steps", 1),
-            mock.patch.object(BackendTransport, "continue_all_reduce", self.goes_on),
-            mock.patch.object(
-                BackendTransport, "end_all_reduce", lambda _, work, total, what: work.wait()
-            ),
-        ):
+        def gathers(group: Any, full: torch.Tensor, own: torch.Tensor) -> Work:
+            return self.transfer("gather", "arrived", full)
+
+        def reduces(group: Any, total: torch.Tensor, buffer: torch.Tensor) -> Work:
+            return self.transfer("reduce", "reduced", buffer)
+
+        replaced = {
+            "allocate": (Storage, allocates),
+            "free": (Storage, frees),
+            "start_all_gather": (_torch_private, gathers),
+            "start_reduce_scatter": (_torch_private, reduces),
+            "begin_all_reduce": (BackendTransport, lambda _, total, tag, by: self.all_reduce(tag)),
+            "all_reduce_steps": (BackendTransport, 1),
+            "continue_all_reduce": (BackendTransport, self.goes_on),
+            "end_all_reduce": (BackendTransport, lambda _, work, total, what: work.wait()),
+        }
+        with contextlib.ExitStack() as stack:
+            for name, (owner, by) in replaced.items():
+                stack.enter_context(mock.patch.object(owner, name, by))
             yield
 
 
@@ -207,12 +200,11 @@ class NoReads(TorchDispatchMode):
 
 
 READS = {
-    torch.ops.aten._local_scalar_dense,
-    torch.ops.aten.equal,
-    torch.ops.aten.is_nonzero,
-    torch.ops.aten.item,
-    torch.ops.aten.masked_select,
-    torch.ops.aten.nonzero,
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("_local_scalar_dense", "equal", "is_nonzero"),
+        *("item", "masked_select", "nonzero"),
+    )
 }
 WAITS = {
     torch.cuda: "synchronize",
@@ -241,24 +233,21 @@ def streams_of(log: Log, backward: str) -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the CPU waits for the device, or memory is recorded on a stream")
 
+    def streams(_: object) -> Any:
+        return device.ComputeStreams(torch.device("cuda", 0))
+
+    def current(_: object) -> Stream:
+        return other if _torch_private.in_graph_task() and not at_end[0] else main
+
+    replaced = [
+        *((owner, name, refuse) for owner, name in WAITS.items()),
+        (runtime, "compute_streams", streams),
+        (torch.accelerator, "current_stream", current),
+        (_torch_private, "on_end_of_backward", on_end_of_backward),
+    ]
     with contextlib.ExitStack() as stack:
-        for owner, name in WAITS.items():
-            stack.enter_context(mock.patch.object(owner, name, refuse))
-        stack.enter_context(
-            mock.patch.object(
-                runtime, "compute_streams", lambda _: device.ComputeStreams(torch.device("cuda", 0))
-            )
-        )
-        stack.enter_context(
-            mock.patch.object(
-                torch.accelerator,
-                "current_stream",
-                lambda _: other if _torch_private.in_graph_task() and not at_end[0] else main,
-            )
-        )
-        stack.enter_context(
-            mock.patch.object(_torch_private, "on_end_of_backward", on_end_of_backward)
-        )
+        for owner, name, by in replaced:
+            stack.enter_context(mock.patch.object(owner, name, by))
         yield
 
 
@@ -275,9 +264,9 @@ def logs(
     """Return the log of each step.
 
     width: of a block's layer. used: by step, by default all blocks. without_tokens: the block that
-    does not use its expert in the last step. accumulates: every second step
-    is without communication of gradients. backward_stream: run as on a device with streams, where
-    nothing may make the CPU wait from the second step on.
+    does not use its expert in the last step. accumulates: every second step is without
+    communication of gradients. backward_stream: run as on a device with streams, where nothing may
+    make the CPU wait from the second step on.
     """
     dist.destroy_process_group()
     is_hybrid = options.get("sharding_strategy") is ShardingStrategy.HYBRID_SHARD
@@ -355,35 +344,35 @@ def duration(log: Log, costs: dict[str, float]) -> float:
 # -- the order
 
 
-def test_forward_prefetches_the_next_unit_and_reshards_used_ones() -> None:
-    ((*_, log),) = run_ranks(1, logs, 3)
-    assert log[: log.index("backward 2")] == words(
+STEPS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "forward prefetches the next unit and reshards used ones": (
+        {},
+        "full root",
+        "backward 2",
         """
         full root; gather root;     full 0; gather 0;   arrived root
         full 1; gather 1;           arrived 0;          forward 0;      sharded 0
         full 2; gather 2;           arrived 1;          forward 1;      sharded 1
         arrived 2;                  forward 2
         full 1; gather 1
-        """
-    )
-
-
-def test_reductions_overlap_the_next_gather_and_computation() -> None:
-    ((*_, log),) = run_ranks(1, logs, 3)
-    assert log[log.index("backward 2") :] == words(
+        """,
+    ),
+    "reductions overlap the next gather and computation": (
+        {},
+        "backward 2",
+        "",
         """
         backward 2
         sharded 2;   buffer 2; reduce 2;             full 0; gather 0;  arrived 1;  backward 1
         sharded 1;   reduced 2; no buffer 2; buffer 1; reduce 1;  arrived 0;         backward 0
         sharded 0; reduced 1; no buffer 1; buffer 0; reduce 0
         sharded root; reduced 0; no buffer 0; buffer root; reduce root; reduced root; no buffer root
-        """
-    )
-
-
-def test_two_reduce_buffers_let_reductions_overlap_longer() -> None:
-    ((*_, log),) = run_ranks(1, logs, 3, limit_all_gathers=False)
-    assert log[log.index("backward 2") :] == words(
+        """,
+    ),
+    "two reduce buffers let reductions overlap longer": (
+        {"limit_all_gathers": False},
+        "backward 2",
+        "",
         """
         backward 2
         sharded 2;   buffer 2; reduce 2;   full 0; gather 0;   arrived 1;   backward 1
@@ -391,15 +380,34 @@ def test_two_reduce_buffers_let_reductions_overlap_longer() -> None:
         sharded 0; reduced 2; no buffer 2; buffer 0; reduce 0
         sharded root; reduced 1; no buffer 1; buffer root; reduce root
         reduced 0; no buffer 0; reduced root; no buffer root
-        """
-    )
+        """,
+    ),
+    "a large gradient waits for the previous buffer only when it comes": (
+        {"width": LARGE // WIDTH},
+        "backward 1",
+        "backward 0",
+        "backward 1; reduced 2; no buffer 2; buffer 1; sharded 1; reduce 1; arrived 0",
+    ),
+    "BACKWARD_POST gathers before the previous gradients are sent": (
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        "backward 2",
+        "backward 1",
+        "backward 2; full 1; gather 1; sharded 2; buffer 2; reduce 2; arrived 1",
+    ),
+    "an unused prefetch is waited for before it is freed": (
+        {"used": [range(BLOCKS), range(BLOCKS), [0, 1]]},
+        "forward 1",
+        "backward 1",
+        "forward 1; sharded 1; arrived 2; sharded 2; full 1; gather 1; arrived 1",
+    ),
+}
 
 
-def test_large_gradient_waits_for_the_previous_buffer_only_when_it_comes() -> None:
-    ((*_, log),) = run_ranks(1, logs, 3, width=LARGE // WIDTH)
-    assert log[log.index("backward 1") : log.index("backward 0")] == words(
-        "backward 1; reduced 2; no buffer 2; buffer 1; sharded 1; reduce 1; arrived 0"
-    )
+@pytest.mark.parametrize("name", STEPS)
+def test_events_of_a_step_have_an_order(name: str) -> None:
+    options, first, end, expected = STEPS[name]
+    ((*_, log),) = run_ranks(1, logs, 3, **options)
+    assert log[log.index(first) : log.index(end) if end else None] == words(expected)
 
 
 @pytest.mark.parametrize("backward_stream", [None, "main"])
@@ -415,59 +423,39 @@ def test_order_does_not_depend_on_which_parameters_have_gradients(
 
 def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=None)
-    begun = [index for index, event in enumerate(log) if event.startswith("gather ")]
-    assert [log[index + 1] for index in begun] == [
-        log[index].replace("gather", "arrived") for index in begun
-    ]
+    following = [pair for pair in itertools.pairwise(log) if pair[0].startswith("gather ")]
+    assert following
+    assert all(other == one.replace("gather", "arrived") for one, other in following)
 
 
-def test_backward_post_gathers_before_the_previous_gradients_are_sent() -> None:
-    ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-    assert log[log.index("backward 2") : log.index("backward 1") + 1] == words(
-        "backward 2; full 1; gather 1; sharded 2; buffer 2; reduce 2; arrived 1; backward 1"
-    )
+REPLICAS = {
+    ShardingStrategy.NO_SHARD: """
+        backward 2; allreduce 2; backward 1; goes on 2; allreduce 1
+        backward 0; allreduced 2; goes on 1; allreduce 0
+        allreduced 1; goes on 0; allreduce root; allreduced 0; goes on root; allreduced root
+        """,
+    ShardingStrategy.HYBRID_SHARD: """
+        backward 2; reduce 2; backward 1; reduced 2; allreduce 2; goes on 2; reduce 1
+        backward 0; reduced 1; allreduce 1; allreduced 2; goes on 1; reduce 0
+        reduced 0; allreduce 0; allreduced 1; goes on 0; reduce root
+        allreduced 0; reduced root; allreduce root; goes on root; allreduced root
+        """,
+}
 
 
-def test_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
-    everything = range(BLOCKS)
-    ((*_, log),) = run_ranks(1, logs, 3, used=[everything, everything, [0, 1]])
-    assert log[log.index("forward 1") : log.index("backward 1") + 1] == words(
-        "forward 1; sharded 1; arrived 2; sharded 2; full 1; gather 1; arrived 1; backward 1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (
-            ShardingStrategy.NO_SHARD,
-            """
-            backward 2; allreduce 2; backward 1; goes on 2; allreduce 1
-            backward 0; allreduced 2; goes on 1; allreduce 0
-            allreduced 1; goes on 0; allreduce root; allreduced 0; goes on root; allreduced root
-            """,
-        ),
-        (
-            ShardingStrategy.HYBRID_SHARD,
-            """
-            backward 2; reduce 2; backward 1; reduced 2; allreduce 2; goes on 2; reduce 1
-            backward 0; reduced 1; allreduce 1; allreduced 2; goes on 1; reduce 0
-            reduced 0; allreduce 0; allreduced 1; goes on 0; reduce root
-            allreduced 0; reduced root; allreduce root; goes on root; allreduced root
-            """,
-        ),
-    ],
-)
-def test_all_reduces_over_replicas_run_beside_backward(
-    strategy: ShardingStrategy, expected: str
-) -> None:
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_all_reduces_over_replicas_run_beside_backward(strategy: ShardingStrategy) -> None:
     ((*_, log),) = run_ranks(1, logs, 3, sharding_strategy=strategy)
     kinds = ("backward ", "reduce ", "reduced ", "allreduce ", "allreduced ", "goes on ")
-    found = [event for event in log if event.startswith(kinds)]
-    assert found == words(expected)
+    assert [event for event in log if event.startswith(kinds)] == words(REPLICAS[strategy])
 
 
 # -- memory and time
+
+
+def held(log: Log) -> tuple[int, int]:
+    """Return the most blocks, and the most reduce buffers of blocks, that are held at once."""
+    return most(log, "full", "sharded"), most(log, "buffer", "no buffer")
 
 
 @pytest.mark.parametrize("limit_all_gathers", [True, False])
@@ -476,18 +464,13 @@ def test_at_most_two_blocks_and_the_limit_of_reduce_buffers(
     width: int, limit_all_gathers: bool
 ) -> None:
     (found,) = run_ranks(1, logs, 8, width=width, limit_all_gathers=limit_all_gathers)
-    buffers = 1 if limit_all_gathers else 2
-    assert [
-        (most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found[1:]
-    ] == [(2, buffers)] * 7
+    assert [held(log) for log in found[1:]] == [(2, 1 if limit_all_gathers else 2)] * 7
     assert found[3:] == found[2:3] * 5
 
 
 def test_shard_grad_op_keeps_all_blocks_and_one_reduce_buffer() -> None:
     (found,) = run_ranks(1, logs, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found] == [
-        (BLOCKS, 1)
-    ] * 3
+    assert [held(log) for log in found] == [(BLOCKS, 1)] * 3
 
 
 COSTS = {"gather": 1.0, "reduce": 1.0, "forward": 1.0, "backward": 2.0}
@@ -495,25 +478,19 @@ COMPUTED = BLOCKS * (1 + 2)  # the root computes nothing
 TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block and the root stay unsharded
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "expected"),
-    [
-        (
-            BackwardPrefetch.BACKWARD_PRE,
-            COMPUTED + 2 + 2,
-        ),  # not hidden: the first two gathers, the last two reductions
-        (BackwardPrefetch.BACKWARD_POST, COMPUTED + 2 + 2 + 2),  # and the gathers of backward
-        (
-            None,
-            COMPUTED + TRANSFERS,
-        ),  # and those of forward; one reduction overlaps a gather: none is hidden
-    ],
-)
-def test_communication_is_hidden_behind_computation(
-    prefetch: BackwardPrefetch | None, expected: float
-) -> None:
+HIDDEN = {
+    # not hidden: the first two gathers, the last two reductions
+    BackwardPrefetch.BACKWARD_PRE: COMPUTED + 2 + 2,
+    BackwardPrefetch.BACKWARD_POST: COMPUTED + 2 + 2 + 2,  # and the gathers of backward
+    # and those of forward; one reduction overlaps a gather: none is hidden
+    None: COMPUTED + TRANSFERS,
+}
+
+
+@pytest.mark.parametrize("prefetch", HIDDEN)
+def test_communication_is_hidden_behind_computation(prefetch: BackwardPrefetch | None) -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=prefetch)
-    assert duration(log, COSTS) == expected
+    assert duration(log, COSTS) == HIDDEN[prefetch]
 
 
 # -- waits
@@ -534,10 +511,8 @@ def test_with_streams_the_cpu_never_waits_and_no_memory_is_recorded(
 def test_backward_on_another_stream_is_joined_at_each_change() -> None:
     (found,) = run_ranks(1, logs, 3, backward_stream="other")
     for log in found[1:]:
-        assert [event for event in log if " after " in event] == [
-            "other after main",
-            "main after other",
-        ]
+        joins = [event for event in log if " after " in event]
+        assert joins == ["other after main", "main after other"]
         assert log[log.index("forward 2") :][:3] == ["forward 2", "other after main", "full 1"]
         # gradients are assigned on the caller's stream
         end = log.index("main after other")

@@ -3,9 +3,8 @@ tested in tests/comm/test_store_rendezvous.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,30 +17,19 @@ from fsdp_compat._engine import rendezvous
 from tests.support.ranks import run_ranks
 
 
-@contextmanager
-def recorded() -> Iterator[list[tuple[int, ...]]]:
-    """Collect the members of every rendezvous."""
-    found: list[tuple[int, ...]] = []
-    original = StoreRendezvous.meet
-
-    def meet(self: Any, *args: Any) -> None:
-        found.append(self.activity.members)
-        original(self, *args)
-
-    StoreRendezvous.meet = meet
-    try:
-        yield found
-    finally:
-        StoreRendezvous.meet = original
-
-
 def meets_in_several_groups() -> list[tuple[int, ...]]:
-    """Two models over all ranks, and one over the first two only."""
-    rank = dist.get_rank()
+    """Return the members of every rendezvous of two models over all ranks, and one over two."""
+    rank, met = dist.get_rank(), list[tuple[int, ...]]()
     pair = dist.new_group([0, 1])
     models = [FSDP(nn.Linear(4, 4), process_group=pair)] if rank < 2 else []
     models += [FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4))]
-    with recorded() as met:
+    meet = StoreRendezvous.meet
+
+    def noted(self: Any, *args: Any) -> None:
+        met.append(self.activity.members)
+        meet(self, *args)
+
+    with mock.patch.object(StoreRendezvous, "meet", noted):
         groups = [group for model in models for group in model._runtime.groups]
         rendezvous.require_all_ranks("call", groups)
         with rendezvous.nested("outer", models[-1]._runtime.groups):

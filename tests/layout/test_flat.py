@@ -18,65 +18,45 @@ ALIGNS = st.sampled_from([1, 2, 4, 8])
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[FlatLayout, int]:
     """A layout and its alignment."""
-    shapes, align = draw(SHAPES), draw(ALIGNS)
-    return flat_layout(
-        [f"p{i}" for i in range(len(shapes))], shapes, ranks=draw(RANKS), align=align
-    ), align
+    align = draw(ALIGNS)
+    return laid_out(draw(SHAPES), draw(RANKS), align), align
+
+
+def laid_out(shapes: list[tuple[int, ...]], ranks: int, align: int) -> FlatLayout:
+    return flat_layout([f"p{i}" for i in range(len(shapes))], shapes, ranks=ranks, align=align)
+
+
+Ends = list[tuple[int, int]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "align", "numel", "parts", "gaps"),
+    [
+        ([(10,)], 3, 4, 4, [(0, 4), (4, 8), (8, 10)], [(10, 12)]),
+        ([(2,)], 4, 1, 1, [(0, 1), (1, 2), (0, 0), (0, 0)], [(2, 4)]),  # of the first ranks only
+        ([()], 2, 4, 4, [(0, 1), (0, 0)], [(1, 8)]),
+        ([], 3, 4, 4, [], [(0, 12)]),
+        ([(0,)], 3, 4, 4, [(0, 0)] * 3, [(0, 12)]),
+        ([(0, 3), (2, 0)], 3, 4, 4, [(0, 0)] * 3, [(0, 12)]),
+    ],
+)
+def test_shards_are_aligned_and_hold_parts_in_order(
+    shapes: list[tuple[int, ...]], ranks: int, align: int, numel: int, parts: Ends, gaps: Ends
+) -> None:
+    layout = laid_out(shapes, ranks, align)
+    assert layout.shard_numel == numel
+    if shapes:
+        assert [layout.part(0, rank) for rank in range(ranks)] == [Interval(*e) for e in parts]
+    assert layout.gaps() == [Interval(*ends) for ends in gaps]
 
 
 def test_parameters_start_at_aligned_offsets_in_order() -> None:
     layout = flat_layout(["a", "b", "c", "d"], [(3,), (), (2, 3), (0, 7)], ranks=2, align=4)
     assert layout.names == ("a", "b", "c", "d")
-    assert [param.place for param in layout.params] == [
-        Interval(0, 3),
-        Interval(4, 5),
-        Interval(8, 14),
-        Interval(16, 16),
-    ]
-    assert layout.shard_numel == 8
-    assert layout.full_numel == 16
+    places = [(param.place.start, param.place.stop) for param in layout.params]
+    assert places == [(0, 3), (4, 5), (8, 14), (16, 16)]
+    assert (layout.shard_numel, layout.full_numel) == (8, 16)
     assert layout.gaps() == [Interval(3, 4), Interval(5, 8), Interval(14, 16)]
-
-
-def test_shard_size_is_rounded_up_to_the_alignment() -> None:
-    layout = flat_layout(["w"], [(10,)], ranks=3, align=4)
-    assert layout.shard_numel == 4
-    assert [layout.part(0, rank) for rank in range(3)] == [
-        Interval(0, 4),
-        Interval(4, 8),
-        Interval(8, 10),
-    ]
-    assert [layout.part_in_shard(0, rank) for rank in range(3)] == [
-        Interval(0, 4),
-        Interval(0, 4),
-        Interval(0, 2),
-    ]
-    assert layout.gaps() == [Interval(10, 12)]
-
-
-def test_small_parameter_is_held_by_the_first_ranks_only() -> None:
-    layout = flat_layout(["w"], [(2,)], ranks=4, align=1)
-    assert layout.shard_numel == 1
-    assert [layout.part(0, rank) for rank in range(4)] == [
-        Interval(0, 1),
-        Interval(1, 2),
-        Interval(0, 0),
-        Interval(0, 0),
-    ]
-
-
-@pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)]])
-def test_empty_group_still_has_an_aligned_shard_per_rank(
-    shapes: list[tuple[int, ...]],
-) -> None:
-    layout = flat_layout([f"p{i}" for i in range(len(shapes))], shapes, ranks=3, align=4)
-    assert layout.shard_numel == 4
-    assert layout.gaps() == [Interval(0, 12)]
-
-
-def test_scalar_is_held_by_one_rank() -> None:
-    layout = flat_layout(["s"], [()], ranks=2, align=4)
-    assert [layout.part(0, rank) for rank in range(2)] == [Interval(0, 1), Interval(0, 0)]
 
 
 def test_mismatched_names_and_shapes_raise() -> None:
@@ -85,24 +65,19 @@ def test_mismatched_names_and_shapes_raise() -> None:
 
 
 @given(made=layouts())
-def test_starts_and_shard_size_are_multiples_of_the_alignment(
+def test_starts_and_shards_are_aligned_and_no_shard_is_longer_than_needed(
     made: tuple[FlatLayout, int],
 ) -> None:
     layout, align = made
     assert layout.shard_numel % align == 0
     assert layout.shard_numel > 0
     assert all(param.start % align == 0 for param in layout.params)
-
-
-@given(made=layouts())
-def test_no_shard_is_longer_than_needed(made: tuple[FlatLayout, int]) -> None:
-    layout, align = made
     used = sum(-(-math.prod(param.shape) // align) * align for param in layout.params)
     assert (layout.shard_numel - align) * layout.ranks < max(used, 1)
 
 
 @given(made=layouts())
-def test_parameters_and_gaps_cover_the_flat_tensor_once(
+def test_parameters_and_gaps_cover_the_flat_tensor_and_parts_each_parameter_once(
     made: tuple[FlatLayout, int],
 ) -> None:
     layout, _ = made
@@ -112,24 +87,14 @@ def test_parameters_and_gaps_cover_the_flat_tensor_once(
             covered[element] += 1
     assert covered == [1] * layout.full_numel
     assert all(layout.gaps())
-
-
-@given(made=layouts())
-def test_ranks_hold_every_parameter_element_once_in_order(
-    made: tuple[FlatLayout, int],
-) -> None:
-    layout, _ = made
     for index, param in enumerate(layout.params):
         parts = [layout.part(index, rank) for rank in range(layout.ranks)]
-        assert [e for part in parts for e in range(part.start, part.stop)] == list(
-            range(param.numel)
-        )
+        held = [e for part in parts for e in range(part.start, part.stop)]
+        assert held == list(range(param.numel))
 
 
 @given(made=layouts())
-def test_part_and_part_in_shard_select_the_same_elements(
-    made: tuple[FlatLayout, int],
-) -> None:
+def test_part_and_part_in_shard_select_the_same_elements(made: tuple[FlatLayout, int]) -> None:
     layout, _ = made
     for rank in range(layout.ranks):
         own = layout.interval(rank)

@@ -45,11 +45,12 @@ def test_rows_are_cut_as_torch_chunk_cuts(num_rows: int, ranks: int) -> None:
     found = [list(range(num_rows))[rows.start : rows.stop] for rows in map(cut.rows, range(ranks))]
     assert found == expected
     assert cut.chunk == len(expected[0])
-    assert cut.full_ranks >= sum(len(rows) == cut.chunk for rows in expected if rows)
 
 
 @given(st.data(), num_ranks)
-def test_the_parts_of_all_ranks_hold_every_element_once(data: st.DataObject, ranks: int) -> None:
+def test_parts_hold_every_element_once_on_full_ranks_then_the_rest(
+    data: st.DataObject, ranks: int
+) -> None:
     cut = data.draw(cuts_over(ranks))
     copies = ranks if cut.dim is None else 1
     parts = [cut.part_numel(rank) for rank in range(ranks)]
@@ -57,17 +58,8 @@ def test_the_parts_of_all_ranks_hold_every_element_once(data: st.DataObject, ran
     assert max(parts) <= cut.numel
     assert [math.prod(cut.part_shape(rank)) for rank in range(ranks)] == parts
     assert cut.is_even == (set(parts) == {cut.numel}) or not cut.row_numel
-
-
-@given(st.data(), num_ranks)
-def test_full_ranks_come_first_then_the_rest_then_nothing(data: st.DataObject, ranks: int) -> None:
-    cut = data.draw(cuts_over(ranks))
-    for rank in range(ranks):
-        rows = cut.rows(rank).numel
-        if rank < cut.full_ranks:
-            assert rows == cut.chunk
-        else:
-            assert rows == (cut.rest if rank == cut.full_ranks else 0)
+    rest = [cut.rest, *[0] * ranks][: ranks - cut.full_ranks]
+    assert [cut.rows(rank).numel for rank in range(ranks)] == [cut.chunk] * cut.full_ranks + rest
 
 
 @given(some_cuts(), itemsizes, st.booleans())
@@ -99,7 +91,9 @@ def test_a_packed_layout_has_no_gaps_and_aligns_what_it_can(cuts: list[Cut], ite
 
 
 @given(some_cuts(), itemsizes)
-def test_a_layout_in_order_wastes_little(cuts: list[Cut], itemsize: int) -> None:
+def test_a_layout_in_order_wastes_little_and_nothing_of_a_lone_parameter(
+    cuts: list[Cut], itemsize: int
+) -> None:
     layout = RowLayout.in_order(cuts, cuts[0].ranks, itemsize)
     assert list(layout.starts) == sorted(layout.starts)
     used = sum(max(cut.numel, 1) for cut in cuts)
@@ -107,12 +101,8 @@ def test_a_layout_in_order_wastes_little(cuts: list[Cut], itemsize: int) -> None
     large = [index for index, cut in enumerate(cuts) if cut.numel * itemsize >= 4096]
     assert waste <= 0.02 * used * itemsize
     assert all(layout.starts[index] * itemsize % 16 == 0 for index in large if len(cuts) > 1)
-
-
-@given(st.data(), num_ranks)
-def test_a_lone_parameter_takes_no_more_than_its_parts(data: st.DataObject, ranks: int) -> None:
-    cut = data.draw(cuts_over(ranks))
-    assert RowLayout.in_order([cut], ranks, 4).numel == max(cut.numel, 1)
+    for cut in cuts:
+        assert RowLayout.in_order([cut], cut.ranks, itemsize).numel == max(cut.numel, 1)
 
 
 @given(st.data(), num_ranks)

@@ -20,27 +20,22 @@ def elements(interval: Interval) -> set[int]:
     return set(range(interval.start, interval.stop))
 
 
-def test_numel_of_an_interval() -> None:
+def test_an_interval_has_a_size_a_slice_and_a_truth_value() -> None:
     assert Interval(3, 7).numel == 4
     assert Interval(3, 7).slice == slice(3, 7)
-    assert list(range(10))[Interval(3, 7).slice] == [3, 4, 5, 6]
-
-
-def test_nonempty_interval_is_truthy() -> None:
     assert Interval(0, 1)
     assert not Interval(0, 0)
     assert not Interval(5, 5)
+    assert Interval(3, 7).shifted(10) == Interval(13, 17)
+    assert Interval(13, 17).shifted(-10) == Interval(3, 7)
+    ordered = [Interval(0, 2), Interval(0, 5), Interval(2, 3)]
+    assert sorted(reversed(ordered)) == ordered
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (-2, -1)])
 def test_invalid_interval_raises(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=r"0 <= start <= stop"):
         Interval(start, stop)
-
-
-def test_shifted_moves_both_ends() -> None:
-    assert Interval(3, 7).shifted(10) == Interval(13, 17)
-    assert Interval(13, 17).shifted(-10) == Interval(3, 7)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +63,6 @@ def test_clipped_lies_inside_the_other_interval(one: Interval, other: Interval) 
     assert other.start <= both.start <= both.stop <= other.stop
 
 
-def test_intervals_sort_by_start_and_then_by_stop() -> None:
-    assert sorted([Interval(2, 3), Interval(0, 5), Interval(0, 2)]) == [
-        Interval(0, 2),
-        Interval(0, 5),
-        Interval(2, 3),
-    ]
-
-
 @pytest.mark.parametrize(("shape", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0, 4), 0)])
 def test_parameter_numel_is_the_product_of_its_shape(shape: tuple[int, ...], numel: int) -> None:
     spec = ParamSpec("w", shape, 8)
@@ -83,24 +70,26 @@ def test_parameter_numel_is_the_product_of_its_shape(shape: tuple[int, ...], num
     assert spec.place == Interval(8, 8 + numel)
 
 
-def test_layout_without_ranks_or_elements_raises() -> None:
-    with pytest.raises(ValueError, match="0 and 4"):
-        FlatLayout((), 0, 4)
-    with pytest.raises(ValueError, match="2 and 0"):
-        FlatLayout((), 2, 0)
+def spec(name: str, numel: int, start: int) -> ParamSpec:
+    return ParamSpec(name, (numel,), start)
 
 
-def test_overlapping_parameters_raise_with_their_name() -> None:
-    with pytest.raises(ValueError, match="second starts at 2"):
-        FlatLayout((ParamSpec("first", (3,), 0), ParamSpec("second", (1,), 2)), 1, 8)
-    with pytest.raises(ValueError, match="second starts at 0"):
-        FlatLayout((ParamSpec("first", (3,), 4), ParamSpec("second", (1,), 0)), 1, 8)
-
-
-def test_parameters_beyond_the_flat_tensor_raise() -> None:
-    FlatLayout((ParamSpec("w", (8,), 0),), 2, 4)
-    with pytest.raises(ValueError, match="end at 9, the flat tensor at 8"):
-        FlatLayout((ParamSpec("w", (9,), 0),), 2, 4)
+@pytest.mark.parametrize(
+    ("params", "ranks", "shard_numel", "message"),
+    [
+        ((), 0, 4, "0 and 4"),
+        ((), 2, 0, "2 and 0"),
+        ((spec("first", 3, 0), spec("second", 1, 2)), 1, 8, "second starts at 2"),
+        ((spec("first", 3, 4), spec("second", 1, 0)), 1, 8, "second starts at 0"),
+        ((spec("w", 9, 0),), 2, 4, "end at 9, the flat tensor at 8"),
+    ],
+)
+def test_layouts_that_are_empty_overlap_or_do_not_fit_raise(
+    params: tuple[ParamSpec, ...], ranks: int, shard_numel: int, message: str
+) -> None:
+    FlatLayout((spec("w", 8, 0),), 2, 4)
+    with pytest.raises(ValueError, match=message):
+        FlatLayout(params, ranks, shard_numel)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (4, 1, 5), (2, 0, 3), (0,)])

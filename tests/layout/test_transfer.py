@@ -26,30 +26,22 @@ def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
 
 
 @given(made=parts())
-def test_runs_of_a_part_cover_its_elements_once_in_order(
+def test_one_run_for_each_holder_covers_the_elements_of_a_part_in_order(
     made: tuple[FlatLayout, int, Interval],
 ) -> None:
     layout, index, part = made
     full = torch.arange(layout.full_numel).view(layout.ranks, layout.shard_numel)
-    position = 0
-    for run in runs_of_part(layout, index, part):
+    runs, position = list(runs_of_part(layout, index, part)), 0
+    for run in runs:
         assert run.start == position
         assert run.in_shard, "a run has elements"
         start = layout.params[index].start + part.start + position
-        assert full[run.rank, run.in_shard.slice].tolist() == list(
-            range(start, start + run.in_shard.numel)
-        )
+        expected = list(range(start, start + run.in_shard.numel))
+        assert full[run.rank, run.in_shard.slice].tolist() == expected
         position += run.in_shard.numel
     assert position == part.numel
-
-
-@given(made=parts())
-def test_each_shard_that_holds_elements_yields_one_run(
-    made: tuple[FlatLayout, int, Interval],
-) -> None:
-    layout, index, part = made
     holders = [rank for rank in range(layout.ranks) if layout.part(index, rank).clipped(part)]
-    assert [run.rank for run in runs_of_part(layout, index, part)] == holders
+    assert [run.rank for run in runs] == holders
 
 
 def test_runs_of_a_part_that_starts_and_ends_inside_shards() -> None:

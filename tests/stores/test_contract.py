@@ -6,9 +6,8 @@ A test decorated with ``each_case`` runs once for each layout, set of shapes and
 from __future__ import annotations
 
 import copy
-import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -79,15 +78,17 @@ def build(
     kind: str, shapes: list[tuple[int, ...]], ranks: int, dtype: torch.dtype = torch.float32
 ) -> Case:
     original = Holder(shapes, dtype)
-    stores = []
-    for rank in range(ranks):
-        module = copy.deepcopy(original)
-        stores.append(
-            make_store(
-                kind, members_of(module), rank=rank, ranks=ranks, home=(module, "_flat_param")
-            )
-        )
+    stores = [store_of(copy.deepcopy(original), kind, rank, ranks) for rank in range(ranks)]
     return Case(stores, [p.detach().clone() for p in original.parameters()])
+
+
+def store_of(module: nn.Module, kind: str, rank: int, ranks: int) -> ParamStore:
+    home = (module, "_flat_param")
+    return make_store(kind, members_of(module), rank=rank, ranks=ranks, home=home)
+
+
+def all_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 CASES = {
@@ -154,33 +155,23 @@ def test_all_ranks_have_shards_of_one_size_and_dtype(case: Case) -> None:
 
 
 @each_case
-def test_places_cover_the_buffer_exactly_once(case: Case) -> None:
+def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case) -> None:
     form = gather_form(case.stores[0])
     buffer = torch.zeros(case.ranks * form.numel, dtype=torch.int64)
     places = form.places(buffer)
     assert len(places) == len(case.values) + 1
+    for views, value in zip(places[:-1], case.values, strict=True):
+        copies = case.ranks if case.has_copies(value) else 1
+        assert sum(view.numel() for view in views) == copies * value.numel()
     for view in (view for of_parameter in places for view in of_parameter):
         view.add_(1)
     assert buffer.tolist() == [1] * buffer.numel()
-
-
-@each_case
-def test_all_ranks_agree_on_the_places(case: Case) -> None:
-    buffer = torch.arange(case.ranks * case.stores[0].numel)
+    buffer = torch.arange(case.ranks * form.numel)
     first, *others = [
         [[view.tolist() for view in views] for views in gather_form(store).places(buffer)]
         for store in case.stores
     ]
     assert all(other == first for other in others)
-
-
-@each_case
-def test_the_places_of_a_parameter_hold_all_its_elements(case: Case) -> None:
-    form = gather_form(case.stores[0])
-    places = form.places(torch.empty(case.ranks * form.numel))[:-1]
-    for views, value in zip(places, case.values, strict=True):
-        copies = case.ranks if case.has_copies(value) else 1
-        assert sum(view.numel() for view in views) == copies * value.numel()
 
 
 @each_case
@@ -190,10 +181,8 @@ def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
     for index, value in enumerate(case.values):
         parts = form.split(index, value)
         assert [part.shape for part in parts] == [place.shape for place in places[index]]
-        assert all(
-            part.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            for part in parts
-        )
+        own = value.untyped_storage().data_ptr()
+        assert all(part.untyped_storage().data_ptr() == own for part in parts)
 
 
 @each_case
@@ -211,49 +200,26 @@ def test_split_accepts_values_of_any_strides(case: Case) -> None:
         buffer = torch.zeros(case.ranks * form.numel)
         put_into(form, values, buffer)
         found = taken_from(form, case.values, buffer)
-        assert all(torch.equal(one, other) for one, other in zip(found, values, strict=True))
+        assert all_equal(found, values)
 
 
 @each_case
-def test_an_all_gather_restores_the_parameters_bit_by_bit(case: Case) -> None:
-    found = taken_from(gather_form(case.stores[0]), case.values, case.gathered(torch.float32))
-    assert all(torch.equal(one, other) for one, other in zip(found, case.values, strict=True))
+def test_an_all_gather_restores_the_parameters_bit_by_bit_with_zero_padding(case: Case) -> None:
+    form, gathered = gather_form(case.stores[0]), case.gathered(torch.float32)
+    assert all_equal(taken_from(form, case.values, gathered), case.values)
+    assert not any(view.any() for view in form.places(gathered)[-1])
 
 
 @each_case
-def test_padding_is_zero(case: Case) -> None:
-    *_, others = gather_form(case.stores[0]).places(case.gathered(torch.float32))
-    assert all(not view.any() for view in others)
-
-
-@each_case
-def test_unsharded_parameters_have_shapes_and_values_of_the_originals(case: Case) -> None:
+def test_unsharded_parameters_are_trainable_and_equal_the_originals(case: Case) -> None:
     memory = case.memory()
-    assert [tuple(parameter.shape) for parameter in memory.unsharded_params] == [
-        tuple(value.shape) for value in case.values
-    ]
-    assert all(
-        torch.equal(parameter, value)
-        for parameter, value in zip(memory.unsharded_params, case.values, strict=True)
-    )
-
-
-@each_case
-def test_either_all_unsharded_parameters_view_the_buffer_or_none(case: Case) -> None:
-    memory = case.memory()
+    params = memory.unsharded_params
+    assert all_equal(params, case.values)  # in their shapes
+    assert all(type(p) is nn.Parameter and p.is_leaf and p.requires_grad for p in params)
     buffer = memory.all_gather_output.untyped_storage()._cdata
-    assert (
-        len({parameter.untyped_storage()._cdata == buffer for parameter in memory.unsharded_params})
-        == 1
-    )
-
-
-@each_case
-def test_unsharded_parameters_are_trainable_leaf_tensors(case: Case) -> None:
-    for parameter in case.memory().unsharded_params:
-        assert type(parameter) is nn.Parameter
-        assert parameter.is_leaf
-        assert parameter.requires_grad
+    assert len({p.untyped_storage()._cdata == buffer for p in params}) == 1, "all view it, or none"
+    converted = [value.to(torch.bfloat16) for value in case.values]
+    assert all_equal(case.memory(torch.bfloat16).unsharded_params, converted)
 
 
 @each_case
@@ -269,15 +235,6 @@ def test_unsharded_parameters_have_separate_version_counters(case: Case) -> None
     assert [parameter._version for parameter in memory.unsharded_params] == [
         version + 1 for version in before
     ]
-
-
-@each_case
-def test_an_all_gather_in_another_dtype_converts_the_parameters(case: Case) -> None:
-    memory = case.memory(torch.bfloat16)
-    assert all(
-        torch.equal(parameter, value.to(torch.bfloat16))
-        for parameter, value in zip(memory.unsharded_params, case.values, strict=True)
-    )
 
 
 @each_case
@@ -336,51 +293,27 @@ def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
 
 
 @each_case
-def test_every_parameter_belongs_to_exactly_one_sharded_parameter(case: Case) -> None:
+def test_an_unchanged_store_passes_the_check_and_has_every_parameter_once(case: Case) -> None:
     for store in case.stores:
-        assert sorted(
-            index for sharded in store.sharded_params for index in sharded.unsharded_params
-        ) == list(range(len(case.values)))
-
-
-@each_case
-def test_sharded_and_unsharded_modules_show_the_same_attributes_in_the_same_order(
-    case: Case,
-) -> None:
-    full, sharded = case.stores[0].shown(case.memory().unsharded_params), case.stores[0].shown(None)
-    assert [(id(slot.module), slot.attribute) for slot in full] == [
-        (id(slot.module), slot.attribute) for slot in sharded
-    ]
-
-
-@each_case
-def test_a_tied_parameter_is_shown_under_each_of_its_names(case: Case) -> None:
-    memory = case.memory()
-    shown = [
-        slot.attribute
-        for slot in case.stores[0].shown(memory.unsharded_params)
-        if slot.parameter is memory.unsharded_params[0]
-    ]
-    assert shown == ["p0", "again"]
-
-
-@each_case
-def test_sharded_parameters_are_shown_only_while_sharded(case: Case) -> None:
-    unsharded = case.memory().unsharded_params
-    store = case.stores[0]
-    sharded = {id(sharded) for sharded, _ in store.sharded_params}
-    assert {
-        id(slot.parameter) for slot in store.shown(None) if slot.parameter is not None
-    } == sharded
-    assert not any(id(slot.parameter) in sharded for slot in store.shown(unsharded))
-
-
-@each_case
-def test_an_unchanged_store_passes_the_check(case: Case) -> None:
-    for store in case.stores:
+        indices = [i for sharded in store.sharded_params for i in sharded.unsharded_params]
+        assert sorted(indices) == list(range(len(case.values)))
         before = store.shard.clone()
         store.check("unit 'u'")
         assert torch.equal(store.shard, before)
+
+
+@each_case
+def test_modules_show_sharded_or_unsharded_parameters_under_the_same_names(case: Case) -> None:
+    store, unsharded = case.stores[0], case.memory().unsharded_params
+    full, cut = store.shown(unsharded), store.shown(None)
+    assert [(id(slot.module), slot.attribute) for slot in full] == [
+        (id(slot.module), slot.attribute) for slot in cut
+    ]
+    tied = [slot.attribute for slot in full if slot.parameter is unsharded[0]]
+    assert tied == ["p0", "again"]
+    sharded = {id(sharded) for sharded, _ in store.sharded_params}
+    assert {id(slot.parameter) for slot in cut if slot.parameter is not None} == sharded
+    assert not any(id(slot.parameter) in sharded for slot in full)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -388,22 +321,17 @@ def test_an_unchanged_store_passes_the_check(case: Case) -> None:
 def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype) -> None:
     case = build(kind, SHAPES["odd"], 3, dtype)
     assert case.stores[0].dtype == dtype
-    assert all(
-        sharded.dtype == dtype for store in case.stores for sharded, _ in store.sharded_params
-    )
+    assert {param.dtype for store in case.stores for param, _ in store.sharded_params} == {dtype}
     found = taken_from(gather_form(case.stores[0]), case.values, case.gathered(dtype))
-    assert all(torch.equal(one, other) for one, other in zip(found, case.values, strict=True))
+    assert all_equal(found, case.values)
 
 
 @pytest.mark.parametrize("kind", STORES)
 def test_frozen_parameters_are_frozen_sharded_and_unsharded(kind: str) -> None:
-    module = Holder([(3, 2), (4,)]).requires_grad_(False)
-    store = make_store(kind, members_of(module), rank=0, ranks=2, home=(module, "_flat_param"))
-    assert not any(sharded.requires_grad for sharded, _ in store.sharded_params)
-    assert not any(
-        parameter.requires_grad
-        for parameter in GroupMemory(store, 2, torch.float32, CPU).unsharded_params
-    )
+    store = store_of(Holder([(3, 2), (4,)]).requires_grad_(False), kind, 0, 2)
+    unsharded = GroupMemory(store, 2, torch.float32, CPU).unsharded_params
+    assert not any(param.requires_grad for param, _ in store.sharded_params)
+    assert not any(param.requires_grad for param in unsharded)
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
@@ -428,13 +356,8 @@ def test_original_parameters_become_views_of_the_flat_shard(
 ) -> None:
     module = Holder(SHAPES["odd"])
     parameters = list(module.parameters())
-    store = make_store(
-        "original", members_of(module), rank=0, ranks=ranks, home=(module, "_flat_param")
-    )
-    assert all(
-        sharded is parameter
-        for (sharded, _), parameter in zip(store.sharded_params, parameters, strict=True)
-    )
+    store = store_of(module, "original", 0, ranks)
+    assert [id(sharded) for sharded, _ in store.sharded_params] == list(map(id, parameters))
     assert [tuple(parameter.shape) for parameter in parameters] == shapes
 
 
@@ -468,61 +391,51 @@ def test_a_whole_parameter_as_data_is_cut_into_the_parts_of_the_ranks() -> None:
 
 
 def test_new_data_of_one_parameter_leaves_the_others_unchanged() -> None:
-    case = build("original", SHAPES["divisible"], 2)
-    store = case.stores[1]
-    before = [sharded.detach().clone() for sharded, _ in store.sharded_params]
-    store.sharded_params[-1].parameter.data = before[-1] * 2
+    store = build("original", SHAPES["divisible"], 2).stores[1]
+    params = [sharded for sharded, _ in store.sharded_params]
+    expected = [param.detach().clone() for param in params]
+    expected[-1] *= 2
+    params[-1].data = expected[-1].clone()
     store.check("unit 'u'")
-    assert torch.equal(store.sharded_params[-1].parameter.detach(), before[-1] * 2)
-    assert all(
-        torch.equal(sharded.detach(), old)
-        for (sharded, _), old in zip(store.sharded_params[:-1], before, strict=False)
-    )
+    assert all_equal((sharded.detach() for sharded, _ in store.sharded_params), expected)
+
+
+def refusal(store: ParamStore, index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Give a sharded parameter other data; return the error of the check."""
+    sharded = store.sharded_params[index].parameter
+    sharded.data = change(sharded.data)
+    with pytest.raises(StateError) as caught:
+        store.check("unit 'blocks.3'")
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
-@pytest.mark.parametrize("change", ["dtype", "size"])
-def test_new_data_of_wrong_dtype_or_size_is_refused_with_four_facts(kind: str, change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "more", "dtype"),
+    [
+        (torch.Tensor.double, 0, "float64"),
+        (lambda data: torch.zeros(data.numel() + 1), 1, "float32"),
+    ],
+)
+def test_new_data_of_wrong_dtype_or_size_is_refused_with_four_facts(
+    kind: str, change: Callable[[torch.Tensor], torch.Tensor], more: int, dtype: str
+) -> None:
     store = build(kind, SHAPES["divisible"], 2).stores[0]
-    sharded = store.sharded_params[0].parameter
-    sharded.data = (
-        sharded.data.double() if change == "dtype" else torch.zeros(math.prod(sharded.shape) + 1)
-    )
-    with pytest.raises(StateError) as caught:
-        store.check("unit 'blocks.3'")
-    text = str(caught.value)
+    numel = store.sharded_params[0].parameter.numel()
+    text = refusal(store, 0, change)
     assert "unit 'blocks.3'" in text
-    assert (
-        f"expected: {sharded.numel() if change == 'dtype' else sharded.numel() - 1} elements of "
-        "torch.float32 on cpu" in text
-    )
-    assert (
-        f"got:      {sharded.numel()} elements of "
-        f"{'torch.float64' if change == 'dtype' else 'torch.float32'} on cpu" in text
-    )
+    assert f"expected: {numel} elements of torch.float32 on cpu" in text
+    assert f"got:      {numel + more} elements of torch.{dtype} on cpu" in text
     assert "to do:" in text
-
-
-def test_the_error_names_the_original_parameter() -> None:
-    store = build("original", SHAPES["divisible"], 2).stores[0]
-    store.sharded_params[1].parameter.data = torch.zeros(99)
-    with pytest.raises(StateError, match="'p1'"):
-        store.check("unit 'u'")
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
 def test_a_part_of_the_same_data_is_refused(kind: str) -> None:
     """Its address is right, but the optimizer would update only a part of the shard."""
-    store = build(kind, SHAPES["divisible"], 2).stores[0]
-    sharded = store.sharded_params[0].parameter
-    sharded.data = sharded.data[:2]
-    with pytest.raises(StateError):
-        store.check("unit 'u'")
+    refusal(build(kind, SHAPES["divisible"], 2).stores[0], 0, lambda data: data[:2])
 
 
-def test_a_whole_parameter_as_data_of_an_empty_shard_is_refused() -> None:
+def test_data_of_another_size_for_an_empty_shard_is_refused_with_its_name() -> None:
     store = build("original", SHAPES["small"], 4).stores[3]
-    sharded = next(sharded for sharded, _ in store.sharded_params if not sharded.numel())
-    sharded.data = torch.ones(2)
-    with pytest.raises(StateError):
-        store.check("unit 'u'")
+    assert not store.sharded_params[0].parameter.numel()
+    assert "'p0'" in refusal(store, 0, lambda data: torch.ones(2))
