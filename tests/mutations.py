@@ -135,19 +135,19 @@ BREAKS = (
         "a unit that backward is about to use freed with the unused prefetched ones",
         "if unit.residency is Residency.UNSHARDING:\n            unit.reshard()",
         "if unit.residency is not Residency.SHARDED:\n            unit.reshard()",
-        f"{FRONTENDS}/training/test_training.py -k no_more_than_needed",
+        "tests/engine/test_counts.py -k full_shard_gathers",
     ),
     Break(
         "sum over the replicas skipped",
         "if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):",
         "if axes.replica.ranks > 99 and not (policy.hook is not None and axes.one_group):",
-        f"{FRONTENDS}/training/test_training.py -k two_replicas_of_two_shards",
+        f"{FRONTENDS}/training/test_training.py -k replicas_train",
     ),
     Break(
         "tied parameter owned by the first of its units",
         "if all(module in chain for chain in parameter_chains)",
         "if all(module in chain for chain in parameter_chains[:1])",
-        f"{FRONTENDS}/training/test_training.py -k tied_across_units",
+        f"{FRONTENDS}/training/test_training.py -k 'tied and across'",
     ),
     Break(
         "offloaded gradient not copied to the host",
@@ -171,7 +171,7 @@ BREAKS = (
         "optimizer state cut at the wrong elements",
         "value.reshape(-1)[part.slice].to(parameter.device, copy=True)",
         "value.reshape(-1)[: part.numel].to(parameter.device, copy=True)",
-        f"{FRONTENDS}/optimizers/test_optimizers_from_before.py -k any_number_of_ranks",
+        f"{FRONTENDS}/optimizers/test_optimizers_from_before.py -k goes_on",
     ),
     Break(
         "checksum of a block not compared",
@@ -231,7 +231,7 @@ BREAKS = (
         "no broadcast from rank 0",
         'comm.broadcast([packed], "the first rank\'s parameters and buffers")',
         "pass",
-        f"{FRONTENDS}/wrapping/test_wrapping_by_hand.py -k sync_module_states",
+        f"{FRONTENDS}/parameters/test_meta_values.py -k values_of_the_first",
     ),
     Break(
         "norm of gradients of this rank only",

@@ -20,6 +20,7 @@ import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import (
     DIM,
     Block,
@@ -40,16 +41,12 @@ from tests.support.parity import (
     original_form,
     seeded,
     square,
-    vectors,
     whole_gradients,
 )
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
 
-HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 MESHES = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 2)]  # (replicas, shards)
-
-every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=str)
 
 
 # -- ways to pass a mesh of (replicas, shards)
@@ -206,47 +203,6 @@ def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
     return {"device_mesh": init_device_mesh("cpu", (replicas * shards,))}
 
 
-def _along_the_first_dimension(
-    library: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, **options: Any
-) -> Any:
-    """Losses, parameters and values of sharded state dicts of a model over a mesh, and the ranks it
-    is sharded over."""
-    torch.manual_seed(0)
-    model = library.FullyShardedDataParallel(
-        Stack(),
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
-        device_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
-        device_id=torch.device("cpu"),
-        **options,
-    )
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    own_batches = dist.get_rank() // (
-        dist.get_world_size() // shape[0]
-    )  # the same for ranks that hold the same part
-    generator, seen = torch.Generator().manual_seed(own_batches), list[Any]()
-    for _ in range(2):
-        loss = square(model, vectors(generator))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    for kind in (library.StateDictType.FULL_STATE_DICT, library.StateDictType.SHARDED_STATE_DICT):
-        library.FullyShardedDataParallel.set_state_dict_type(model, kind)
-        state = model.state_dict()
-        seen.append(
-            {
-                name: getattr(value, "full_tensor", value.clone)().tolist()
-                for name, value in state.items()
-            }
-        )
-    model.load_state_dict(state)
-    return (
-        seen,
-        dist.get_process_group_ranks(model.process_group),
-        sum(p.numel() for p in model.parameters()),
-    )
-
-
 @pytest.mark.parametrize(
     ("shape", "names", "strategies"),
     [
@@ -261,18 +217,21 @@ def _along_the_first_dimension(
 def test_plain_strategy_shards_over_the_first_mesh_dimension(
     shape: tuple[int, ...], names: tuple[str, ...] | None, strategies: tuple[str, ...]
 ) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for strategy in strategies:
-        theirs, ours = (
-            _along_the_first_dimension(
-                library, shape, names, sharding_strategy=library.ShardingStrategy[strategy]
-            )
-            for library in (torch_fsdp, fsdp_compat)
-        )
-        assert ours[:2] == theirs[:2], strategy
-        assert len(ours[1]) == shape[0]
-        assert (ours[2] < theirs[2] + 64) is (theirs[2] < ours[2] + 64), (
-            strategy
-        )  # except for the padding
+        options: dict[str, Any] = {"device_mesh": mesh}
+        assert_as_torch(partial(trained, strategy=strategy, **options), strategy)
+        model = FSDP(Stack(), sharding_strategy=ShardingStrategy[strategy], **options)
+        assert len(dist.get_process_group_ranks(model.process_group)) == shape[0]
+        full = model.state_dict()
+        copies = shape[0] if strategy == "NO_SHARD" else 1
+        numel = sum(value.numel() for value in full.values()) * copies / shape[0]
+        assert abs(sum(p.numel() for p in model.parameters()) - numel) < 64, "but for the padding"
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            sharded = model.state_dict()
+            model.load_state_dict(sharded)
+        for name, value in sharded.items():
+            assert torch.equal(getattr(value, "full_tensor", value.clone)(), full[name]), name
 
 
 @flat_form
@@ -332,7 +291,7 @@ def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
 def _hybrid_inside(hybrid: dict[str, Any], module: nn.Module) -> bool | dict[str, Any]:
     if isinstance(module, Outer):
         return hybrid
-    return {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, Inner) else False
+    return {"sharding_strategy": NO_SHARD} if isinstance(module, Inner) else False
 
 
 @original_form
@@ -350,8 +309,8 @@ def test_hybrid_units_train_beside_units_of_other_meshes(use_orig_params: bool) 
         )
         strategies = [unit.sharding_strategy for unit in FSDP.fsdp_modules(pair.model)]
         assert strategies == [
-            ShardingStrategy.FULL_SHARD,
-            *[HYBRID, *[ShardingStrategy.NO_SHARD] * 2] * 2,
+            FULL_SHARD,
+            *[HYBRID, *[NO_SHARD] * 2] * 2,
         ]
         for pattern in ("s", "ns"):
             pair.step(partial(accumulates, pattern), as_a_user=pattern == "ns")
@@ -402,109 +361,57 @@ def test_state_moves_from_mesh_to_mesh(use_orig_params: bool) -> None:
 PSI = 144
 
 
-def _sends(
-    mesh: tuple[int, int], way: Callable[..., dict[str, Any]], strategy: ShardingStrategy, low: bool
-) -> dict[str, Any]:
-    """{kind: (number, bytes)} of the second step of this rank, for a root around three units of PSI
-    elements each."""
-    precision = (
-        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
-    )
-    build = partial(
-        chain, *[partial(chain, partial(nn.Linear, DIM, DIM), partial(nn.Linear, DIM, DIM))] * 3
-    )
-    policy = CustomPolicy(
-        lambda module: isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear)
-    )
-    model = FSDP(
-        build(),
-        sharding_strategy=strategy,
-        auto_wrap_policy=policy,
-        mixed_precision=precision,
-        **way(*mesh),
-    )
-    assert len(FSDP.fsdp_modules(model)) == 4
-    groups = model._runtime.groups
-    axes = {id(axis): axis for group in groups for axis in (group.shard, group.replica)}.values()
-    for _ in range(2):
-        for axis in axes:
-            axis.traffic.clear()
-        square(model, torch.ones(2, DIM)).backward()
-    sent = {}
-    for axis in axes:
-        for kind, number in axis.traffic.counts.items():
-            assert kind.name not in sent, "the units do not share their axes"
-            sent[kind.name] = number, axis.traffic.nbytes[kind]
-    return sent
-
-
-def _formula(
-    mesh: tuple[int, int], strategy: ShardingStrategy, b_p: int
-) -> dict[str, tuple[int, int]]:
-    """f(W) = (W - 1) / W; the last of three units is kept after forward; b_r = 4, also between
-    replicas."""
+def _expected(mesh: tuple[int, int], strategy: ShardingStrategy) -> dict[str, tuple[int, int]]:
+    """{kind: (number, bytes)} of a step of three units of PSI bfloat16 elements each, the last of
+    which is kept after forward. Gradients are sent in float32."""
     replicas, shards = mesh
     expected = {}
     if shards > 1:
         gathers = 3 if strategy is HYBRID_ZERO2 else 5
-        expected["GATHER"] = gathers, gathers * PSI * b_p * (shards - 1) // shards
+        expected["GATHER"] = gathers, gathers * PSI * 2 * (shards - 1) // shards
         expected["REDUCE"] = 3, 3 * PSI * 4 * (shards - 1) // shards
     if replicas > 1:
         expected["REPLICATE"] = 3, 3 * 2 * (PSI // shards) * 4 * (replicas - 1) // replicas
     return expected
 
 
-SENT = sample(
-    [
-        (strategy, way, low)  # low: bfloat16 parameters
-        for strategy in (HYBRID, HYBRID_ZERO2)
-        for way, low in (
-            (_as_mesh, False),
-            (_as_groups, False),
-            (_node_by_node, False),
-            (_as_mesh, True),
+def _three_units() -> nn.Module:
+    linear = partial(nn.Linear, DIM, DIM)
+    return chain(*[partial(chain, linear, linear)] * 3)
+
+
+def _sends(mesh: tuple[int, int], way: Callable[..., dict[str, Any]]) -> None:
+    for strategy in (HYBRID, HYBRID_ZERO2):
+        model = FSDP(
+            _three_units(),
+            sharding_strategy=strategy,
+            auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, nn.Sequential)),
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+            **way(*mesh),
         )
-    ],
-    *(0, 3, 5, 6),
-)
+        groups = model._runtime.groups
+        axes = {id(axis): axis for group in groups for axis in (group.shard, group.replica)}
+        expected = _expected(mesh, strategy)
+        for number, letter in enumerate("ssns"):
+            for axis in axes.values():
+                axis.traffic.clear()
+            with model.no_sync() if letter == "n" else contextlib.nullcontext():
+                square(model, torch.ones(2, DIM)).backward()
+            sent = [
+                (kind.name, (count, axis.traffic.nbytes[kind]))
+                for axis in axes.values()
+                for kind, count in axis.traffic.counts.items()
+                if count
+            ]
+            if letter == "n":
+                assert {kind for kind, _ in sent} <= {"GATHER"}
+            elif number:  # the first step does not know the order
+                assert sorted(sent) == sorted(expected.items()), "the units share their axes"
 
 
-def _sends_in_every_way(mesh: tuple[int, int]) -> list[dict[str, Any]]:
-    return [_sends(mesh, way, strategy, low) for strategy, way, low in SENT]
-
-
-@every_mesh
-def test_a_step_sends_no_more_than_the_formula_says(mesh: tuple[int, int]) -> None:
-    expected = [_formula(mesh, strategy, 2 if low else 4) for strategy, _, low in SENT]
-    for sent in run_ranks(mesh[0] * mesh[1], _sends_in_every_way, mesh):
-        assert sent == expected
-
-
-def _sends_while_accumulating(mesh: tuple[int, int]) -> list[dict[str, int]]:
-    model = FSDP(
-        Stack(),
-        sharding_strategy=HYBRID,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        **_as_mesh(*mesh),
-    )
-    group = model._runtime.groups[0]
-    found = []
-    for letter in "snns":
-        for axis in (group.shard, group.replica):
-            axis.traffic.clear()
-        with model.no_sync() if letter == "n" else contextlib.nullcontext():
-            square(model, torch.ones(2, DIM)).backward()
-        counts = group.shard.traffic.counts + group.replica.traffic.counts
-        found.append(
-            {kind.name: number for kind, number in counts.items() if kind.name != "GATHER"}
-        )
-    return found
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
-def test_no_sync_reduces_neither_shards_nor_replicas(
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_step_sends_no_more_than_the_formula_says_and_no_sync_reduces_nothing(
     mesh: tuple[int, int],
 ) -> None:
-    reduced = {"REDUCE": 4, "REPLICATE": 4} if mesh[1] > 1 else {"REPLICATE": 4}
-    for found in run_ranks(mesh[0] * mesh[1], _sends_while_accumulating, mesh):
-        assert found == [reduced, {}, {}, reduced]
+    way = (_as_mesh, _as_groups, _node_by_node)[MESHES.index(mesh) % 3]
+    run_ranks(mesh[0] * mesh[1], _sends, mesh, way)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import DIM, Block, Named, Record, Reuse, Stack, TwoHeads, chain, frozen
-from tests.support.pairwise import each_value
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     assert_close,
     backward,
@@ -26,7 +26,6 @@ from tests.support.parity import (
     one_backward,
     square,
     train,
-    trains,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -156,28 +155,6 @@ class GivesContext(nn.Module):
         return out
 
 
-@both_forms
-@pytest.mark.parametrize("chained", [True, False])
-def test_a_unit_may_run_twice_in_one_forward(chained: bool, use_orig_params: bool) -> None:
-    run_ranks(2, trains, partial(Reuse, chained), use_orig_params=use_orig_params)
-
-
-@both_forms
-def test_a_unit_may_use_other_parameters_in_each_call(use_orig_params: bool) -> None:
-    run_ranks(2, trains, HalvesInTurn, (Halves, Block), use_orig_params=use_orig_params)
-
-
-@both_forms
-def test_a_unit_may_call_itself(use_orig_params: bool) -> None:
-    run_ranks(
-        2,
-        trains,
-        partial(chain, Recursive, Block),
-        (Recursive, Block),
-        use_orig_params=use_orig_params,
-    )
-
-
 def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
     return backward(square(m, x) + 2 * square(m, x * 0.5))
 
@@ -197,21 +174,6 @@ def _two_backwards_over_one_graph(m: nn.Module, x: Tensor) -> Tensor:
     return backward(loss)
 
 
-@each_value
-@both_strategies
-@pytest.mark.parametrize(
-    "step", [_two_forwards_one_backward, _two_forwards_two_backwards, _two_backwards_over_one_graph]
-)
-def test_forwards_and_backwards_need_not_come_in_pairs(
-    step: Any, strategy: ShardingStrategy
-) -> None:
-    run_ranks(2, trains, Stack, step=step, sharding_strategy=strategy)
-
-
-def test_a_second_forward_may_take_the_detached_output_of_the_first() -> None:
-    run_ranks(2, trains, Stack, step=_forward_on_the_detached_output)
-
-
 def _through_one_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x)[0].pow(2).mean())
 
@@ -222,60 +184,8 @@ def _through_outputs_in_turn(m: nn.Module, x: Tensor) -> Tensor:
     return backward(right.pow(2).mean())
 
 
-@each_value
-@both_forms
-@both_strategies
-@pytest.mark.parametrize("step", [_through_one_output, _through_outputs_in_turn])
-def test_backward_may_take_outputs_one_by_one(
-    step: Any, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2, trains, TwoHeads, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
-
-
-# -- what goes in and comes out
-
-
 def _square_of_a_nested_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x).value["extra"].first.pow(2).mean())
-
-
-@both_forms
-def test_tensors_are_found_in_nested_inputs_and_outputs(use_orig_params: bool) -> None:
-    run_ranks(
-        2,
-        trains,
-        NestedChain,
-        (NestedIO,),
-        step=_square_of_a_nested_output,
-        use_orig_params=use_orig_params,
-    )
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize(
-    ("build", "unit"),
-    [
-        (partial(Stack, 3, ChangesItsInput), ChangesItsInput),
-        (ChangesOutputs, Block),
-        (partial(chain, ChangesActivations, ChangesActivations), ChangesActivations),
-    ],
-    ids=["input", "output", "activation"],
-)
-def test_tensors_may_be_modified_in_place(
-    build: Any, unit: type[nn.Module], use_orig_params: bool
-) -> None:
-    run_ranks(2, trains, build, (unit,), use_orig_params=use_orig_params)
-
-
-@both_forms
-def test_a_tensor_may_come_in_by_an_attribute(use_orig_params: bool) -> None:
-    run_ranks(2, trains, GivesContext, (Block, TakesContext), use_orig_params=use_orig_params)
-
-
-# -- evaluation
 
 
 def _evaluates_between(mode: str, m: nn.Module, x: Tensor) -> Tensor:
@@ -285,13 +195,44 @@ def _evaluates_between(mode: str, m: nn.Module, x: Tensor) -> Tensor:
     return backward(loss)
 
 
-@each_value
+CASES: dict[str, tuple[Any, ...]] = {  # for train()
+    "a unit runs twice, on its own output": (partial(Reuse, True),),
+    "a unit runs twice, in parallel": (partial(Reuse, False),),
+    "a unit uses other parameters in each call": (HalvesInTurn, (Halves, Block)),
+    "a unit calls itself": (partial(chain, Recursive, Block), (Recursive, Block)),
+    "two forwards, one backward": (Stack, (Block,), _two_forwards_one_backward),
+    "two forwards, two backwards": (Stack, (Block,), _two_forwards_two_backwards),
+    "two backwards over one graph": (Stack, (Block,), _two_backwards_over_one_graph),
+    "forward on the detached output": (Stack, (Block,), _forward_on_the_detached_output),
+    "one of two outputs": (TwoHeads, (Block,), _through_one_output),
+    "outputs in turn": (TwoHeads, (Block,), _through_outputs_in_turn),
+    "nested inputs and outputs": (NestedChain, (NestedIO,), _square_of_a_nested_output),
+    "an input modified in place": (partial(Stack, 3, ChangesItsInput), (ChangesItsInput,)),
+    "outputs modified in place": (ChangesOutputs,),
+    "activations modified in place": (
+        partial(chain, ChangesActivations, ChangesActivations),
+        (ChangesActivations,),
+    ),
+    "a tensor by an attribute": (GivesContext, (Block, TakesContext)),
+    "no_grad before backward": (Stack, (Block,), partial(_evaluates_between, "no_grad")),
+    "inference before backward": (Stack, (Block,), partial(_evaluates_between, "inference_mode")),
+    "a forward before backward": (Stack, (Block,), partial(_evaluates_between, "grad")),
+}
+
+
+@pairwise
+@both_forms
 @both_strategies
-@pytest.mark.parametrize("mode", CONTEXTS)
-def test_evaluation_may_come_between_forward_and_backward(
-    mode: str, strategy: ShardingStrategy
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_however_units_are_called_training_equals_unsharded(
+    case: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    run_ranks(2, trains, Stack, step=partial(_evaluates_between, mode), sharding_strategy=strategy)
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    train(*CASES[case], **options)
+
+
+# -- evaluation
 
 
 @each_value
@@ -321,27 +262,13 @@ def test_evaluation_sees_new_weights_and_leaves_nothing(
     mode: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = train(Stack, num_steps=1, **options)
-    for seed in range(3):
-        pair.step(one_backward)
+    pair = make_pair(Stack, **options)
+    for seed in range(3):  # evaluation comes first
         x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
         with CONTEXTS[mode]():
             assert_close(pair.model(x), pair.plain(x), "evaluation")
         pair.assert_idle()
-
-
-def _begins_in_inference_mode(**options: Any) -> None:
-    pair = make_pair(Stack, **options)
-    with torch.inference_mode():
-        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(1))
-        assert_close(pair.model(x), pair.plain(x), "evaluation")
-    for _ in range(2):
         pair.step(one_backward)
-
-
-@both_forms
-def test_the_first_forward_may_be_in_inference_mode(use_orig_params: bool) -> None:
-    run_ranks(2, _begins_in_inference_mode, use_orig_params=use_orig_params)
 
 
 # -- several models

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
 from tests.support.models import DIM, WIDE, Stack, chain
-from tests.support.pairwise import each_value
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     backward,
     both_forms,
@@ -20,7 +20,6 @@ from tests.support.parity import (
     make_pair,
     one_backward,
     train,
-    trains,
     wide_vectors,
 )
 from tests.support.ranks import on_ranks, run_ranks
@@ -73,62 +72,58 @@ def _attributes_alone(m: nn.Module, x: Tensor) -> Tensor:
     return backward(sum(m[index].aux for index in range(3)))
 
 
-@each_value
-@both_forms
-@both_strategies
-@pytest.mark.parametrize("step", [_output_and_attribute, _attributes_alone])
-@pytest.mark.parametrize("kind", [LossAside, LossAsideFromNone])
-def test_a_loss_may_be_an_attribute_of_a_module(
-    kind: type[nn.Module], step: Any, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(2, trains, partial(chain, *[kind] * 3), (kind,), step, batch=wide_vectors, **options)
-
-
 def _losses_in_a_list(m: nn.Module, x: Tensor) -> Tensor:
     elsewhere.clear()
     m(x)
     return backward(sum(elsewhere))
 
 
+@pairwise
 @both_forms
+@both_strategies
+@pytest.mark.parametrize("step", [_output_and_attribute, _attributes_alone])
+@pytest.mark.parametrize("kind", [LossAside, LossAsideFromNone])
+@on_ranks(2)
+def test_a_loss_may_be_an_attribute_of_a_module(
+    kind: type[nn.Module], step: Any, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    train(partial(chain, *[kind] * 3), (kind,), step, batch=wide_vectors, **options)
+
+
+KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+
+
+@both_forms
+@on_ranks(2)
 def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: bool) -> None:
-    options = {
-        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-        "use_orig_params": use_orig_params,
-    }
-    build = partial(chain, *[LossElsewhere] * 3)
-    run_ranks(2, trains, build, (LossElsewhere,), _losses_in_a_list, batch=wide_vectors, **options)
-
-
-def _loses_a_loss(num_units: int, num_backwards: int, **options: Any) -> tuple[str, str]:
-    pair = make_pair(partial(chain, *[LossElsewhere] * num_units), (LossElsewhere,), **options)
-    try:
-        for _ in range(num_backwards):
-            _losses_in_a_list(pair.model, torch.randn(4, WIDE))
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    options = {**KEPT, "batch": wide_vectors, "use_orig_params": use_orig_params}
+    train(partial(chain, *[LossElsewhere] * 3), (LossElsewhere,), _losses_in_a_list, **options)
 
 
 @both_forms
-def test_a_loss_in_a_list_is_an_error_where_parameters_are_freed(use_orig_params: bool) -> None:
-    for _, message in run_ranks(2, _loses_a_loss, 3, 1, use_orig_params=use_orig_params):
-        assert "storage of size 0" in message
-
-
-@both_forms
-def test_gradients_that_come_past_every_hook_are_an_error_that_names_the_unit(
+@pytest.mark.parametrize(
+    ("num_units", "num_backwards", "options", "error", "facts"),
+    [
+        (3, 1, {}, RuntimeError, ["storage of size 0"]),  # of freed parameters
+        (1, 2, KEPT, StateError, ["unit '0'", "never reduced"]),  # gradients pass every hook
+    ],
+)
+@on_ranks(2)
+def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
+    num_units: int,
+    num_backwards: int,
+    options: dict[str, Any],
+    error: type[Exception],
+    facts: list[str],
     use_orig_params: bool,
 ) -> None:
-    options = {
-        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-        "use_orig_params": use_orig_params,
-    }
-    for kind, message in run_ranks(2, _loses_a_loss, 1, 2, **options):
-        assert kind == StateError.__name__
-        assert "unit '0'" in message
-        assert "never reduced" in message
+    build = partial(chain, *[LossElsewhere] * num_units)
+    model = make_pair(build, (LossElsewhere,), use_orig_params=use_orig_params, **options).model
+    with pytest.raises(error) as caught:
+        for _ in range(num_backwards):
+            _losses_in_a_list(model, torch.randn(4, WIDE))
+    assert all(fact in str(caught.value) for fact in facts)
 
 
 # -- freed parameters

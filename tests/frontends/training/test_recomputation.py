@@ -3,6 +3,7 @@ around the whole model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.support.models import (
     saves_everything,
     saves_products,
 )
-from tests.support.pairwise import each_value, pairwise
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     backward,
     both_forms,
@@ -41,10 +42,7 @@ from tests.support.parity import (
     square,
     train,
 )
-from tests.support.ranks import on_ranks, run_ranks
-
-both_kinds = pytest.mark.parametrize("reentrant", [False, True])
-early_or_not = pytest.mark.parametrize("early_stop", [False, True])
+from tests.support.ranks import on_ranks
 
 
 def saves_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -56,13 +54,8 @@ class DropsAnOutput(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.stem, self.a, self.b, self.c, self.reentrant = (
-            Block(),
-            Block(),
-            Block(),
-            Block(),
-            reentrant,
-        )
+        self.stem, self.a, self.b, self.c = (Block() for _ in range(4))
+        self.reentrant = reentrant
 
     def _region(self, x: Tensor) -> tuple[Tensor, Tensor]:
         a = self.a(x)
@@ -84,92 +77,38 @@ class RecomputesTwice(nn.Module):
         return checkpoint(self.a, x, use_reentrant=self.reentrant)
 
 
-def _trains(*args: Any, early_stop: bool = True, num_steps: int = 2, **kwargs: Any) -> None:
-    with set_checkpoint_early_stop(early_stop):
-        train(*args, num_steps=num_steps, **kwargs)
-
-
-@each_value
-@both_forms
-@early_or_not
-@both_kinds
-def test_a_checkpoint_may_be_inside_of_a_unit(
-    reentrant: bool, early_stop: bool, use_orig_params: bool
-) -> None:
-    build = partial(Stack, 3, partial(Recomputed, reentrant))
-    run_ranks(
-        2, _trains, build, (Recomputed,), early_stop=early_stop, use_orig_params=use_orig_params
-    )
-
-
-@each_value
-@both_forms
-@early_or_not
-@both_kinds
-@pytest.mark.parametrize("span", [1, 2])
-def test_a_checkpoint_may_be_around_one_or_several_units(
-    span: int, reentrant: bool, early_stop: bool, use_orig_params: bool
-) -> None:
-    build = partial(RecomputesBlocks, Block, reentrant, span)
-    run_ranks(2, _trains, build, early_stop=early_stop, use_orig_params=use_orig_params)
-
-
-@each_value
-@both_forms
-@both_kinds
-def test_a_checkpoint_may_be_around_units_with_units_inside(
-    reentrant: bool, use_orig_params: bool
-) -> None:
-    build = partial(RecomputesBlocks, Outer, reentrant, 2)
-    run_ranks(2, _trains, build, (Outer, Inner), use_orig_params=use_orig_params)
-
-
-@each_value
-@both_forms
-@both_kinds
-def test_checkpoints_may_be_inside_and_around(reentrant: bool, use_orig_params: bool) -> None:
-    build = partial(RecomputesBlocks, partial(Recomputed, reentrant), reentrant)
-    run_ranks(2, _trains, build, (Recomputed,), use_orig_params=use_orig_params)
-
-
-@each_value
-@both_forms
-@early_or_not
-@both_kinds
-def test_an_output_of_a_checkpoint_may_be_dropped(
-    reentrant: bool, early_stop: bool, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        _trains,
-        partial(DropsAnOutput, reentrant),
-        early_stop=early_stop,
-        use_orig_params=use_orig_params,
-    )
-
-
-@each_value
-@both_forms
-@both_kinds
-def test_a_unit_may_be_in_two_checkpoints(reentrant: bool, use_orig_params: bool) -> None:
-    run_ranks(2, _trains, partial(RecomputesTwice, reentrant), use_orig_params=use_orig_params)
-
-
 def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor) -> Tensor:
     return backward(checkpoint(lambda x: square(m, x), x.requires_grad_(), use_reentrant=reentrant))
 
 
-@each_value
+CASES: dict[str, Callable[[bool], tuple[Any, ...]]] = {  # reentrant -> arguments for train()
+    "inside of units": lambda r: (partial(Stack, 3, partial(Recomputed, r)), (Recomputed,)),
+    "around one unit": lambda r: (partial(RecomputesBlocks, Block, r, 1),),
+    "around several units": lambda r: (partial(RecomputesBlocks, Block, r, 2),),
+    "around units in units": lambda r: (partial(RecomputesBlocks, Outer, r, 2), (Outer, Inner)),
+    "inside and around": lambda r: (
+        partial(RecomputesBlocks, partial(Recomputed, r), r),
+        (Recomputed,),
+    ),
+    "an output dropped": lambda r: (partial(DropsAnOutput, r),),
+    "a unit in two checkpoints": lambda r: (partial(RecomputesTwice, r),),
+    "around the root": lambda r: (Stack, (Block,), partial(_recomputes_everything, r)),
+}
+
+
+@pairwise
+@both_forms
 @both_strategies
-@both_kinds
-def test_a_checkpoint_may_be_around_the_root(reentrant: bool, strategy: ShardingStrategy) -> None:
-    run_ranks(
-        2,
-        _trains,
-        Stack,
-        step=partial(_recomputes_everything, reentrant),
-        sharding_strategy=strategy,
-    )
+@pytest.mark.parametrize("early_stop", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_wherever_activations_are_recomputed_training_equals_unsharded(
+    case: str, reentrant: bool, early_stop: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    with set_checkpoint_early_stop(early_stop):
+        train(*CASES[case](reentrant), **options)
 
 
 @both_forms
@@ -208,6 +147,7 @@ def _counts_products(
 @both_strategies
 @pytest.mark.parametrize("policy", [saves_products, saves_everything, saves_nothing])
 @pytest.mark.parametrize("where", ["inside", "around one", "around two", "around the root"])
+@on_ranks(2)
 def test_a_checkpoint_saves_what_its_policy_says(
     where: str, policy: Any, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
@@ -219,21 +159,13 @@ def test_a_checkpoint_saves_what_its_policy_says(
         "around two": (partial(RecomputesBlocks, Block, False, 2, **how), 6),
         "around the root": (Stack, 8),
     }[where]
-    step = partial(
-        _counts_products,
-        recomputed if policy is saves_nothing else 0,
-        how if where == "around the root" else None,
-    )
-    run_ranks(
-        2,
-        _trains,
-        build,
-        (Block,),
-        step=step,
-        num_steps=3,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
+    expected = recomputed if policy is saves_nothing else 0
+    step = partial(_counts_products, expected, how if where == "around the root" else None)
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    train(build, step=step, num_steps=3, **options)
+
+
+# -- mixed precision
 
 
 # -- mixed precision
@@ -252,32 +184,22 @@ def _gradients_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any
     return [*losses, *(p.grad for p in pair.model.parameters() if p.grad is not None)]
 
 
-def _computes_the_same_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any) -> None:
-    expected = _gradients_in_bf16(partial(Stack, 4), None, **options)
-    found = _gradients_in_bf16(build, around, **options)
-    assert all(map(torch.equal, found, expected))
-    assert len(found) == len(expected)
-
-
 @pairwise
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
 @pytest.mark.parametrize("where", ["around blocks", "around the root"])
+@on_ranks(2)
 def test_a_recomputation_casts_its_inputs_as_the_forward_did(
     where: str, kind: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     reentrant = kind == "reentrant"
     how = _selective(saves_products) if kind == "selective" else {}
+    build, around = partial(RecomputesBlocks, Block, reentrant, **how), None
     if where == "around the root":
         build, around = partial(Stack, 4), {"use_reentrant": reentrant, **how}
-    else:
-        build, around = partial(RecomputesBlocks, Block, reentrant, **how), None
-    run_ranks(
-        2,
-        _computes_the_same_in_bf16,
-        build,
-        around,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    expected = _gradients_in_bf16(partial(Stack, 4), None, **options)
+    found = _gradients_in_bf16(build, around, **options)
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected)

@@ -34,16 +34,11 @@ from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
 from tests.support.pairwise import each_value, pairs
-from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded, square
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
 NESTED = partial(Stack, 2, Outer)  # two Outers of two Inners each, in a root
 
@@ -55,15 +50,6 @@ def _two_copies(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
 def _train(pair: Pair, num_steps: int = 2) -> Pair:
     for _ in range(num_steps):
         pair.step()
-    return pair
-
-
-def _train_alone(pair: Pair, num_steps: int = 2) -> Pair:
-    """Train the sharded copy as ``_train`` does, and compare nothing."""
-    for _ in range(num_steps):
-        square(pair.model, pair.batches()[pair.rank]).backward()
-        pair.optim.step()
-        pair.optim.zero_grad()
     return pair
 
 
@@ -89,7 +75,21 @@ def _answers(answers: dict[type[nn.Module], Any], module: nn.Module) -> bool | d
     return answers.get(type(module), False)
 
 
-def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -> None:
+IN_HYBRID = list(itertools.product((HYBRID, HYBRID_ZERO2), (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "nested"),
+    [
+        (2, list(itertools.product(ShardingStrategy, repeat=2))),
+        (4, IN_HYBRID + [(inner, outer) for outer, inner in IN_HYBRID]),
+    ],
+    ids=["all", "hybrid"],
+)
+@on_ranks("num_ranks")
+def test_every_strategy_nested_in_every_other_trains_as_unsharded(
+    num_ranks: int, nested: list[tuple[ShardingStrategy, ShardingStrategy]]
+) -> None:
     """Units of one strategy nested in units of another: two combinations in a model, one by policy
     and one by hand."""
     options = _options()
@@ -109,19 +109,6 @@ def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -
         got = [unit.sharding_strategy for unit in FSDP.fsdp_modules(model)]
         assert got == [root, *[s for outer, inner in by_block for s in (outer, inner, inner)]]
         _train(Pair(plain, model))
-
-
-def test_every_strategy_nested_in_every_other_trains_as_unsharded() -> None:
-    run_ranks(2, _nests_strategies, list(itertools.product(ShardingStrategy, repeat=2)))
-
-
-def test_hybrid_units_train_nested_in_others_and_around_others() -> None:
-    hybrid, others = (HYBRID, HYBRID_ZERO2), (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
-    run_ranks(
-        4,
-        _nests_strategies,
-        [*itertools.product(hybrid, others), *itertools.product(others, hybrid)],
-    )
 
 
 # -- original parameters in some units
@@ -198,29 +185,13 @@ def test_every_unit_computes_in_the_dtype_it_was_given(
     for _ in range(2):
         pair.step()
         assert [unit.seen for unit in model.module] == [(dtype, dtype) for dtype in DTYPES]
-        assert [unit.mixed_precision.param_dtype for unit in FSDP.fsdp_modules(model)] == [
-            None,
-            *DTYPES,
-        ]
+        units = FSDP.fsdp_modules(model)
+        assert [unit.mixed_precision.param_dtype for unit in units] == [None, *DTYPES]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-class Normed(nn.Module):
-    """Batch norms between linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(DIM, DIM),
-            nn.BatchNorm1d(DIM),
-            nn.Tanh(),
-            nn.Linear(DIM, DIM),
-            nn.BatchNorm1d(DIM),
-        )
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))
+LINEAR, NORM = partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM)
+NORMED = partial(chain, LINEAR, NORM, nn.Tanh, LINEAR, NORM, partial(nn.Linear, DIM, 3))
 
 
 DIFFERENT = partial(chain, Block, Inner, Block, Inner, partial(nn.Linear, DIM, 3))
@@ -253,7 +224,7 @@ def test_units_with_different_settings_are_bit_equal_to_torch(
             "policy": lambda library: library.wrap.CustomPolicy(partial(_low_in_some, library)),
         },
         "batch norms": {
-            "build": Normed,
+            "build": NORMED,
             "units": {nn.Linear},
             "precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
         },
@@ -263,63 +234,48 @@ def test_units_with_different_settings_are_bit_equal_to_torch(
 
 # -- prefetching, which changes the timing and never the values
 
-
-def _prefetches_in_every_way(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    first: dict[str, Any] = {}
-    meshed = _options()[strategy]
-    for backward, forward, limit in pairs((*BackwardPrefetch, None), (False, True), (False, True)):
-        plain, model = _two_copies(NESTED)
-        options = {
-            "backward_prefetch": backward,
-            "forward_prefetch": forward,
-            "limit_all_gathers": limit,
-            **meshed,
-        }
-        policy = ModuleWrapPolicy({Outer, Inner})
-        pair = Pair(
-            plain, FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
-        )
-        if first:
-            _train_alone(pair)
-        else:
-            _train(pair)
-            first = _state(pair)
-        assert _state(pair) == first, f"{options} gives other bits"
+PREFETCHING: dict[str, Any] = {
+    "backward_prefetch": (*BackwardPrefetch, None),
+    "forward_prefetch": (False, True),
+    "limit_all_gathers": (False, True),
+}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "use_orig_params"),
-    sample([(FULL_SHARD, True), (SHARD_GRAD_OP, False), (HYBRID, True)], 0, 1),
+    ("num_ranks", "strategy", "use_orig_params"),
+    sample([(2, FULL_SHARD, True), (2, SHARD_GRAD_OP, False), (4, HYBRID, True)], 0, 1),
 )
+@on_ranks("num_ranks")
 def test_every_way_to_prefetch_gives_the_same_bits(
-    strategy: ShardingStrategy, use_orig_params: bool
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    run_ranks(4 if strategy is HYBRID else 2, _prefetches_in_every_way, strategy, use_orig_params)
+    states, meshed = [], _options()[strategy]
+    for prefetching in pairs(*PREFETCHING.values()):
+        model = FSDP(
+            seeded(NESTED),
+            auto_wrap_policy=ModuleWrapPolicy({Outer, Inner}),
+            use_orig_params=use_orig_params,
+            **dict(zip(PREFETCHING, prefetching, strict=True)),
+            **meshed,
+        )
+        states.append(_state(_train(Pair(seeded(NESTED), model))))
+        assert states[-1] == states[0], f"{prefetching} gives other bits"
 
 
 @on_ranks(2)
 def test_units_with_different_prefetching_train_as_unsharded() -> None:
     """The root's setting applies to all units."""
-    settings = itertools.cycle(
-        itertools.product((*BackwardPrefetch, None), (False, True), (False, True))
-    )
+    settings = itertools.cycle(itertools.product(*PREFETCHING.values()))
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         if not isinstance(module, (Outer, Inner)):
             return False
-        return dict(
-            zip(
-                ("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
-                next(settings),
-                strict=True,
-            )
-        )
+        return dict(zip(PREFETCHING, next(settings), strict=True))
 
     for root in (*BackwardPrefetch, None):
         plain, model = _two_copies(NESTED)
-        _train(
-            Pair(plain, FSDP(model, auto_wrap_policy=CustomPolicy(choose), backward_prefetch=root))
-        )
+        policy = CustomPolicy(choose)
+        _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, backward_prefetch=root)))
 
 
 # -- the ranks
@@ -328,14 +284,13 @@ def test_units_with_different_prefetching_train_as_unsharded() -> None:
 @original_form
 @on_ranks(3)
 def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    larger = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "other"))
+    larger = init_device_mesh("cpu", (3, 1), mesh_dim_names=("data", "other"))
     first: dict[str, Any] = {}
     ways: list[dict[str, Any]] = [
         {},
         {"process_group": dist.group.WORLD},
         {"process_group": dist.new_group()},
-        {"device_mesh": mesh},
+        {"device_mesh": init_device_mesh("cpu", (3,))},
         {"device_mesh": larger["data"]},
     ]
     for strategy in (FULL_SHARD, NO_SHARD):
@@ -343,15 +298,9 @@ def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) ->
         for ranks in ways[(strategy is NO_SHARD) ^ use_orig_params :: 2]:
             plain, model = _two_copies(Stack)
             options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            pair = _train(
-                Pair(
-                    plain,
-                    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options, **ranks),
-                )
-            )
-            assert dist.get_process_group_ranks(pair.model.process_group) == list(
-                range(dist.get_world_size())
-            )
+            policy = ModuleWrapPolicy({Block})
+            pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, **options, **ranks)))
+            assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1, 2]
             first = first or _state(pair)
             assert strategy is NO_SHARD or _state(pair) == first
 
@@ -410,47 +359,6 @@ def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
         )
         assert [unit.mixed_precision for unit in units] == [own, *[own, inner, inner] * 2]
         _train(Pair(plain, model))
-
-
-def _is_outer_or_inner(module: nn.Module) -> bool:
-    return isinstance(module, (Outer, Inner))
-
-
-def _policies(library: Any) -> dict[str, Any]:
-    """Return policies from ``library``: our wrap module or torch's."""
-    by_lambda = partial(library.lambda_auto_wrap_policy, lambda_fn=_is_outer_or_inner)
-    return {
-        "classes": library.ModuleWrapPolicy({Outer, Inner}),
-        "custom": library.CustomPolicy(_is_outer_or_inner),
-        "transformer": partial(
-            library.transformer_auto_wrap_policy, transformer_layer_cls={Outer, Inner}
-        ),
-        "lambda": by_lambda,
-        "size": partial(library.size_based_auto_wrap_policy, min_num_params=300),
-        "either": partial(
-            library._or_policy,
-            policies=[by_lambda, partial(library.size_based_auto_wrap_policy, min_num_params=300)],
-        ),
-        "always": library.always_wrap_policy,
-    }
-
-
-@on_ranks(2)
-def test_torch_policies_wrap_the_same_modules() -> None:
-    for (name, ours), theirs in zip(
-        _policies(fsdp_compat.wrap).items(), _policies(torch_wrap).values(), strict=True
-    ):
-        _, expected = _two_copies(NESTED)
-        wanted = [
-            path
-            for path, m in FSDP(expected, auto_wrap_policy=ours).named_modules()
-            if isinstance(m, FSDP)
-        ]
-        plain, model = _two_copies(NESTED)
-        pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=theirs)), 1)
-        got = [path for path, m in pair.model.named_modules() if isinstance(m, FSDP)]
-        assert got == wanted, name
-        assert len(got) > 1, name
 
 
 @on_ranks(2)
