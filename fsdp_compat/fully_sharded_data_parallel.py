@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,8 +75,9 @@ class FullyShardedDataParallel(ClientAttributes):
         sharding_strategy: default FULL_SHARD.
         cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and optimizer
             state on the CPU. Copies are made even if the CPU is also the compute device.
-        auto_wrap_policy: selects the submodules that become units of their own, see
-            ``fsdp_compat.wrap``; default: none.
+        auto_wrap_policy: selects the submodules that become units of their own: a policy, see
+            ``fsdp_compat.wrap``; "auto" for the blocks that the model repeats, such as its
+            transformer layers; or one or more class names. Default: none.
         backward_prefetch: when backward gathers the next unit. None uses the least memory and also
             turns off prefetching in forward.
         mixed_precision: dtypes for computing with parameters and for reducing gradients; shards
@@ -125,7 +126,12 @@ class FullyShardedDataParallel(ClientAttributes):
         | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
+        auto_wrap_policy: Callable[..., Any]
+        | ModuleWrapPolicy
+        | CustomPolicy
+        | str
+        | Collection[str]
+        | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,

@@ -31,6 +31,7 @@ from ...wrap import (
     modules_chosen_by,
     places_of,
 )
+from .blocks import policy_of, warn_of_large_unit
 from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .refusals import (
     refuse_ignored_units,
@@ -66,6 +67,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     cannot be wrapped.
     """
     refuse_module(module)
+    policy = policy_of(policy, module)
     kwargs = {
         **kwargs,
         "mixed_precision": as_ours(kwargs["mixed_precision"], MixedPrecision, "mixed_precision"),
@@ -102,6 +104,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     taken = {below for child in closed for below in child.modules()}
     owned = assign_owners(module, units, settings.ignored_parameters, closed)
     _warn_of_containers(unit for unit, params in owned.items() if params)
+    warn_of_large_unit({unit: [each.parameter for each in its] for unit, its in owned.items()})
     # A policy that chooses the root may well choose nothing in it.
     is_chosen = isinstance(module, tuple(getattr(policy, "_module_classes", ())))
     if policy is not None and not (chosen or wrappers or is_chosen):
@@ -410,8 +413,8 @@ def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
         fix = f"pass ModuleWrapPolicy({as_set_of_classes(policy)})"
     return UsageError.of(
         "auto_wrap_policy is not a policy.",
-        expected="a ModuleWrapPolicy, a CustomPolicy, or a function (module, recurse, "
-        "nonwrapped_numel) -> bool",
+        expected='"auto", class names, a ModuleWrapPolicy, a CustomPolicy, or a function '
+        "(module, recurse, nonwrapped_numel) -> bool",
         got=f"{policy!r} of type {type(policy).__name__}",
         where=f"wrapping a {type(root).__name__}",
         fix=fix,

@@ -447,7 +447,7 @@ shard() -> by_wrap(m.layers[0]) | wrapped model
 
 POLICIES = """
 FSDP(m, auto_wrap_policy=3) | auto_wrap_policy; 3
-FSDP(m, auto_wrap_policy="Layer") | auto_wrap_policy; 'Layer'
+FSDP(m, auto_wrap_policy="Lager") | 'Lager'; nearest names, Layer
 FSDP(m, auto_wrap_policy=ModuleWrapPolicy) | ModuleWrapPolicy(...)
 FSDP(m, auto_wrap_policy=Layer) | ModuleWrapPolicy({Layer})
 FSDP(m, auto_wrap_policy={nn.Linear}) | ModuleWrapPolicy({Linear})
