@@ -175,8 +175,9 @@ def _bad_calls(pair: Pair) -> Iterator[Case]:
     for name in ("forward", "backward"):
         setter = getattr(block, f"set_modules_to_{name}_prefetch")
         yield f"{name} prefetch", ValueError, lambda s=setter: s([model.blocks[1], model.stem])
-    yield "buffers", ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0)
-    yield "bool buffers", TypeError, lambda: model.set_reduce_scatter_max_input_buffers(True)
+    for num, kind in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)):
+        set_num = functools.partial(model.set_reduce_scatter_max_input_buffers, num)
+        yield f"{num} buffers", kind, set_num
     yield "method", ValueError, lambda: api.register_fsdp_forward_method(model, "generate")
     yield "shared", ValueError, lambda: api.share_comm_ctx([model, _Wide()])
     state = model.state_dict()
@@ -204,6 +205,9 @@ def _more_bad_calls(pair: Pair) -> Iterator[Case]:
             FsdpCompatError,
             lambda f=factor: model.set_gradient_divide_factor(f),
         )
+    for name in ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"):
+        arguments = (True,) if "allocate" in name else ()
+        yield name, api.StateError, functools.partial(getattr(model, name), *arguments)
     yield "hook", FsdpCompatError, lambda: model.set_all_reduce_hook("sum")
     yield "all-gather", FsdpCompatError, lambda: model.set_custom_all_gather(lambda: None)
     yield "reduce-scatter", FsdpCompatError, lambda: model.set_custom_reduce_scatter(None)

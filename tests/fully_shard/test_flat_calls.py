@@ -27,8 +27,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.fully_sharded import TORCH, api, is_sharded, shard_all
-from tests.support.models import DIM, Block
+from tests.support.fully_sharded import TORCH, Odd, api, batch_of, is_sharded, shard_all, take_steps
+from tests.support.models import Block
 from tests.support.parity import assert_same_values, reshard, square, whole, whole_gradients
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
@@ -39,25 +39,6 @@ pytestmark = [
     pytest.mark.skipif(api is TORCH, reason="torch takes such models for unsharded ones"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-
-
-class Model(nn.Module):
-    """Sizes that no number of ranks divides, a parameter without a part on most ranks, a tie."""
-
-    count: Tensor
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.stem, self.blocks = nn.Linear(DIM, DIM), nn.Sequential(Block(), Block())
-        self.few, self.head = nn.Parameter(torch.randn(1)), nn.Linear(DIM, 5)
-        self.again = nn.Linear(DIM, 5)
-        self.again.weight = self.head.weight
-        self.register_buffer("count", torch.randint(99, (2,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.stem(x)) * self.few
-        return self.head(x) + self.again(x).tanh()
 
 
 def _second_dim(parameter: nn.Parameter) -> Shard:
@@ -86,7 +67,7 @@ def _sharded(kind: str, model: Any) -> Any:
 
 
 def _built(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    model = Model(seed)
+    model = Odd(seed)
     if kind in ("mixed", "untied"):
         model.again.weight = nn.Parameter(model.again.weight.detach().clone())
     model = _sharded(kind, model)
@@ -97,15 +78,8 @@ def _built(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
 def _trained(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """Return a model and an optimizer after two steps with the same batch on every rank."""
     model, optim = _built(kind, seed)
-    for step in range(2):
-        square(model, _batch(step)).backward()
-        optim.step()
-        optim.zero_grad()
+    take_steps(model, optim, 0, 1)
     return model, optim
-
-
-def _batch(step: int) -> Tensor:
-    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
 
 
 def _flattened(optim_state: dict[str, Any]) -> dict[str, Any]:
@@ -175,10 +149,8 @@ def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int
         if kind != "mixed":  # DTensors have state on every rank
             assert all(other_optim.state.get(p) for p in other.parameters())
         _require(kind, other, other_optim, seed=1)
-        for each, its in ((model, optim), (other, other_optim)):
-            square(each, _batch(9)).backward()
-            its.step()
-            its.zero_grad()
+        take_steps(model, optim, 9)
+        take_steps(other, other_optim, 9)
         with FSDP.state_dict_type(model, FULL), FSDP.state_dict_type(other, FULL):
             assert_same_values(other.state_dict(), model.state_dict(), "state after a step")
 
@@ -229,7 +201,7 @@ def test_the_state_dict_type_is_kept_and_followed() -> None:
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     before = FSDP.set_state_dict_type(model, FULL, config)
     assert before.state_dict_type is SHARDED
-    assert list(model.state_dict()) == (list(Model(1).state_dict()) if dist.get_rank() == 0 else [])
+    assert list(model.state_dict()) == (list(Odd(1).state_dict()) if dist.get_rank() == 0 else [])
     model.to(torch.float64)  # the units are made anew
     assert FSDP.get_state_dict_type(model).state_dict_config == config
     FSDP.set_state_dict_type(model, FULL)
@@ -267,12 +239,12 @@ def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) 
     model, _ = _trained(kind, seed=1)
     plain, _ = _trained("untied" if kind == "mixed" else "plain", seed=1)
     for each in (model, plain):
-        square(each, _batch(5)).backward()
+        square(each, batch_of(5)).backward()
     with FSDP.summon_full_params(model, with_grads=True):
         assert not any(isinstance(p, DTensor) for p in model.parameters())
         assert_same_values(_parameters(model), _parameters(plain), "value")
         assert_same_values(_gradients(model), _gradients(plain), "gradient")
-        assert_same_values({"": model(_batch(6))}, {"": plain(_batch(6))}, "output")
+        assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
         assert_same_values(dict(model.state_dict()), dict(plain.state_dict()), "state")
         with torch.no_grad():
             for each in (*model.parameters(), *plain.parameters()):
@@ -280,7 +252,7 @@ def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) 
                 assert each.grad is not None
                 each.grad.mul_(2.0)
     assert any(isinstance(p, DTensor) for p in model.parameters())
-    assert_same_values({"": model(_batch(6))}, {"": plain(_batch(6))}, "output")
+    assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
     reshard(model)
     if kind != "mixed":
         assert_same_values(_gradients(model), _gradients(plain), "gradient")
@@ -315,6 +287,5 @@ def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
         FSDP.optim_state_dict(mixed, its)
     with pytest.raises(UsageError):  # one inside the other
         FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    for each, its_optim in ((model, optim), (mixed, its)):
-        square(each, _batch(1)).backward()
-        its_optim.step()
+    take_steps(model, optim, 1)
+    take_steps(mixed, its, 1)

@@ -64,7 +64,7 @@ class Run:
         kinds: list[bool | int | None] = [True, False, None] + ([2] if ranks == 4 else [])
         if self.rng.random() < 0.3:
             parts = [model.parts[n] for n in self.rng.sample(range(8), 2)]
-            self._note("list")
+            self.drawn.append("list")
             api.fully_shard(parts, reshard_after_forward=self.rng.choice([True, False]), **options)
         done = {child for part in sharded_modules(model) for child in part.modules()}
         for name, module in reversed(list(model.named_modules())):
@@ -72,12 +72,9 @@ class Run:
                 continue
             if isinstance(module, Part | Block) or _is_called(model, name):
                 kind = self.rng.choice(kinds)
-                self._note(f"{name}: {kind}")
+                self.drawn.append(f"{name}: {kind}")
                 api.fully_shard(module, reshard_after_forward=kind, **options)
         return api.fully_shard(model, reshard_after_forward=self.rng.choice(kinds), **options)
-
-    def _note(self, what: str) -> None:
-        self.drawn.append(what)
 
     # -- steps
 
@@ -102,18 +99,14 @@ class Run:
             events.remove(self._update_between_evaluations)
         for _ in range(NUM_STEPS):
             for event in self.rng.sample(events, 2):
-                self._note(event.__name__)
+                self.drawn.append(event.__name__)
                 event()
             seed = self.rng.randrange(10**6)
-            self._note(f"step {seed}")
+            self.drawn.append(f"step {seed}")
             self.pair.step(functools.partial(random_step, seed))
 
     def _both(self) -> tuple[nn.Module, nn.Module]:
         return self.pair.plain, self.model
-
-    def _forget_gradients(self) -> None:
-        for model in self._both():
-            model.zero_grad()
 
     def _nothing(self) -> None:
         pass
@@ -133,13 +126,12 @@ class Run:
         for wanted, got in zip(*outputs, strict=True):
             assert_close(got, wanted, "output in evaluation")
 
-    def _evaluate(self) -> None:
-        with torch.no_grad():
+    def _evaluate(self, context: Any = torch.no_grad) -> None:
+        with context():
             self._outputs()
 
     def _evaluate_in_inference_mode(self) -> None:
-        with torch.inference_mode():
-            self._outputs()
+        self._evaluate(torch.inference_mode)
 
     def _fail_in_forward(self) -> None:
         modules = [m for m in self.model.modules() if isinstance(m, nn.Linear | Block)]
@@ -161,7 +153,8 @@ class Run:
         handle.remove()
         self.model.set_requires_gradient_sync(True)
         self.model.reset_iter_state()
-        self._forget_gradients()
+        for model in self._both():
+            model.zero_grad()
 
     def _accumulate(self) -> None:
         """Backward without sync; the step that follows reduces the sum."""
@@ -188,11 +181,9 @@ class Run:
 
     def _update_between_evaluations(self) -> None:
         """Kept parameters are gathered again when they have changed."""
-        with torch.no_grad():
-            self._outputs()
+        self._evaluate()
         self._change(0.9)
-        with torch.no_grad():
-            self._outputs()
+        self._evaluate()
 
     def _change(self, factor: float) -> None:
         """Change some parameters in place."""
@@ -252,12 +243,12 @@ def _loss(model: nn.Module, x: Tensor, seed: int) -> Tensor:
     return first + second
 
 
-def _adamw_foreach(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-2, eps=1e-2, foreach=True)
+def _adamw(parameters: Any, **how: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2, eps=1e-2, **how)
 
 
-def _adamw_fused(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-2, eps=1e-2, fused=True)
+_adamw_foreach = functools.partial(_adamw, foreach=True)
+_adamw_fused = functools.partial(_adamw, fused=True)
 
 
 def runs_programs(first: int, num: int, shape: tuple[int, ...]) -> None:
@@ -432,8 +423,11 @@ def test_training_goes_on_after_an_exception(
 # -- what torch's FSDP2 cannot do
 
 
+only_ours = pytest.mark.skipif(api.name == "torch", reason="torch refuses it, or what follows")
+
+
 class _Scalars(nn.Module):
-    """Parameters of two dtypes, without elements, and of 0 dimensions, in one group."""
+    """Parameters of two dtypes, without elements, and turned, in one group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +441,7 @@ class _Scalars(nn.Module):
         return (x @ self.turned).tanh()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch refuses these")
+@only_ours
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
 def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
@@ -456,7 +450,7 @@ def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
         pair.step()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch has freed the parameters by then")
+@only_ours
 @on_ranks(2)
 def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
     pair = pair_of(Stack)
@@ -472,46 +466,26 @@ def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
     pair.step()
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch refuses the root afterwards")
+@only_ours
 @on_ranks(2)
-def test_an_inner_module_may_run_before_the_root() -> None:
+def test_an_inner_module_may_run_before_the_root_and_training_may_follow_inference() -> None:
     pair = pair_of(Stack)
     x = vectors(torch.Generator().manual_seed(5))
     assert_close(pair.model.blocks[1](x), pair.plain.blocks[1](x), "output")
     pair.step()
-    pair.step()
-
-
-@pytest.mark.skipif(api.name == "torch", reason="torch cannot train afterwards")
-@on_ranks(2)
-def test_training_may_follow_inference() -> None:
     pair = pair_of(Stack)
     with torch.inference_mode():
         pair.compare_outputs()
     pair.step()
-    assert dist.get_world_size() == 2
 
 
-@pytest.mark.skipif(api.name == "torch", reason="torch wants one root")
+@only_ours
 @on_ranks(2)
 def test_a_list_may_be_the_root() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Block(), Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
     def shard(model: Any) -> Any:
-        api.fully_shard([model.a, model.b])
+        api.fully_shard([*model])
         return model
 
-    pair = pair_of(Two, shard)
+    pair = pair_of(lambda: nn.Sequential(Block(), Block()), shard)
     for _ in range(2):
         pair.step()
-
-
-@on_ranks(1)
-def test_shard_all_reaches_every_block() -> None:
-    assert len(sharded_modules(shard_all(Stack()))) == 4

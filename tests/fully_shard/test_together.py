@@ -15,7 +15,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -40,10 +40,11 @@ from tests.support.parity import (
     assert_same_values,
     backward,
     one_backward,
+    seeded,
     whole,
     whole_parameters,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import at_most, sample
 
 BF16 = torch.bfloat16
@@ -101,13 +102,30 @@ def test_both_front_ends_train_in_one_model_and_one_process() -> None:
 # -- gradients
 
 
-def _clips(shape: tuple[int, ...], kind: float, foreach: bool) -> None:
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    pair = pair_of(Stack, partial_shard(mesh=mesh))
+def _data_mesh(shape: tuple[int, ...], *more: str) -> DeviceMesh:
+    """more: the names of dimensions after those of data parallelism."""
+    names = ("replicate", "shard", *more)[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "kind", "foreach"),
+    [
+        (2, (2,), 2.0, True),
+        (3, (3,), 2.0, False),
+        (2, (2,), math.inf, True),
+        (4, (2, 2), 2.0, True),
+    ],
+    ids=str,
+)
+@on_ranks("ranks")
+def test_clip_grad_norm_gives_the_norm_of_the_unsharded_model(
+    ranks: int, shape: tuple[int, ...], kind: float, foreach: bool
+) -> None:
+    pair = pair_of(Stack, partial_shard(mesh=_data_mesh(shape)))
+    clip = partial(torch.nn.utils.clip_grad_norm_, norm_type=kind, foreach=foreach)
     for _ in range(2):
         pair.backwards()
-        clip = partial(torch.nn.utils.clip_grad_norm_, norm_type=kind, foreach=foreach)
         expected = clip(pair.plain.parameters(), 0.01)
         assert expected > 0.01
         norm = clip(pair.model.parameters(), 0.01)
@@ -116,22 +134,11 @@ def _clips(shape: tuple[int, ...], kind: float, foreach: bool) -> None:
         pair.update()
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "foreach"),
-    [((2,), 2.0, True), ((3,), 2.0, False), ((2,), math.inf, True), ((2, 2), 2.0, True)],
-    ids=str,
-)
-def test_clip_grad_norm_gives_the_norm_of_the_unsharded_model(
-    shape: tuple[int, ...], kind: float, foreach: bool
-) -> None:
-    run_ranks(math.prod(shape), _clips, shape, kind, foreach)
-
-
-def _steps_in_backward(**options: Any) -> None:
-    torch.manual_seed(0)
-    plain = Stack()
-    torch.manual_seed(0)
-    model = shard_all(Stack(), **options)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@on_ranks(2)
+def test_an_optimizer_may_step_in_backward(reshard_after_forward: bool | None) -> None:
+    plain: nn.Module = seeded(Stack)
+    model = shard_all(seeded(Stack), reshard_after_forward=reshard_after_forward)
     optims = {p: torch.optim.AdamW([p], 1e-2, eps=1e-2) for p in model.parameters()}
 
     def step(p: Tensor) -> None:
@@ -148,11 +155,6 @@ def _steps_in_backward(**options: Any) -> None:
         optim.step()
         optim.zero_grad()
     assert_same_values(whole_parameters(model), dict(plain.named_parameters()), "parameter")
-
-
-def test_an_optimizer_may_step_in_backward() -> None:
-    run_ranks(2, _steps_in_backward)
-    run_ranks(2, _steps_in_backward, reshard_after_forward=False)
 
 
 # -- compilation and functional calls
@@ -335,11 +337,22 @@ class _Mlps(nn.Module):
         return self.head(x)
 
 
-def _trains_with_tensor_parallelism(shape: tuple[int, ...], **options: Any) -> None:
-    """shape: (data, tensor) or (replicate, shard, tensor)."""
-    names = ("replicate", "shard", "tp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    data = mesh[names[:-1]]
+TP_SHAPES = sample([(1, 2), (2, 1, 2), (1, 2, 2)], 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "low"),
+    [*((math.prod(shape), shape, False) for shape in TP_SHAPES), (4, (2, 2), True)],
+    ids=str,
+)
+@on_ranks("ranks")
+def test_tensor_parallel_modules_train(ranks: int, shape: tuple[int, ...], low: bool) -> None:
+    """shape: (data, tensor) or (replicate, shard, tensor). low: in mixed precision, without
+    recomputation."""
+    mesh = _data_mesh(shape, "tp")
+    data, options = mesh[mesh.mesh_dim_names[:-1]], {}  # type: ignore[index]
+    if low:
+        options["mp_policy"] = api.MixedPrecisionPolicy(BF16, torch.float32)
 
     def shard(model: Any) -> Any:
         for block in model.blocks:
@@ -347,7 +360,6 @@ def _trains_with_tensor_parallelism(shape: tuple[int, ...], **options: Any) -> N
             parallelize_module(block, mesh["tp"], plan)
         return shard_all(model, (_Mlp,), mesh=data, **options)
 
-    low = "mp_policy" in options
     pair = pair_of(
         partial(_Mlps, not low),
         shard,
@@ -408,12 +420,9 @@ def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
     rest = api.FSDPMeshInfo(data["data"], shard_mesh_dim=0)
 
     def place(p: nn.Parameter) -> Any:
-        # two experts per rank are cut along the next dim
-        return (
-            api.ShardPlacementResult(Shard(1), experts)
-            if p.ndim == 3
-            else (api.ShardPlacementResult(None, rest))
-        )
+        if p.ndim == 3:  # two experts per rank are cut along the next dim
+            return api.ShardPlacementResult(Shard(1), experts)
+        return api.ShardPlacementResult(None, rest)
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(DIM, DIM), _Mlp(), _ParallelExperts(), _Mlp())
@@ -440,19 +449,20 @@ def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("shape", sample([(1, 2), (2, 1, 2), (1, 2, 2)], 0, 1), ids=str)
-def test_tensor_parallel_modules_train(shape: tuple[int, ...]) -> None:
-    run_ranks(math.prod(shape), _trains_with_tensor_parallelism, shape)
-
-
-@on_ranks(4)
-def test_tensor_parallel_modules_train_in_low_precision() -> None:
-    policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    _trains_with_tensor_parallelism((2, 2), mp_policy=policy)
-
-
-def _trains_on_a_whole_mesh(
-    shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
+@pytest.mark.parametrize(
+    ("ranks", "shape", "names", "dims"),
+    [
+        (2, (2,), ("dp",), {"shard": "dp"}),
+        (2, (2,), ("dp",), {"replicate": "dp"}),
+        (4, (2, 2), ("dp", "tp"), {"shard": "dp"}),
+        (4, (2, 2), ("dpr", "dps"), {"shard": "dps", "replicate": "dpr"}),
+        (4, (2, 2), ("dp", "cp"), {"shard": ("dp", "cp")}),
+    ],
+    ids=str,
+)
+@on_ranks("ranks")
+def test_parameters_on_a_whole_mesh_are_sharded_over_its_data_parallel_dims(
+    ranks: int, shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
 ) -> None:
     """Parameters are DTensors on all dimensions, replicated over those of data parallelism."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -484,20 +494,3 @@ def _trains_on_a_whole_mesh(
     for _ in range(2 if mesh.ndim == 1 else at_most(1, of_all=2)):
         pair.step(step)
     assert len(sharded_modules(pair.model)) == 3
-
-
-@pytest.mark.parametrize(
-    ("shape", "names", "dims"),
-    [
-        ((2,), ("dp",), {"shard": "dp"}),
-        ((2,), ("dp",), {"replicate": "dp"}),
-        ((2, 2), ("dp", "tp"), {"shard": "dp"}),
-        ((2, 2), ("dpr", "dps"), {"shard": "dps", "replicate": "dpr"}),
-        ((2, 2), ("dp", "cp"), {"shard": ("dp", "cp")}),
-    ],
-    ids=str,
-)
-def test_parameters_on_a_whole_mesh_are_sharded_over_its_data_parallel_dims(
-    shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
-) -> None:
-    run_ranks(math.prod(shape), _trains_on_a_whole_mesh, shape, names, dims)

@@ -63,12 +63,14 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("reads_at_end", [False, True])
+@pytest.mark.parametrize(("reads_at_end", "zeros"), [(False, False), (True, False), (False, True)])
 @on_ranks("ranks")
-def test_ranks_use_different_parameters_of_a_unit(reads_at_end: bool, ranks: int) -> None:
+def test_ranks_use_different_parameters_of_a_unit(
+    reads_at_end: bool, zeros: bool, ranks: int
+) -> None:
     """reads_at_end: as on a device, where the host would have to wait earlier."""
     with mock.patch.object(reduce, "has_streams", lambda _: reads_at_end):
-        trains_as_unsharded(branches_are_units=False, allow=False, zeros=False)
+        trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
 
 
 def trains_in_units(transport: str, allow: bool) -> None:

@@ -25,7 +25,8 @@ from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S
 from tests.support.emulated import nccl
-from tests.support.ranks import run_ranks
+from tests.support.parity import no_sync
+from tests.support.ranks import on_ranks
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
 WIDTH = 320  # parameters of so many rows and columns are reduced by themselves
@@ -212,22 +213,8 @@ def a_block_left_out(model: Any, x: torch.Tensor, rank: int) -> None:
     model(x, NO_BLOCK if rank == 1 else ALL).backward()
 
 
-def without_reduction(model: Any) -> contextlib.AbstractContextManager[None]:
-    if hasattr(model, "no_sync"):
-        found: contextlib.AbstractContextManager[None] = model.no_sync()
-        return found
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    return context()
-
-
 def accumulation(model: Any, x: torch.Tensor, rank: int) -> None:
-    with without_reduction(model):
+    with no_sync(model):
         model(x, used_by(rank)).backward()
     model(x, used_by(1 - rank)).backward()
 
@@ -275,9 +262,34 @@ SCENARIOS: dict[str, Callable[[Any, torch.Tensor, int], None]] = {
 }
 
 
-def require_one_order(front_end: str, strategy: str, scenario: str, **options: Any) -> None:
-    (found,) = run_ranks(1, sequences, front_end, strategy, scenario, options, timeout=TIMEOUT_S)
-    one, other = found
+UNEVEN = "an_expert_without_tokens"
+# Those in which every rank uses all units.
+USED_ALL = [name for name in SCENARIOS if name != "a_block_left_out"]
+BOTH = (FLAT, FULLY_SHARD)
+Case = tuple[str, str, str, dict[str, Any]]
+CASES: list[Case] = [
+    *((front_end, "FULL_SHARD", name, {}) for front_end in BOTH for name in USED_ALL),
+    (ORIGINAL, "FULL_SHARD", UNEVEN, {}),
+    *((front_end, "SHARD_GRAD_OP", UNEVEN, {}) for front_end in BOTH),
+    *((front_end, "HYBRID_SHARD", UNEVEN, {}) for front_end in BOTH),
+    # flat parameters are frozen as a whole
+    *((front_end, "FULL_SHARD", UNEVEN, {"frozen": True}) for front_end in (ORIGINAL, FULLY_SHARD)),
+    *((front_end, "FULL_SHARD", UNEVEN, {"recomputes": True}) for front_end in BOTH),
+    *(
+        (front_end, "FULL_SHARD", name, {"allow_unused_units": True})
+        for front_end in BOTH
+        for name in SCENARIOS
+    ),
+    *((FULLY_SHARD, "FULL_SHARD", name, {"reduces_unused": True}) for name in USED_ALL),
+]
+
+
+@pytest.mark.parametrize(("front_end", "strategy", "scenario", "options"), CASES, ids=str)
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_ranks_issue_their_collectives_in_one_order(
+    emulated_device: str, front_end: str, strategy: str, scenario: str, options: dict[str, Any]
+) -> None:
+    one, other = sequences(front_end, strategy, scenario, options)
     assert one
     pairs = enumerate(zip(one, other, strict=False))
     parts_at = next((index for index, pair in pairs if pair[0] != pair[1]), None)
@@ -287,61 +299,3 @@ def require_one_order(front_end: str, strategy: str, scenario: str, **options: A
         f"the ranks part at collective {parts_at}: "
         f"{one[parts_at : parts_at + 4]} and {other[parts_at : parts_at + 4]}"
     )
-
-
-# -- tests
-
-
-# Those in which every rank uses all units.
-USED_ALL = [name for name in SCENARIOS if name != "a_block_left_out"]
-
-
-@pytest.mark.parametrize("front_end", [FLAT, FULLY_SHARD])
-@pytest.mark.parametrize("scenario", USED_ALL)
-def test_an_expert_without_tokens_on_one_rank(
-    emulated_device: str, scenario: str, front_end: str
-) -> None:
-    require_one_order(front_end, "FULL_SHARD", scenario)
-
-
-@pytest.mark.parametrize(
-    ("front_end", "strategy"),
-    [
-        (ORIGINAL, "FULL_SHARD"),
-        *((front_end, "SHARD_GRAD_OP") for front_end in (FLAT, FULLY_SHARD)),
-        *((front_end, "HYBRID_SHARD") for front_end in (FLAT, FULLY_SHARD)),
-    ],
-)
-def test_every_strategy_with_an_expert_without_tokens(
-    emulated_device: str, front_end: str, strategy: str
-) -> None:
-    require_one_order(front_end, strategy, "an_expert_without_tokens")
-
-
-@pytest.mark.parametrize("front_end", [FLAT, FULLY_SHARD])
-@pytest.mark.parametrize("option", ["frozen", "recomputes"])
-def test_frozen_parameters_or_recomputation_with_an_expert_without_tokens(
-    emulated_device: str, option: str, front_end: str
-) -> None:
-    if front_end == FLAT and option == "frozen":
-        front_end = ORIGINAL  # flat parameters are frozen as a whole
-    require_one_order(front_end, "FULL_SHARD", "an_expert_without_tokens", **{option: True})
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_ranks_that_may_use_different_units_of_the_flat_front_end(
-    emulated_device: str, scenario: str
-) -> None:
-    require_one_order(FLAT, "FULL_SHARD", scenario, allow_unused_units=True)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_ranks_that_may_use_different_units_of_fully_shard(
-    emulated_device: str, scenario: str
-) -> None:
-    require_one_order(FULLY_SHARD, "FULL_SHARD", scenario, allow_unused_units=True)
-
-
-@pytest.mark.parametrize("scenario", USED_ALL)
-def test_unused_parameters_that_are_reduced_as_zeros(emulated_device: str, scenario: str) -> None:
-    require_one_order(FULLY_SHARD, "FULL_SHARD", scenario, reduces_unused=True)

@@ -34,12 +34,16 @@ from tests.support.emulated.order import (
     Wait,
 )
 from tests.support.fully_sharded import NotedAllGather
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
 WIDTH = 320  # parameters of so many rows and columns are large ones
 BLOCKS = 4
-FRONT_ENDS = ("flat", "fully_shard")
+SHARDING = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
+EVERY = [
+    ("flat", "NO_SHARD"),
+    *((name, how) for name in ("flat", "fully_shard") for how in SHARDING),
+]
 
 
 class Block(nn.Module):
@@ -129,12 +133,12 @@ class Step:
             self.unordered = recording.unordered()
             self.gradients = [param.grad for param in model.parameters()]
 
-    def places_of(self, kind: str) -> list[int]:
-        """Return where collectives of a kind are among the happenings."""
+    def places_of(self, kind: str = "") -> list[int]:
+        """Return where collectives, or those of a kind, are among the happenings."""
         return [
             index
             for index, each in enumerate(self.happenings)
-            if isinstance(each, nccl.Collective) and each.name == kind
+            if isinstance(each, nccl.Collective) and kind in ("", each.name)
         ]
 
     def writer_before(self, place: int) -> Op:
@@ -171,7 +175,13 @@ def test_all_reduces_over_replicas_start_while_backward_goes_on(
         assert places[order] < step.backward_begins[block - 2]
 
 
-def copies_beside(front_end: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("front_end", "strategy"), [case for case in EVERY if case[1] != "HYBRID_SHARD"]
+)
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_gradients_are_copied_on_another_stream_until_all_is_computed(
+    emulated_device: str, front_end: str, strategy: str
+) -> None:
     step = Step(front_end, strategy)
     kind = nccl.ALL_REDUCE if strategy == "NO_SHARD" else nccl.REDUCE_SCATTER
     places = step.places_of(kind)
@@ -179,15 +189,6 @@ def copies_beside(front_end: str, strategy: str) -> None:
     *before, last = (step.writer_before(place).stream for place in places)
     assert step.computing not in before and HOST not in before
     assert last == step.computing  # nothing is left to compute, and the activations are gone
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_gradients_are_copied_on_another_stream_until_all_is_computed(
-    emulated_device: str, front_end: str, strategy: str
-) -> None:
-    if (front_end, strategy) != ("fully_shard", "NO_SHARD"):
-        run_ranks(1, copies_beside, front_end, strategy, timeout=TIMEOUT_S)
 
 
 @on_ranks(1, timeout=TIMEOUT_S)
@@ -259,30 +260,23 @@ def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str)
 # -- the host
 
 
-def waits(front_end: str, strategy: str, offload: bool, uses_spare: bool) -> None:
+@pytest.mark.parametrize(
+    ("front_end", "strategy", "offload", "uses_spare"),
+    [
+        *((*case, offload, True) for case in EVERY for offload in (False, True)),
+        ("flat", "FULL_SHARD", False, False),
+        ("fully_shard", "FULL_SHARD", False, False),
+    ],
+)
+@on_ranks(1, timeout=TIMEOUT_S)
+def test_the_host_waits_at_the_end_of_backward_if_at_all(
+    emulated_device: str, front_end: str, strategy: str, offload: bool, uses_spare: bool
+) -> None:
+    """It does for copies to it, and for parameters that this rank has not used."""
     step = Step(front_end, strategy, offload=offload, uses_spare=uses_spare)
-    last = max(
-        index for index, each in enumerate(step.happenings) if isinstance(each, nccl.Collective)
-    )
+    last = step.places_of()[-1]
     places = step.host_waits()
     if offload or (front_end == "fully_shard" and not uses_spare):
         assert min(places) > last
     else:
         assert places == []
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_host_waits_at_the_end_of_backward_if_at_all(
-    emulated_device: str, offload: bool, strategy: str, front_end: str
-) -> None:
-    if (front_end, strategy) != ("fully_shard", "NO_SHARD"):
-        run_ranks(1, waits, front_end, strategy, offload, True, timeout=TIMEOUT_S)
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_the_host_waits_for_unused_parameters_at_the_end_of_backward(
-    emulated_device: str, front_end: str
-) -> None:
-    run_ranks(1, waits, front_end, "FULL_SHARD", False, False, timeout=TIMEOUT_S)

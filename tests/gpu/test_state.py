@@ -3,7 +3,9 @@ scaling, copies, meta."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,19 +35,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 every_option = pytest.mark.parametrize("options", list(OPTIONS))
 
 
-def trained(device: torch.device, options: str, num_steps: int = 2) -> Twin:
-    twin = Twin(Stack, device, 1, auto_wrap_policy=POLICY, **OPTIONS[options])
-    for _ in range(num_steps):
-        twin.step()
-    return twin
+on_the_device = on_ranks(1, timeout=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def twins(device: str, options: dict[str, Any], *num_steps: int) -> Iterator[list[Twin]]:
+    """Pairs that have trained for so many steps."""
+    place = device_named(device)
+    with group_of(1, place):
+        found = []
+        for number in num_steps or (2,):
+            twin = Twin(Stack, place, 1, auto_wrap_policy=POLICY, **options)
+            found.append(twin)
+            for _ in range(number):
+                twin.step()
+        yield found
 
 
 @every_option
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_the_device
 def test_whole_parameters_are_shown_and_written_back(device: str, options: str) -> None:
-    place = device_named(device)
-    with group_of(1, place):
-        twin = trained(place, options)
+    with twins(device, OPTIONS[options]) as (twin,):
         expected = dict(twin.plain.named_parameters())
         with FSDP.summon_full_params(twin.model), torch.no_grad():
             found = dict(twin.model.named_parameters())
@@ -60,13 +70,9 @@ def test_whole_parameters_are_shown_and_written_back(device: str, options: str) 
 
 @every_option
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_the_device
 def test_training_goes_on_from_a_state_dict(device: str, kind: str, options: str) -> None:
-    place = device_named(device)
-    with group_of(1, place):
-        twin = trained(place, options)
-        other = Twin(Stack, place, 1, auto_wrap_policy=POLICY, **OPTIONS[options])
-        other.step()
+    with twins(device, OPTIONS[options], 2, 1) as (twin, other):
         with FSDP.state_dict_type(twin.model, StateDictType[kind]):
             state, optim = twin.model.state_dict(), FSDP.optim_state_dict(twin.model, twin.optim)
         if kind == "FULL_STATE_DICT":
@@ -92,19 +98,17 @@ def test_training_goes_on_from_a_state_dict(device: str, kind: str, options: str
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_the_device
 def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(
     device: str, use_orig_params: bool, offload: bool
 ) -> None:
-    place = device_named(device)
-    with group_of(1, place):
-        precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
-        options = {
-            "use_orig_params": use_orig_params,
-            "cpu_offload": CPUOffload(offload_params=offload),
-        }
-        twin = Twin(Stack, place, 1, auto_wrap_policy=POLICY, mixed_precision=precision, **options)
-        scaler = ShardedGradScaler(place.type, init_scale=1024.0)
+    options = {
+        "use_orig_params": use_orig_params,
+        "cpu_offload": CPUOffload(offload_params=offload),
+        "mixed_precision": MixedPrecision(torch.float16, torch.float16),
+    }
+    with twins(device, options, 0) as (twin,):
+        scaler = ShardedGradScaler(twin.device.type, init_scale=1024.0)
         for _ in range(3):
             twin.step(scaler=scaler)
         before = [p.detach().clone() for p in twin.model.parameters()]
@@ -120,11 +124,9 @@ def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(
 
 
 @every_option
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_the_device
 def test_a_copy_trains_by_itself(device: str, options: str) -> None:
-    place = device_named(device)
-    with group_of(1, place):
-        twin = trained(place, options)
+    with twins(device, OPTIONS[options]) as (twin,):
         model = copy.deepcopy(twin.model)
         x = twin.inputs()[0]
         assert_close(model(x), twin.model(x), "output of the copy", 1e-6)
@@ -138,7 +140,7 @@ def test_a_copy_trains_by_itself(device: str, options: str) -> None:
 
 @pytest.mark.parametrize("with_function", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_the_device
 def test_models_from_the_meta_device(
     device: str, use_orig_params: bool, with_function: bool
 ) -> None:

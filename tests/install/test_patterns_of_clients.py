@@ -23,12 +23,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _common_utils as torch_utils
 
 import fsdp_compat
-from fsdp_compat import FullyShardedDataParallel, StateDictType
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType
 from fsdp_compat._install import private_names
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 BLOCKS = ModuleWrapPolicy({Block})
 
@@ -37,11 +38,11 @@ def installed(pattern: Callable[..., None]) -> Callable[..., None]:
     """Run a pattern on every rank after ``install()``."""
 
     @functools.wraps(pattern)
-    def run(*args: Any) -> None:
+    def run(**arguments: Any) -> None:
         gc.collect()  # models of torch's that earlier tests have left
         fsdp_compat.install()
         try:
-            pattern(*args)
+            pattern(**arguments)
         finally:
             fsdp_compat.uninstall()
 
@@ -52,11 +53,9 @@ def part_of_torch(name: str) -> Any:
     return importlib.import_module(f"torch.distributed.fsdp.{name}")
 
 
-def make(seed: int, use_orig_params: bool, **options: Any) -> FullyShardedDataParallel:
+def make(seed: int, use_orig_params: bool, **options: Any) -> FSDP:
     torch.manual_seed(seed)
-    return FullyShardedDataParallel(
-        Stack(2), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, **options
-    )
+    return FSDP(Stack(2), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, **options)
 
 
 def inputs(seed: int = 1) -> torch.Tensor:
@@ -64,7 +63,7 @@ def inputs(seed: int = 1) -> torch.Tensor:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         return model.state_dict()
 
 
@@ -76,8 +75,12 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 # -- audiocraft
 
 
+@both_forms
+@on_ranks(2)
 @installed
-def _hook_and_purge(use_orig_params: bool) -> None:
+def test_audiocraft_replaces_a_hook_and_reshards_what_stayed_unsharded(
+    use_orig_params: bool,
+) -> None:
     utils = part_of_torch("_runtime_utils")
     old_hook = utils._post_backward_hook
 
@@ -94,11 +97,11 @@ def _hook_and_purge(use_orig_params: bool) -> None:
 
     model = make(0, use_orig_params, sharding_strategy=fsdp_compat.ShardingStrategy.SHARD_GRAD_OP)
     assert model._state_dict_type is StateDictType.FULL_STATE_DICT
-    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     assert model._state_dict_type is StateDictType.LOCAL_STATE_DICT
     model(inputs())  # units stay unsharded: no backward follows
     sizes = []
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
+    for unit in FSDP.fsdp_modules(model):
         assert not hasattr(unit, "_handles")
         unsharded = unit._handle._get_padded_unsharded_flat_param()
         sizes.append(unsharded._typed_storage()._size())
@@ -109,14 +112,7 @@ def _hook_and_purge(use_orig_params: bool) -> None:
     assert any(sizes)
 
 
-@both_forms
-def test_audiocraft_replaces_a_hook_and_reshards_what_stayed_unsharded(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _hook_and_purge, use_orig_params)
-
-
-class DropsShardedTensors(FullyShardedDataParallel):
+class DropsShardedTensors(FSDP):
     """Saves and loads local states by itself."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -129,48 +125,50 @@ class DropsShardedTensors(FullyShardedDataParallel):
             current[key].copy_(value)
 
 
+@on_ranks(2)
 @installed
-def _copies_into_local_states(directory: str) -> None:
+def test_audiocraft_copies_into_local_states_without_sharded_tensors(tmp_path: Path) -> None:
     options: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "use_orig_params": True}
     torch.manual_seed(0)
     saved = DropsShardedTensors(Stack(2), **options)
-    FullyShardedDataParallel.set_state_dict_type(saved, StateDictType.LOCAL_STATE_DICT)
+    FSDP.set_state_dict_type(saved, StateDictType.LOCAL_STATE_DICT)
     assert list(saved.state_dict()) == list(Stack(2).state_dict())
-    torch.save(saved.state_dict(), f"{directory}/{dist.get_rank()}.pt")
+    torch.save(saved.state_dict(), tmp_path / f"{dist.get_rank()}.pt")
     other = DropsShardedTensors(Stack(2), **options)
-    FullyShardedDataParallel.set_state_dict_type(other, StateDictType.LOCAL_STATE_DICT)
+    FSDP.set_state_dict_type(other, StateDictType.LOCAL_STATE_DICT)
     other(inputs()).sum().backward()
-    other.load_state_dict(torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=True))
+    other.load_state_dict(torch.load(tmp_path / f"{dist.get_rank()}.pt", weights_only=True))
     assert_same(whole(other), whole(saved))
     assert_close(other(inputs()), saved(inputs()), "the next forward")
-
-
-def test_audiocraft_copies_into_local_states_without_sharded_tensors(tmp_path: Path) -> None:
-    run_ranks(2, _copies_into_local_states, str(tmp_path))
 
 
 # -- OLMo
 
 
+@pytest.mark.parametrize(
+    ("ranks", "use_orig_params", "dim"),
+    [(2, False, 16), (2, True, 16), (3, True, 400)],  # the last is large enough for whole pages
+)
+@on_ranks("ranks")
 @installed
-def _restores_by_infos(use_orig_params: bool, dim: int) -> None:
+def test_olmo_restores_whole_tensors_into_flat_parameters(
+    ranks: int, use_orig_params: bool, dim: int
+) -> None:
     """Fill all shards with NaN, copy this rank's parts of whole tensors, and look for NaN. Without
     padding between parameters nothing is left."""
 
-    def model(seed: int) -> FullyShardedDataParallel:
+    def model(seed: int) -> FSDP:
         torch.manual_seed(seed)
         inner = nn.Sequential(nn.Linear(dim, dim), Block(dim))
-        return FullyShardedDataParallel(
-            inner, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params
-        )
+        return FSDP(inner, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
 
     saved, restored = whole(model(0)), model(1)
     with torch.no_grad():
-        for module in FullyShardedDataParallel.fsdp_modules(restored):
+        for module in FSDP.fsdp_modules(restored):
             for param in module.params:
                 param.fill_(torch.nan)
         for name, module in restored.named_modules():
-            if not isinstance(module, FullyShardedDataParallel):
+            if not isinstance(module, FSDP):
                 continue
             for param in module.params:
                 assert param._is_flat_param
@@ -189,46 +187,36 @@ def _restores_by_infos(use_orig_params: bool, dim: int) -> None:
     assert_same(whole(restored), saved)
 
 
-@both_forms
-def test_olmo_restores_whole_tensors_into_flat_parameters(use_orig_params: bool) -> None:
-    run_ranks(2, _restores_by_infos, use_orig_params, 16)
-
-
-def test_flat_parameters_beside_originals_have_no_padding_at_the_end() -> None:
-    run_ranks(3, _restores_by_infos, True, 400)  # large enough for whole pages
-
-
 # -- Wan2.1
 
 
+@both_forms
+@on_ranks(2)
 @installed
-def _frees_storage(use_orig_params: bool) -> None:
+def test_wan_frees_the_storage_of_large_shards(use_orig_params: bool) -> None:
     from torch.distributed.utils import _free_storage
 
     torch.manual_seed(0)
-    model = FullyShardedDataParallel(  # shards of 512 KiB lie in memory that peers map
+    model = FSDP(  # shards of 512 KiB lie in memory that peers map
         nn.Linear(512, 1024), use_orig_params=use_orig_params
     )
     with torch.no_grad():
         model(torch.randn(2, 512))
     for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
+        if isinstance(module, FSDP):
             _free_storage(module._handle.flat_param.data)
             module._handle.flat_param.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="resize"):
         model._handle.flat_param.data.untyped_storage().resize_(1 << 24)
 
 
-@both_forms
-def test_wan_frees_the_storage_of_large_shards(use_orig_params: bool) -> None:
-    run_ranks(2, _frees_storage, use_orig_params)
-
-
 # -- litgpt, verl
 
 
+@both_forms
+@on_ranks(2)
 @installed
-def _handles_and_summon(use_orig_params: bool) -> None:
+def test_verl_and_litgpt_look_at_handles_and_show_whole_parameters(use_orig_params: bool) -> None:
     model, utils = make(0, use_orig_params), part_of_torch("_unshard_param_utils")
     for handle in model._all_handles:
         assert handle.is_sharded(handle.flat_param)
@@ -248,16 +236,15 @@ def _handles_and_summon(use_orig_params: bool) -> None:
     assert [handle.flat_param.shape for handle in model._all_handles] == shards
 
 
-@both_forms
-def test_verl_and_litgpt_look_at_handles_and_show_whole_parameters(use_orig_params: bool) -> None:
-    run_ranks(2, _handles_and_summon, use_orig_params)
-
-
 # -- composer, and programs that unshard by hand
 
 
+@both_forms
+@on_ranks(2)
 @installed
-def _unshards_by_hand(use_orig_params: bool) -> None:
+def test_units_are_unsharded_by_hand_and_methods_of_handles_may_be_replaced(
+    use_orig_params: bool,
+) -> None:
     handles, utils = part_of_torch("_flat_param"), part_of_torch("_runtime_utils")
     original = handles.FlatParamHandle.unshard
     handles.FlatParamHandle.unshard = lambda self: pytest.fail("nobody calls it")
@@ -268,7 +255,7 @@ def _unshards_by_hand(use_orig_params: bool) -> None:
         model(inputs()).sum().backward()
     finally:
         handles.FlatParamHandle.unshard = original
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
+    for unit in FSDP.fsdp_modules(model):
         handle = part_of_torch("_common_utils")._module_handle(unit, unit)
         assert part_of_torch("_common_utils")._has_fsdp_params(unit, unit)
         for _ in range(2):
@@ -277,7 +264,7 @@ def _unshards_by_hand(use_orig_params: bool) -> None:
     assert model.module.blocks[0].up.weight.shape == (2 * DIM, DIM)
     with torch.no_grad():
         assert_close(model(inputs()), plain(inputs()), "unsharded by hand")
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
+    for unit in FSDP.fsdp_modules(model):
         utils._reshard(unit, unit._handle, True)
         assert unit._handle.needs_unshard()
     model(inputs()).sum().backward()
@@ -293,18 +280,13 @@ def _unshards_by_hand(use_orig_params: bool) -> None:
     assert seen == [False]
 
 
-@both_forms
-def test_units_are_unsharded_by_hand_and_methods_of_handles_may_be_replaced(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _unshards_by_hand, use_orig_params)
-
-
 # -- open_flamingo
 
 
+@both_forms
+@on_ranks(4)
 @installed
-def _hybrid_nested_twice(use_orig_params: bool) -> None:
+def test_open_flamingo_wraps_twice_over_groups_of_nodes(use_orig_params: bool) -> None:
     groups = part_of_torch("_init_utils")._init_intra_and_inter_node_groups(_get_default_group(), 2)
     node = dist.get_rank() // 2
     assert [dist.get_process_group_ranks(group) for group in groups] == [
@@ -316,7 +298,7 @@ def _hybrid_nested_twice(use_orig_params: bool) -> None:
     inner = copy.deepcopy(plain)
     wrapping = part_of_torch("wrap")
     with wrapping.enable_wrap(
-        wrapper_cls=FullyShardedDataParallel,
+        wrapper_cls=FSDP,
         process_group=groups,
         sharding_strategy=fsdp_compat.ShardingStrategy.HYBRID_SHARD,
         use_orig_params=use_orig_params,
@@ -326,7 +308,7 @@ def _hybrid_nested_twice(use_orig_params: bool) -> None:
     model(inputs(dist.get_rank())).sum().backward()
     for rank in range(4):
         (plain(inputs(rank)).sum() / 4).backward()
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+    with FSDP.summon_full_params(model, with_grads=True):
         for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert p.grad is not None and expected.grad is not None
             assert_close(p.grad, expected.grad, name)
@@ -340,18 +322,11 @@ def _hybrid_nested_twice(use_orig_params: bool) -> None:
         if isinstance(module, wanted):
             found.append((utils.clean_tensor_name(prefix), depth))
 
-    result = utils._apply_to_modules(
-        model, visit, lambda wanted: wanted, None, FullyShardedDataParallel
-    )
-    assert result is FullyShardedDataParallel
+    result = utils._apply_to_modules(model, visit, lambda wanted: wanted, None, FSDP)
+    assert result is FSDP
     assert found == [("", 0), ("", 1)] + [
         (f"blocks.{index}.", depth) for index in range(2) for depth in (4, 5)
     ]
-
-
-@both_forms
-def test_open_flamingo_wraps_twice_over_groups_of_nodes(use_orig_params: bool) -> None:
-    run_ranks(4, _hybrid_nested_twice, use_orig_params)
 
 
 class Tied(nn.Module):
@@ -362,13 +337,15 @@ class Tied(nn.Module):
         self.block, self.module = nn.Linear(4, 4), nn.Linear(4, 4)
 
 
-def _names_as_torch(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
     for wrap in (True, False):
         ours, theirs = Tied(), Tied()
         if wrap:
-            ours.block = FullyShardedDataParallel(ours.block, **options)
-            ours = FullyShardedDataParallel(ours, **options)
+            ours.block = FSDP(ours.block, **options)
+            ours = FSDP(ours, **options)
             options["device_id"] = torch.device("cpu")
             theirs.block = TorchFSDP(theirs.block, **options)
             theirs = TorchFSDP(theirs, **options)
@@ -395,16 +372,12 @@ def _names_as_torch(use_orig_params: bool) -> None:
         assert trails[0] == trails[1]
 
 
-@both_forms
-def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
-    run_ranks(2, _names_as_torch, use_orig_params)
-
-
 # -- TransformerEngine
 
 
+@on_ranks(2)
 @installed
-def _gives_groups_to_modules() -> None:
+def test_transformer_engine_gives_modules_their_process_group() -> None:
     model = make(0, True)
     states, modules = part_of_torch("_traversal_utils")._get_fsdp_states_with_modules(model)
     assert len(states) == 3 and states == modules
@@ -414,15 +387,12 @@ def _gives_groups_to_modules() -> None:
     assert all(block.module.fsdp_group is model.process_group for block in model.module.blocks)
 
 
-def test_transformer_engine_gives_modules_their_process_group() -> None:
-    run_ranks(2, _gives_groups_to_modules)
-
-
 # -- names that have no meaning
 
 
+@on_ranks(1)
 @installed
-def _lacks_names() -> None:
+def test_a_name_without_a_meaning_says_what_to_use() -> None:
     text = "summon_full_params"
     with pytest.raises(AttributeError, match=text):
         _ = part_of_torch("_unshard_param_utils")._unflatten_as_params
@@ -433,7 +403,3 @@ def _lacks_names() -> None:
     assert not hasattr(part_of_torch("_optim_utils"), "_optim_state_dict")
     with pytest.raises(AttributeError, match="summon_full_params"):
         make(0, False)._handle._use_unsharded_views(as_params=True)
-
-
-def test_a_name_without_a_meaning_says_what_to_use() -> None:
-    run_ranks(1, _lacks_names)

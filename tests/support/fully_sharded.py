@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.models import Block
-from tests.support.parity import Pair, seeded, sgd
+from tests.support.models import DIM, Block
+from tests.support.parity import Pair, seeded, sgd, square
 
 # where each library keeps names that are not at its top level
 _ELSEWHERE = {
@@ -89,6 +89,42 @@ def pair_of(
 ) -> Pair:
     """Return two copies that ``build`` makes, one of them sharded in place. options: of Pair."""
     return Pair(seeded(build), shard(seeded(build)), optimizer=optimizer, **options)
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, a parameter without a part on most ranks, a tie and a
+    buffer. codes: also a frozen parameter, of bytes where torch takes these."""
+
+    count: Tensor
+
+    def __init__(self, seed: int = 0, codes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem, self.blocks = nn.Linear(DIM, DIM), nn.Sequential(Block(), Block())
+        self.few, self.head = nn.Parameter(torch.randn(1)), nn.Linear(DIM, 5)
+        if codes:
+            dtype = torch.uint8 if TORCH_TAKES_INTEGERS else torch.float32
+            values = torch.randint(0, 99, (5, 2), dtype=dtype)
+            self.codes = nn.Parameter(values, requires_grad=False)
+        self.again = nn.Linear(DIM, 5)
+        self.again.weight = self.head.weight
+        self.register_buffer("count", torch.randint(99, (2,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.stem(x)) * self.few
+        return self.head(x) + self.again(x).tanh()
+
+
+def batch_of(step: int) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
+
+
+def take_steps(model: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
+        square(model, batch_of(step)).backward()
+        optim.step()
+        optim.zero_grad()
 
 
 # -- a user's own collectives, which note what they are given
