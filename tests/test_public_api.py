@@ -9,7 +9,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -56,36 +55,25 @@ def functions_of(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any
             yield f"{name}.{member_name}", inspect.unwrap(member)
 
 
-def by_module(check: Callable[..., None]) -> Callable[..., None]:
-    names = public_modules()
-    return pytest.mark.parametrize(
-        "module", [importlib.import_module(name) for name in names], ids=names
-    )(check)
-
-
 def by_object(check: Callable[..., None]) -> Callable[..., None]:
     objects = public_objects()
-    return pytest.mark.parametrize(("name", "value"), objects, ids=[name for name, _ in objects])(
-        check
-    )
+    names = [name for name, _ in objects]
+    return pytest.mark.parametrize(("name", "value"), objects, ids=names)(check)
 
 
-@by_module
-def test_a_public_module_lists_its_names_in_order_and_has_them(module: ModuleType) -> None:
+@pytest.mark.parametrize("name", public_modules())
+def test_a_public_module_lists_its_names_in_order_and_has_them(name: str) -> None:
+    module = importlib.import_module(name)
     assert module.__doc__, "a module says in its docstring what it is for"
     assert list(module.__all__) == sorted(set(module.__all__))
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
 @by_object
-def test_public_objects_have_docstrings_of_their_own(name: str, value: Any) -> None:
+def test_public_objects_and_methods_have_docstrings_of_their_own(name: str, value: Any) -> None:
     doc = (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
     generated = dataclasses.is_dataclass(value) and doc.startswith(f"{value.__name__}(")
     assert doc.strip() and not generated, f"{name}: write what it promises, one sentence first"
-
-
-@by_object
-def test_public_methods_have_docstrings(name: str, value: Any) -> None:
     bare = [
         method
         for method, function in functions_of(name, value)

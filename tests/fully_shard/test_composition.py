@@ -49,8 +49,7 @@ def batch(rank: int) -> Tensor:
 @EITHER
 @on_ranks(2)
 def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> None:
-    """Two steps of a model that is replicated around a sharded module. Returns what is said to a
-    replicated sharded module."""
+    """Two steps of a model that is replicated around a sharded module."""
     model, ranks = make(), dist.get_world_size()
     plain = copy.deepcopy(model)
     api.fully_shard(model[2])
@@ -66,10 +65,8 @@ def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> No
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(model[2])
-    message = str(raised.value)
-    assert "already managed by `fully_shard`" in message
 
 
 @on_ranks(1)
@@ -93,12 +90,12 @@ def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
     counts = []
     for is_reduced in (True, False):
         model.set_requires_gradient_sync(is_reduced)
-        with CommDebugMode() as mode:
+        with CommDebugMode() as forward:
             loss = model(batch(0)).sum()
-        counts.append({str(name): number for name, number in mode.get_comm_counts().items()})
         with CommDebugMode() as mode:
             loss.backward()
-        counts.append({str(name): number for name, number in mode.get_comm_counts().items()})
+        for each in (forward, mode):
+            counts.append({str(name): n for name, n in each.get_comm_counts().items()})
         assert mode.get_total_counts() == sum(counts[-1].values())
         assert mode.generate_comm_debug_tracing_table(noise_level=2)
     return counts
@@ -153,30 +150,25 @@ def counts_products(expected: int, model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def recomputes(policy: Any, expected: int, **options: Any) -> None:
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    build = functools.partial(RecomputesBlocks, AddsZeros, False, 2, context_fn=contexts)
-    pair = pair_of(build, functools.partial(shard_all, **options))
-    for _ in range(3):
-        pair.step(functools.partial(counts_products, expected))
-
-
 @EITHER
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2)])
 @pytest.mark.parametrize(
     ("policy", "expected"), [(saves_products, 0), (saves_everything, 0), (saves_zeros, 6)]
 )
+@on_ranks("ranks")
 def test_a_checkpoint_saves_what_its_policy_says(
-    policy: Any, expected: int, reshard_after_forward: bool | int, environment: dict[str, str]
+    policy: Any,
+    expected: int,
+    ranks: int,
+    reshard_after_forward: bool | int,
+    environment: dict[str, str],
 ) -> None:
-    run_ranks(
-        4 if reshard_after_forward == 2 else 2,
-        recomputes,
-        policy,
-        expected,
-        reshard_after_forward=reshard_after_forward,
-        environment=environment,
-    )
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    build = functools.partial(RecomputesBlocks, AddsZeros, False, 2, context_fn=contexts)
+    shard = functools.partial(shard_all, reshard_after_forward=reshard_after_forward)
+    pair = pair_of(build, shard)
+    for _ in range(3):
+        pair.step(functools.partial(counts_products, expected))
 
 
 # -- FullyShardedDataParallel

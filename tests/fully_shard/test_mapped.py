@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat._comm.transport import Kind
 from tests.fully_shard import test_programs
-from tests.support.fully_sharded import api, shard_all
+from tests.support.fully_sharded import NotedAllGather, api, shard_all
 from tests.support.models import Block
 from tests.support.parity import whole
 from tests.support.ranks import on_ranks, run_ranks
@@ -123,7 +123,8 @@ def test_training_is_bit_equal_to_gathers(
 # -- messages
 
 
-def gathers() -> list[int]:
+@on_ranks(2, environment=MAPPED)
+def test_only_gathers_outside_of_a_pass_send() -> None:
     """All-gathers of a forward and backward, of unshard() between steps, of a forward after it,
     and of a forward with a collective of the user's; and the calls of that."""
     model = make()
@@ -138,51 +139,25 @@ def gathers() -> list[int]:
     count(lambda: model(batch(0)).sum().backward())
     count(model[0].unshard)
     count(lambda: model[0](batch(0)))
-    model[1].set_custom_all_gather(Gather())
+    own = NotedAllGather()
+    model[1].set_custom_all_gather(own)
     count(lambda: model(batch(0)))
-    return [*found, Gather.calls]
-
-
-class Gather:
-    """A collective of the user's."""
-
-    calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool
-    ) -> Any:
-        type(self).calls += 1
-        parts = list(output_tensor.chunk(dist.get_world_size(group)))
-        return dist.all_gather(parts, input_tensor, group, async_op)
-
-
-def test_only_gathers_outside_of_a_pass_send() -> None:
-    assert run_ranks(2, gathers, environment=MAPPED) == [[0, 1, 0, 0, 1]] * 2
+    assert [*found, len(own.calls)] == [0, 1, 0, 0, 1]
 
 
 # -- passes without messages
 
 
-def generates() -> tuple[bool, list[Tensor]]:
-    """Each rank makes another number of forwards with parameters that stay unsharded."""
-    model = make(reshard_after_forward=False)
-    outputs = []
+@on_ranks(2, environment=MAPPED)
+def test_ranks_may_evaluate_whole_parameters_a_different_number_of_times() -> None:
+    model, x = make(reshard_after_forward=False), torch.ones(1, WIDTH)
     with torch.no_grad():
         model(batch(0))
-        for _ in range(3 + 2 * dist.get_rank()):
-            outputs.append(model(torch.ones(1, WIDTH)))
-    dist.barrier()
-    return all(is_mapped(model)), outputs
-
-
-def test_ranks_may_evaluate_whole_parameters_a_different_number_of_times() -> None:
-    (mapped, first), (_, second) = run_ranks(2, generates, environment=MAPPED)
-    assert mapped
-    assert (len(first), len(second)) == (3, 5)
-    assert all(torch.equal(output, first[0]) for output in first + second)
+        first, *others = [model(x) for _ in range(3 + 2 * dist.get_rank())]
+    of_first_rank = first.clone()
+    dist.broadcast(of_first_rank, 0)
+    assert all(is_mapped(model))
+    assert all(torch.equal(output, of_first_rank) for output in (first, *others))
 
 
 def fill(model: Any, value: float) -> None:
@@ -197,8 +172,7 @@ def all_are(module: nn.Module, value: float) -> bool:
 
 @on_ranks(2, environment=MAPPED)
 def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() -> None:
-    """Whether parameters have the values from when they were unsharded: by hand between steps, and
-    in a backward that did not use them."""
+    """By hand between steps, and in a backward that did not use them."""
     model = make()
     model[2].set_reshard_after_backward(False)
     model[1].set_modules_to_backward_prefetch([model[2]])
@@ -212,7 +186,7 @@ def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() ->
     fill(model, 3.0)
     dist.barrier()
     model[2].unshard()
-    assert [all_are(model[0], 2.0), all_are(model[2], 2.0)] == [True, True]
+    assert all_are(model[0], 2.0) and all_are(model[2], 2.0)
 
 
 # -- what other files test with gathers

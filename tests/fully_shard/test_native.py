@@ -17,7 +17,7 @@ from fsdp_compat._comm.backend import BackendTransport
 from tests.support.fully_sharded import api, shard_all
 from tests.support.models import Block
 from tests.support.parity import no_sync, whole
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import run_ranks
 
 WIDTH, NUM_BLOCKS = 192, 3  # a block has two large matrices, and four small parameters
 NUM_STEPS = 4
@@ -84,25 +84,3 @@ def test_sums_are_bit_equal_to_those_over_sends_and_receives(
     for rank in range(ranks):
         assert len(native[rank]) == len(sent[rank])
         assert all(map(torch.equal, native[rank], sent[rank]))
-
-
-class Some(nn.Module):
-    """The first rank alone uses ``first``, and no rank ``never``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.never = (nn.Linear(WIDTH, 401) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x) + self.first(x * 0) if dist.get_rank() == 0 else self.last(x)
-
-
-@on_ranks(2)
-def test_all_ranks_have_gradients_of_what_some_rank_has_used() -> None:
-    expected = ["last.weight", "last.bias", "first.weight", "first.bias"]
-    with mock.patch.object(_torch_private, "is_gloo", lambda group, device: False):
-        model: Any = Some()
-        policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        api.fully_shard(model, reshard_after_forward=False, mp_policy=policy)
-        model(torch.ones(1, WIDTH)).sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is not None] == expected

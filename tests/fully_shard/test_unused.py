@@ -4,6 +4,7 @@ model on all ranks' data, and parameters that no rank has used have none."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -73,22 +74,18 @@ def test_ranks_use_different_parameters_of_a_unit(
         trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
 
 
-def trains_in_units(transport: str, allow: bool) -> None:
+def over(transport: str) -> Any:
     """A backend's own collectives have no tags: ranks must make the same ones in one order."""
-    is_gloo = mock.patch.object(_torch_private, "is_gloo", lambda *_: transport != "native")
-    with is_gloo:
+    return mock.patch.object(_torch_private, "is_gloo", lambda *_: transport != "native")
+
+
+@pytest.mark.parametrize("transport", ["gloo", "native"])
+@pytest.mark.parametrize(("ranks", "allow"), [(2, True), (3, True), (3, False)])
+@on_ranks("ranks")
+def test_ranks_use_different_units(ranks: int, allow: bool, transport: str) -> None:
+    """If that is allowed; else ranks reduce zeros for units that only others reach in backward."""
+    with over(transport):
         trains_as_unsharded(branches_are_units=True, allow=allow, zeros=not allow)
-
-
-@pytest.mark.parametrize("transport", ["gloo", "native"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_use_different_units_if_allowed(ranks: int, transport: str) -> None:
-    run_ranks(ranks, trains_in_units, transport, allow=True)
-
-
-@pytest.mark.parametrize("transport", ["gloo", "native"])
-def test_ranks_reduce_zeros_for_units_that_only_others_reach_in_backward(transport: str) -> None:
-    run_ranks(3, trains_in_units, transport, allow=False)
 
 
 class Tables(nn.Module):
@@ -141,26 +138,32 @@ def reads_tables(kind: str, readers: tuple[int, ...]) -> tuple[list[str], torch.
 KINDS = ["small", "large", "bf16", "allowed", "accumulated", "gradients of zero", "replicas"]
 
 
-def read_tables() -> list[tuple[list[str], torch.Tensor]]:
+def read_tables(transport: str) -> list[tuple[list[str], torch.Tensor]]:
     last = dist.get_world_size() - 1
-    return [reads_tables(kind, readers) for kind in KINDS for readers in ((), (0,), (0, last))]
+    with over(transport):
+        return [reads_tables(kind, readers) for kind in KINDS for readers in ((), (0,), (0, last))]
 
 
-@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [(2, "mapped"), (4, "mapped"), (2, "messages"), (4, "messages"), (2, "native")],
+)
 def test_all_ranks_have_gradients_of_the_parameters_that_some_rank_has_used(
-    ranks: int, environment: dict[str, str]
+    ranks: int, transport: str
 ) -> None:
     """Also ranks whose own rows of the gradient are zero, and those without rows."""
     head = ["last.weight", "head.weight", "head.bias"]
     expected = [head, ["first.weight", *head], ["first.weight", *head]] * len(KINDS)
-    results = run_ranks(ranks, read_tables, environment=environment)
+    environment = MAPPED if transport == "mapped" else MESSAGES
+    results = run_ranks(ranks, read_tables, transport, environment=environment)
     for result in results:
         assert [names for names, _ in result] == expected
         assert [norm for _, norm in result] == [norm for _, norm in results[0]]
 
 
-def uses_first_with_hook() -> list[str]:
+@on_ranks(2)
+def test_with_an_all_reduce_hook_parameters_that_no_rank_has_used_get_zeros() -> None:
+    """The hook may have added what further ranks have."""
     model = Tables(8)
     fsdp_compat.fully_shard(model)
     sums = []
@@ -168,10 +171,3 @@ def uses_first_with_hook() -> list[str]:
     model(False).backward()
     parts = [p.grad.to_local().count_nonzero().item() for p in model.parameters()]
     assert sums == [sum(parts)]  # the hook sees gradients, and zeros around them
-    return [name for name, p in model.named_parameters() if p.grad is not None]
-
-
-def test_with_an_all_reduce_hook_parameters_that_no_rank_has_used_get_zeros() -> None:
-    """The hook may have added what further ranks have."""
-    names = [name for name, _ in Tables(8).named_parameters()]
-    assert run_ranks(2, uses_first_with_hook) == [names, names]

@@ -16,6 +16,7 @@ from fsdp_compat.__main__ import main
 ROOT = Path(__file__).parents[2]
 OLD = "from torch.distributed.fsdp import wrap  # é\n"
 NEW = "from fsdp_compat import wrap  # é\n"
+PRINTED = NEW.replace("é", "\\xe9")  # to a terminal that does not have it
 WRAP = "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(net)\n"
 ALONE = "from torch.distributed.fsdp._common_utils import _FSDPState\n"
 
@@ -27,16 +28,18 @@ def migrate(*arguments: Any) -> int:
     return end.value.code or 0  # type: ignore[return-value]
 
 
-def start(program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fsdp_compat", program, *map(str, arguments)],
+def start(*arguments: Any) -> str:
+    """Run Python, and return what it prints in ASCII."""
+    ran = subprocess.run(
+        [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
         check=False,
     )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def test_nothing_is_written_without_write(
@@ -185,15 +188,9 @@ ours = [name for name in sys.modules if name.startswith("fsdp_compat._install.")
 assert not [name for name in ours if not name.startswith("fsdp_compat._install.migrate")]
 assert "torch" not in sys.modules and status == 0
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0 and f"+{NEW}" in ran.stdout, ran.stderr
+    assert f"+{PRINTED}" in start("-c", program)
 
 
 def test_any_character_is_printed(tmp_path: Path) -> None:
-    """Also to a terminal that does not have it."""
     (tmp_path / "a.py").write_text(OLD)
-    ran = start("migrate", tmp_path / "a.py")
-    shown = NEW.replace("é", "\\xe9")
-    assert ran.returncode == 0 and f"+{shown}" in ran.stdout, ran.stderr
+    assert f"+{PRINTED}" in start("-m", "fsdp_compat", "migrate", tmp_path / "a.py")
