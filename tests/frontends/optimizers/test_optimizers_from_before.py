@@ -26,15 +26,10 @@ from tests.support.models import DIM, Block, Odd, Stack
 from tests.support.optimizer_state import assert_state, by_name, settings
 from tests.support.pairwise import each_value
 from tests.support.parity import ATOL, RTOL, assert_close, both_forms
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-HYBRID = ShardingStrategy.HYBRID_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
 
 class Net(nn.Module):
@@ -69,9 +64,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
     "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "SGD, one by one": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False),
-    "Adagrad": partial(
-        torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1
-    ),  # has state before its first step
+    # has state before its first step
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
 }
 
@@ -130,8 +124,24 @@ def assert_same_state(model: FSDP, plain: nn.Module, what: object) -> None:
 # -- with original parameters
 
 
-def _goes_on(kinds: list[str], **options: Any) -> None:
-    if options.get("sharding_strategy") is HYBRID:
+FEW = ["AdamW, amsgrad, foreach", "SGD, momentum"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "kinds"),
+    [
+        (2, FULL_SHARD, list(OPTIMIZERS)[:4]),
+        (2, FULL_SHARD, list(OPTIMIZERS)[4:]),
+        *sample([(n, FULL_SHARD, ["Adam"]) for n in (1, 3, 4)], 1),
+        *sample([(2, SHARD_GRAD_OP, FEW), (2, NO_SHARD, FEW), (4, HYBRID, FEW)], 1, 2),
+    ],
+)
+@on_ranks("num_ranks")
+def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(
+    num_ranks: int, strategy: ShardingStrategy, kinds: list[str]
+) -> None:
+    options: dict[str, Any] = {"sharding_strategy": strategy}
+    if strategy is HYBRID:
         options["device_mesh"] = init_device_mesh("cpu", (2, 2))
     for kind, num_before in itertools.product(kinds, (0, 2)):
         with about((kind, num_before)):
@@ -157,35 +167,8 @@ def _goes_on(kinds: list[str], **options: Any) -> None:
                         assert nbytes <= max(16, 4 * parameter.numel()), f"{key} keeps the whole"
 
 
-@pytest.mark.parametrize(
-    "kinds", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:]], ids=["first", "others"]
-)
-def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(
-    kinds: list[str],
-) -> None:
-    run_ranks(2, _goes_on, kinds)
-
-
-@pytest.mark.parametrize("num_ranks", sample([1, 3, 4], 1))
-def test_an_optimizer_from_before_goes_on_with_any_number_of_ranks(num_ranks: int) -> None:
-    run_ranks(num_ranks, _goes_on, ["Adam"])
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"), sample([(2, SHARD_GRAD_OP), (2, NO_SHARD), (4, HYBRID)], 1, 2)
-)
-def test_an_optimizer_from_before_goes_on_with_every_strategy(
-    num_ranks: int, strategy: ShardingStrategy
-) -> None:
-    run_ranks(
-        num_ranks,
-        _goes_on,
-        ["AdamW, amsgrad, foreach", "SGD, momentum"],
-        sharding_strategy=strategy,
-    )
-
-
-def _goes_on_with_groups() -> None:
+@on_ranks(2)
+def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
     def named(model: nn.Module) -> dict[str, nn.Parameter]:
         return {clean_name(name): p for name, p in model.named_parameters()}
 
@@ -210,11 +193,8 @@ def _goes_on_with_groups() -> None:
     twins.assert_equal_optimizers("after training")
 
 
-def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
-    run_ranks(2, _goes_on_with_groups)
-
-
-def _wraps_twice() -> None:
+@on_ranks(2)
+def test_modules_may_be_wrapped_one_after_the_other() -> None:
     """An inner module first, a step, then the whole: state is cut whenever parameters become
     parts."""
     twins = Twins()
@@ -227,11 +207,8 @@ def _wraps_twice() -> None:
     twins.assert_equal_optimizers("after training")
 
 
-def test_modules_may_be_wrapped_one_after_the_other() -> None:
-    run_ranks(2, _wraps_twice)
-
-
-def _saves_and_loads_from_before() -> None:
+@on_ranks(2)
+def test_states_from_before_are_loaded_after_wrapping() -> None:
     twins = Twins()
     twins.step(0)
     saved = [copy.deepcopy((m.state_dict(), o.state_dict())) for m, o in twins.both]
@@ -255,11 +232,8 @@ def _saves_and_loads_from_before() -> None:
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state))
 
 
-def test_states_from_before_are_loaded_after_wrapping() -> None:
-    run_ranks(2, _saves_and_loads_from_before)
-
-
-def _loads_directly() -> None:
+@on_ranks(2)
+def test_whole_state_loaded_without_conversion_is_not_used_unchanged() -> None:
     """Whole state put into an optimizer directly is cut at the next step, or refused; it is never
     used unchanged."""
     twins = Twins()
@@ -277,14 +251,11 @@ def _loads_directly() -> None:
     twins.assert_equal("after loading")
 
 
-def test_whole_state_loaded_without_conversion_is_not_used_unchanged() -> None:
-    run_ranks(2, _loads_directly)
-
-
 # -- values that users write into parameters
 
 
-def _keeps_what_is_written() -> None:
+@on_ranks(2)
+def test_values_written_into_parameters_by_users_are_kept() -> None:
     twins = Twins(partial(torch.optim.SGD, lr=0.05, momentum=0.9))
     twins.wrap(use_orig_params=True)
     twins.step(0)
@@ -325,14 +296,11 @@ def _keeps_what_is_written() -> None:
         assert parameter is part[clean_name(name)]
 
 
-def test_values_written_into_parameters_by_users_are_kept() -> None:
-    run_ranks(2, _keeps_what_is_written)
-
-
 # -- without original parameters
 
 
-def _cannot_go_on() -> None:
+@on_ranks(2)
+def test_with_use_orig_params_false_the_first_step_says_what_to_do() -> None:
     for num_before in (0, 1):
         inner = network()
         optim = torch.optim.Adam(trainable(inner), lr=0.01)
@@ -357,10 +325,6 @@ def _cannot_go_on() -> None:
         torch.optim.SGD(other.parameters(), 0.1).step()
 
 
-def test_with_use_orig_params_false_the_first_step_says_what_to_do() -> None:
-    run_ranks(2, _cannot_go_on)
-
-
 # -- states of unwrapped models and of DDP
 
 
@@ -377,7 +341,12 @@ def _groups(module: nn.Module, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def _loads_by_number(kind: str, source: str, use_orig_params: bool) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("kind", ["one", "two"])
+@pytest.mark.parametrize("source", ["unwrapped", "ddp"])
+@on_ranks(2)
+def test_states_by_numbers_load(kind: str, source: str, use_orig_params: bool) -> None:
     saver = network()
     saving: nn.Module = DDP(saver) if source == "ddp" else saver
     saver_optim = torch.optim.Adam(_groups(saving, kind), lr=0.01)
@@ -427,14 +396,6 @@ def _names(kind: str) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in _groups(plain, kind)]
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("kind", ["one", "two"])
-@pytest.mark.parametrize("source", ["unwrapped", "ddp"])
-def test_states_by_numbers_load(kind: str, source: str, use_orig_params: bool) -> None:
-    run_ranks(2, _loads_by_number, kind, source, use_orig_params)
-
-
 def loads_numbers(params: Callable[[Any], Any], use_orig_params: bool) -> tuple[Any, Any]:
     """The state of an unwrapped model's optimizer, by numbers, goes on in a wrapped one. Return the
     latter, and its optimizer."""
@@ -452,7 +413,9 @@ def loads_numbers(params: Callable[[Any], Any], use_orig_params: bool) -> tuple[
     return model, optim
 
 
-def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
+@both_forms
+@on_ranks(2)
+def test_numbered_state_counts_only_parameters_of_the_optimizer(use_orig_params: bool) -> None:
     """Trainers leave frozen parameters out of the optimizer: the numbers count only the optimizer's
     parameters."""
     model, optim = loads_numbers(trainable, use_orig_params)
@@ -463,12 +426,8 @@ def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
         FSDP.optim_state_dict_to_load(model, optim, fewer.state_dict())
 
 
-@both_forms
-def test_numbered_state_counts_only_parameters_of_the_optimizer(use_orig_params: bool) -> None:
-    run_ranks(2, _loads_numbers_of_trainable_only, use_orig_params)
-
-
-def _loads_numbers_of_decay_groups() -> None:
+@on_ranks(2)
+def test_numbers_in_groups_that_cut_through_units_load() -> None:
     """With original parameters groups may cut through units, in any order."""
 
     def groups(module: nn.Module) -> list[dict[str, Any]]:
@@ -478,7 +437,3 @@ def _loads_numbers_of_decay_groups() -> None:
         return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in named if n in names]}]
 
     loads_numbers(groups, True)
-
-
-def test_numbers_in_groups_that_cut_through_units_load() -> None:
-    run_ranks(2, _loads_numbers_of_decay_groups)

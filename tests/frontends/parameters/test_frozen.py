@@ -13,19 +13,16 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateError
 from tests.support.models import DIM, Block, FrozenInCheckpoint, Lora, Stack, Switch, chain, frozen
-from tests.support.pairwise import each_value
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     backward,
     both_forms,
     both_strategies,
-    make_pair,
     one_backward,
     square,
     train,
-    trains,
-    wide_vectors,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 
 class SpareParameter(Block):
@@ -56,49 +53,25 @@ def _two_backwards(m: nn.Module, x: Tensor) -> Tensor:
     return backward(loss)
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("step", [one_backward, _two_backwards])
-def test_frozen_weights_beside_trainable_ones_are_unsharded_when_backward_needs_them(
-    step: Any, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        trains,
-        partial(chain, Lora, Lora, Lora),
-        (Lora,),
-        step,
-        batch=wide_vectors,
-        use_orig_params=use_orig_params,
-    )
+CASES: dict[str, tuple[Any, ...]] = {
+    "frozen weights beside trainable ones": (partial(chain, *[partial(Lora, DIM)] * 3), (Lora,)),
+    "two backwards": (partial(chain, *[partial(Lora, DIM)] * 3), (Lora,), _two_backwards),
+    "recomputed last": (partial(chain, *[FrozenInCheckpoint] * 3), (FrozenInCheckpoint,)),
+    "units between trainable ones": (partial(chain, *[Block, partial(frozen, Block)] * 2),),
+    "an unused parameter beside used ones": (partial(Stack, 3, SpareParameter), (SpareParameter,)),
+    "float32, bfloat16 and int8": (partial(Stack, 2, ManyDtypes), (ManyDtypes,)),
+}
 
 
-@both_forms
-def test_a_frozen_part_that_is_recomputed_last_is_unsharded(use_orig_params: bool) -> None:
-    build = partial(chain, *[FrozenInCheckpoint] * 3)
-    run_ranks(2, trains, build, (FrozenInCheckpoint,), use_orig_params=use_orig_params)
-
-
-@both_forms
-def test_frozen_units_between_trainable_ones_pass_gradients_on_and_have_none(
-    use_orig_params: bool,
-) -> None:
-    build = partial(chain, Block, partial(frozen, Block), Block, partial(frozen, Block))
-    run_ranks(2, trains, build, use_orig_params=use_orig_params)
-
-
+@pairwise
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_unused_parameter_beside_used_ones_counts_as_zero(
-    num_ranks: int, use_orig_params: bool
+@pytest.mark.parametrize("case", CASES)
+@on_ranks("num_ranks")
+def test_units_with_parameters_without_gradients_train_as_unsharded(
+    case: str, num_ranks: int, use_orig_params: bool
 ) -> None:
-    run_ranks(
-        num_ranks,
-        trains,
-        partial(Stack, 3, SpareParameter),
-        (SpareParameter,),
-        use_orig_params=use_orig_params,
-    )
+    train(*CASES[case], use_orig_params=use_orig_params)
 
 
 def _uses(letters: str, m: nn.Module, x: Tensor) -> Tensor:
@@ -115,9 +88,7 @@ def test_a_unit_that_no_rank_uses_has_no_gradient(
     options = {"allow_unused_units": allow_unused_units, "use_orig_params": use_orig_params}
     pair = train(Switch, step=partial(_uses, "a"), **options)
     pair.step(partial(_uses, "ab"))
-    pair.step(
-        partial(_uses, "a")
-    )  # no gradient, though the optimizer has momentum: it must not move
+    pair.step(partial(_uses, "a"))  # the optimizer has momentum: without a gradient b stays
 
 
 @both_strategies
@@ -161,42 +132,3 @@ def test_freezing_some_of_a_flat_parameter_raises_and_whole_units_follow() -> No
     pair.plain.blocks[0].requires_grad_(True)
     pair.plain.blocks[1].requires_grad_(False)
     pair.step(one_backward)
-
-
-def _random_vectors(dim: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(4, dim, generator=generator)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("large", [False, True])
-@on_ranks(2)
-def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(
-    large: bool, use_orig_params: bool
-) -> None:
-    """Parameters that are frozen when wrapped and trainable later; one of 64K elements has its own
-    gradient hook."""
-    dim = 192 if large else DIM
-    make = partial(Block, dim)
-    pair = make_pair(partial(chain, partial(frozen, make), make), use_orig_params=use_orig_params)
-    batch = partial(_random_vectors, dim)
-    pair.step(one_backward, batch=batch)
-    for model in (pair.plain, pair.model):
-        for p in model[0].parameters():
-            p.requires_grad_(True)
-    for _ in range(2):
-        pair.step(one_backward, batch=batch)
-
-
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_unit_may_have_float32_bfloat16_and_int8_parameters(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    run_ranks(
-        num_ranks,
-        trains,
-        partial(Stack, 2, ManyDtypes),
-        (ManyDtypes,),
-        use_orig_params=use_orig_params,
-    )

@@ -28,17 +28,13 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.models import DIM, Block, Lora, Stack, chain
+from tests.support.models import DIM, Block, Lora, Stack, chain, frozen
 from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 BF16 = torch.bfloat16
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 DTYPES = {
     "of_uint8": torch.uint8,
     "of_int8": torch.int8,
@@ -59,18 +55,13 @@ def _patterns(dtype: torch.dtype) -> Tensor:
         return (torch.arange(255) % 3 == 0).view(5, 51)
     bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
     codes = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
-    return (
-        torch.cat([codes, codes[:1], codes[-5:-1]])
-        .view(dtype)
-        .view(-1, 9 if dtype.itemsize == 1 else 3)
-        .clone()
-    )
+    codes = torch.cat([codes, codes[:1], codes[-5:-1]])
+    return codes.view(dtype).view(-1, 9 if dtype.itemsize == 1 else 3).clone()
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return (
-        tensor.detach().clone().view(torch.uint8).numpy().tobytes()
-    )  # a clone: memory that numpy has seen cannot be freed
+    # a clone: memory that numpy has seen cannot be freed
+    return tensor.detach().clone().view(torch.uint8).numpy().tobytes()
 
 
 class Codes(nn.Module):
@@ -176,8 +167,7 @@ def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(
 def _through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 @each_value
@@ -191,15 +181,16 @@ def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
     options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
     torch.manual_seed(0)
     model = _wrap(nn.Sequential(Codes(), Codes()), **options)
+    full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
     for kind, config in (
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)),
-        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
-        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)),
+        (full, FullStateDictConfig()),
+        (full, FullStateDictConfig(offload_to_cpu=True)),
+        (sharded, ShardedStateDictConfig()),
+        (sharded, ShardedStateDictConfig(offload_to_cpu=True)),
     ):
         with FSDP.state_dict_type(model, kind, config):
             state = model.state_dict()
-        if kind is StateDictType.FULL_STATE_DICT:
+        if kind is full:
             for name, content in EXPECTED.items():
                 assert state[f"1.{name}"].dtype == getattr(Codes(), name).dtype
                 assert _bytes(state[f"1.{name}"]) == content, name
@@ -215,8 +206,8 @@ def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
     wanted = torch.optim.AdamW(model.parameters())
     square(model, torch.ones(2, DIM)).backward()
     wanted.step()
-    full = FSDP.optim_state_dict(model, wanted)
-    assert not set(full["state"]) & {f"{index}.{name}" for index in (0, 1) for name in EXPECTED}
+    state = FSDP.optim_state_dict(model, wanted)["state"]
+    assert not set(state) & {f"{index}.{name}" for index in (0, 1) for name in EXPECTED}
 
 
 @both_forms
@@ -460,17 +451,27 @@ def test_gradients_use_memory_and_traffic_for_trainable_elements_only(
 # -- requires_grad between steps
 
 
-def _toggles(use_orig_params: bool, strategy: ShardingStrategy, width: int) -> None:
+@each_value
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@pytest.mark.parametrize("width", [DIM, 184])
+@on_ranks(2)
+def test_requires_grad_change_takes_effect_at_the_next_forward(
+    width: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """A unit is frozen when it is wrapped, then toggled; large parameters have hooks of their
+    own."""
+    assert width == DIM or 2 * width * width > LARGE
     make = partial(Block, width)
     pair = make_pair(
-        partial(chain, make, make, make),
+        partial(chain, make, partial(frozen, make), make),
         use_orig_params=use_orig_params,
         sharding_strategy=strategy,
     )
     batch = partial(_batch, width)
     group = pair.model._runtime.groups[1]
     axes = (group.shard, group.replica)
-    for trainable in (True, False, False, True, False, True, True):
+    for trainable in (False, True, False, False, True, False, True, True):
         pair.plain[1].requires_grad_(trainable)
         pair.model.module[1].requires_grad_(trainable)
         with torch.no_grad():
@@ -500,17 +501,6 @@ def _toggles(use_orig_params: bool, strategy: ShardingStrategy, width: int) -> N
 
 def _batch(width: int, generator: torch.Generator) -> Tensor:
     return torch.randn(4, width, generator=generator)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@pytest.mark.parametrize("width", [DIM, 184])
-def test_requires_grad_change_takes_effect_at_the_next_forward(
-    width: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    assert width == DIM or 2 * width * width > LARGE
-    run_ranks(2, _toggles, use_orig_params, strategy, width)
 
 
 @on_ranks(2)
