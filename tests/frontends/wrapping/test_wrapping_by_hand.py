@@ -1,5 +1,6 @@
-"""A model trains as unsharded however it is wrapped: by hand, from the meta device, or partly
-ignored. Policies, and settings of units, are in test_settings_of_units."""
+"""A model trains as unsharded however it is wrapped: by hand, or partly ignored. Policies, and
+settings of units, are in test_settings_of_units; values from the meta device or rank 0 in
+parameters/test_meta_values."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from torch import nn
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy
 from fsdp_compat.wrap import (
     ModuleWrapPolicy,
     enable_wrap,
@@ -34,7 +34,7 @@ from tests.support.parity import (
     seeded,
     square,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 
 def _two_copies(build: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
@@ -51,41 +51,32 @@ def _train(pair: Pair, num_steps: int = 2) -> int:
 # -- by hand
 
 
-def _wraps_blocks_then_the_root(**options: Any) -> int:
-    plain, model = _two_copies()
+def _blocks_then_the_root(model: Any, **options: Any) -> FSDP:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FSDP(block, **options)
-    return _train(Pair(plain, FSDP(model, **options)))
+    return FSDP(model, **options)
 
 
-def _wraps_with_enable_wrap(**options: Any) -> int:
-    plain, model = _two_copies()
+def _with_enable_wrap(model: Any, **options: Any) -> Any:
     with enable_wrap(wrapper_cls=FSDP, **options):
         model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
-        model = wrap(model)
-    return _train(Pair(plain, model))
+        return wrap(model)
 
 
-def _mixes_hand_and_policy(**options: Any) -> int:
-    plain, model = _two_copies()
+def _by_hand_and_policy(model: Any, **options: Any) -> FSDP:
     model.blocks[0] = FSDP(model.blocks[0], **options)
-    return _train(Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)))
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 @each_value
 @both_forms
-@pytest.mark.parametrize(
-    ("wraps", "num_units"),
-    [
-        (_wraps_blocks_then_the_root, 4),
-        (_wraps_with_enable_wrap, 4),
-        (_mixes_hand_and_policy, 4),
-    ],
-)
+@pytest.mark.parametrize("wraps", [_blocks_then_the_root, _with_enable_wrap, _by_hand_and_policy])
+@on_ranks(2)
 def test_instances_nested_by_hand_train_as_unsharded(
-    wraps: Callable[..., int], num_units: int, use_orig_params: bool
+    wraps: Callable[..., Any], use_orig_params: bool
 ) -> None:
-    assert run_ranks(2, wraps, use_orig_params=use_orig_params) == [num_units] * 2
+    plain, model = _two_copies()
+    assert _train(Pair(plain, wraps(model, use_orig_params=use_orig_params))) == 4
 
 
 @both_forms
@@ -93,10 +84,9 @@ def test_instances_nested_by_hand_train_as_unsharded(
 def test_former_root_can_become_nested(use_orig_params: bool) -> None:
     options = {"use_orig_params": use_orig_params}
     plain, model = _two_copies()
-    part = FSDP(model.blocks[0], **options)
-    model.blocks[0] = part
-    for own, x in ((plain.blocks[0], 1.0), (part, 1.0)):
-        backward(square(own, torch.full((2, DIM), x)))
+    model.blocks[0] = FSDP(model.blocks[0], **options)
+    for own in (plain.blocks[0], model.blocks[0]):
+        backward(square(own, torch.ones(2, DIM)))
         with torch.no_grad():
             for p in own.parameters():
                 p.sub_(0 if p.grad is None else p.grad)
@@ -105,40 +95,6 @@ def test_former_root_can_become_nested(use_orig_params: bool) -> None:
 
 
 # -- where values come from
-
-
-class _Counted(Stack):
-    """A stack with buffers, one of them not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.rand(3))
-        self.register_buffer("offset", torch.rand(3), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale + self.offset
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
-@on_ranks("num_ranks")
-def test_sync_module_states_broadcasts_from_rank_0(
-    num_ranks: int, num_replicas: int, use_orig_params: bool
-) -> None:
-    options = {"use_orig_params": use_orig_params}
-    torch.manual_seed(0)
-    plain = _Counted()
-    torch.manual_seed(dist.get_rank())
-    if num_replicas > 1:
-        mesh = dist.device_mesh.init_device_mesh(
-            "cpu", (num_replicas, dist.get_world_size() // num_replicas)
-        )
-        options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    policy = ModuleWrapPolicy({Block})
-    _train(
-        Pair(plain, FSDP(_Counted(), auto_wrap_policy=policy, sync_module_states=True, **options))
-    )
 
 
 @on_ranks(2)
@@ -152,48 +108,6 @@ def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
     assert torch.equal(state["weight"], torch.arange(24.0).view(4, 6).t())
     assert torch.equal(state["expanded"], torch.zeros(3, 5))
     assert torch.equal(state["transposed"], torch.arange(6.0).view(3, 2).t())
-
-
-def _fill(module: nn.Module) -> None:
-    for index, p in enumerate(module.parameters(recurse=False)):
-        nn.init.uniform_(
-            p, -0.3 - 0.1 * index, 0.3, generator=torch.Generator().manual_seed(p.numel())
-        )
-
-
-def _materialise(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    _fill(module)
-
-
-class _Resettable(nn.Linear):
-    def reset_parameters(self) -> None:
-        _fill(self)
-
-
-def _linears() -> nn.Module:
-    return nn.Sequential(_Resettable(DIM, DIM), nn.Tanh(), _Resettable(DIM, 3))
-
-
-def _starts_on_meta(build: Callable[[], nn.Module], **options: Any) -> None:
-    plain = build()
-    plain.apply(_fill)
-    with torch.device("meta"):
-        model = build()
-    policy = ModuleWrapPolicy({Block, _Resettable})
-    _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, **options)))
-
-
-@both_forms
-def test_reset_parameters_initializes_a_model_on_meta(use_orig_params: bool) -> None:
-    run_ranks(2, _starts_on_meta, _linears, use_orig_params=use_orig_params)
-
-
-@both_forms
-def test_param_init_fn_initializes_a_model_on_meta(use_orig_params: bool) -> None:
-    run_ranks(
-        2, _starts_on_meta, Stack, param_init_fn=_materialise, use_orig_params=use_orig_params
-    )
 
 
 # -- ignored
@@ -219,13 +133,8 @@ def test_ignored_parameters_stay_unsharded_and_unsynchronized(
         "states that are parameters": {"ignored_states": [*head.parameters(), *norm.parameters()]},
     }[kind]
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    managed = [
-        name
-        for unit in model._runtime.units
-        for group in unit.groups
-        for m in group.store.orig_params
-        for name in m.names
-    ]
+    groups = [group for unit in model._runtime.units for group in unit.groups]
+    managed = [name for group in groups for m in group.store.orig_params for name in m.names]
     assert not any("norm" in name for name in managed if "blocks.1" in name)
     ignored = [*plain.head.parameters(), *plain.blocks[1].norm.parameters()]
     kept = [*head.parameters(), *norm.parameters()]
@@ -294,17 +203,6 @@ def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, A
     return found | {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def _refusing_an_instance(library: Any, name: str) -> str:
-    inner = library.FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    try:
-        library.FullyShardedDataParallel(
-            nn.Sequential(inner, nn.Linear(2, 2)), device_id=torch.device("cpu"), **{name: [inner]}
-        )
-    except ValueError:
-        return "ValueError"
-    return "nothing"
-
-
 @pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
 @on_ranks(2)
 def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
@@ -316,11 +214,12 @@ def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
         )
         assert ours == theirs
         assert ours["warnings"] == 1
-    assert (
-        _refusing_an_instance(torch_fsdp, name)
-        == _refusing_an_instance(fsdp_compat, name)
-        == "ValueError"
-    )
+    for library in (torch_fsdp, fsdp_compat):
+        on_cpu = {"device_id": torch.device("cpu")}
+        inner = library.FullyShardedDataParallel(nn.Linear(2, 2), **on_cpu)
+        with pytest.raises(ValueError):
+            model = nn.Sequential(inner, nn.Linear(2, 2))
+            library.FullyShardedDataParallel(model, **on_cpu, **{name: [inner]})
 
 
 # -- what is likely a mistake
