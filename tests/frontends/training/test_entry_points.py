@@ -28,6 +28,7 @@ from fsdp_compat._comm.transport import Kind
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support import parity
 from tests.support.cases import about
+from tests.support.models import encoder_layer
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
@@ -45,12 +46,7 @@ from tests.support.sampling import sample
 
 DIM, NUM_TOKENS = 8, 13
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
 
 class Mlp(nn.Module):
@@ -103,13 +99,8 @@ class Decoder(nn.Module):
         first round only."""
         x = self.embed(tokens)
         for number in range(num_rounds):
-            for layer in (
-                self.layers[2],
-                self.layers[0],
-                self.layers[2],
-                *self.layers[1 : 2 - min(number, 1)],
-            ):
-                x = layer(x)
+            for index in (2, 0, 2, 1) if number == 0 else (2, 0, 2):
+                x = self.layers[index](x)
             x = x + self.extra(x)
         return self.head(x)
 
@@ -207,42 +198,28 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     rank = dist.get_rank()
-    cases: list[dict[str, Any]] = [{"sharding_strategy": FULL_SHARD}]
-    if dist.get_world_size() == 2:
-        cases += [{"sharding_strategy": strategy} for strategy in (SHARD_GRAD_OP, NO_SHARD)]
-    if dist.get_world_size() == 4:
-        mesh = init_device_mesh("cpu", (2, 2))
-        cases = [
-            {"sharding_strategy": strategy, "device_mesh": mesh}
-            for strategy in (HYBRID, HYBRID_ZERO2)
-        ]
-    for options in cases:
+    strategies = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD] if num_ranks == 2 else [FULL_SHARD]
+    common: dict[str, Any] = {"use_orig_params": use_orig_params}
+    if num_ranks == 4:
+        strategies = [HYBRID, HYBRID_ZERO2]
+        common["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    methods = ("generate", "other_order", "inner_units", "scores")
+    for strategy in strategies:
         plain = decoder()
-        model = wrapped(
-            "generate",
-            "other_order",
-            "inner_units",
-            "scores",
-            use_orig_params=use_orig_params,
-            **options,
-        )
+        model = wrapped(*methods, sharding_strategy=strategy, **common)
         for name, context in GRADIENTS.items():
             model.train(name == "grad")
-            with about((options, name)), context():
+            with about((strategy, name)), context():
                 # With gradients all ranks make the same calls; without, each may make any number.
                 number = 3 if name == "grad" else (2, 0, 4, 1)[rank]
                 own = tokens(rank)
                 assert torch.equal(model.generate(own, number), plain.generate(own, num_new=number))
                 number = 2 if name == "grad" else (1, 3, 0, 2)[rank]
-                assert_close(
-                    model.other_order(own, number), plain.other_order(own, number), "other_order"
-                )
+                got, expected = (m.other_order(own, number) for m in (model, plain))
+                assert_close(got, expected, "other_order")
                 which = "0212" if name == "grad" else ("0212", "", "11", "2")[rank]
-                assert_close(
-                    model.inner_units(own, which=which),
-                    plain.inner_units(own, which),
-                    "inner_units",
-                )
+                got, expected = (m.inner_units(own, which=which) for m in (model, plain))
+                assert_close(got, expected, "inner_units")
                 for key, value in model.scores(tokens=own, scale=0.5).items():
                     assert_close(value, plain.scores(own, scale=0.5)[key], key)
                 assert_close(model(own), plain(own), "forward")
@@ -270,11 +247,8 @@ def test_synced_method_allows_different_numbers_of_calls(
                     model.generate(tokens(rank), number), plain.generate(tokens(rank), number)
                 )
                 which = ("012", "", "2")[rank] if serves else "012"
-                assert_close(
-                    model.inner_units(tokens(rank), which),
-                    plain.inner_units(tokens(rank), which),
-                    "inner_units",
-                )
+                got, expected = (m.inner_units(tokens(rank), which) for m in (model, plain))
+                assert_close(got, expected, "inner_units")
                 assert_idle(model, name)
         assert_trains(model, decoder())
 
@@ -310,14 +284,8 @@ def test_call_inside_a_synced_method_gathers_each_unit_once() -> None:
 def test_gradients_through_a_registered_method_equal_unsharded(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    model = wrapped(
-        "encode",
-        "other_order",
-        "scores",
-        use_orig_params=use_orig_params,
-        sharding_strategy=strategy,
-    )
-    pair = pair_of(decoder(), model)
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+    pair = pair_of(decoder(), wrapped("encode", "other_order", "scores", **options))
     losses: list[Callable[[Any, Tensor], Tensor]] = [
         lambda m, x: m.encode(x).pow(2).mean(),
         lambda m, x: m.other_order(x, 2).pow(2).mean(),
@@ -372,10 +340,8 @@ def test_registered_method_of_a_nested_wrapper_works_inside_forward(
         register_fsdp_forward_method(model.body, name, synced=synced)
     with torch.no_grad():
         assert_close(model(tokens(dist.get_rank())), plain(tokens(dist.get_rank())), "evaluation")
-        own = tokens(dist.get_rank())
-        assert torch.equal(
-            model.body.generate(own, 2), plain.body.generate(own, 2)
-        )  # the nested instance without its root
+        own = tokens(dist.get_rank())  # the nested instance without its root
+        assert torch.equal(model.body.generate(own, 2), plain.body.generate(own, 2))
     assert_idle(model)
     for module in (model, plain):
         module(tokens()).pow(2).mean().backward()
@@ -400,7 +366,11 @@ class Stops(Decoder):
         return tokens
 
 
-def _raises_on_one_rank(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(3)
+def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
+    use_orig_params: bool,
+) -> None:
     rank = dist.get_rank()
     pair = make_pair(Stops, UNITS, use_orig_params=use_orig_params)
     plain, model = pair.plain, pair.model
@@ -419,13 +389,6 @@ def _raises_on_one_rank(use_orig_params: bool) -> None:
         with torch.no_grad():
             assert torch.equal(model.generate(own, rank), plain.generate(own, rank))
         assert_trains(model, plain)
-
-
-@original_form
-def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(3, _raises_on_one_rank, use_orig_params)
 
 
 # -- registration
@@ -546,6 +509,10 @@ class Reads(nn.Module):
         return self.inner(x)
 
 
+REMEDIES = ("call the FullyShardedDataParallel itself", "summon_full_params")
+REMEDIES += ("register_fsdp_forward_method",)
+
+
 def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
     """Using a sharded weight raises an error with its name, the unit and the three remedies."""
     with pytest.raises(StateError) as caught:
@@ -553,11 +520,7 @@ def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
     text = str(caught.value)
     assert f"{parameter!r}" in text, text
     assert unit in text, text
-    for way in (
-        "call the FullyShardedDataParallel itself",
-        "register_fsdp_forward_method",
-        "summon_full_params",
-    ):
+    for way in REMEDIES:
         assert way in text, text
 
 
@@ -667,9 +630,8 @@ def test_parameters_of_another_unit_raise_inside_forward(
             with about((what, name)), context():
                 parameter = "down.bias" if what in ("bias", "scale") else "up.weight"
                 assert_refuses(partial(model, x), parameter, "unit 'inner'")
-                assert_idle(
-                    model, "grad" if what == "after" else name
-                )  # its unit may be whole for backward, but is not shown
+                # its unit may be whole for backward, but is not shown
+                assert_idle(model, "grad" if what == "after" else name)
         model.module.what = "nothing"
         assert_close(model(x), plain(x), "after the error")
         for module in (model, plain):
@@ -712,18 +674,10 @@ def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
 def test_placeholder_has_shape_dtype_and_device() -> None:
     model = wrapped()
     weight, bias = model.module.head.weight, model.module.layers[0].mlp.up.bias
-    assert (weight.shape, weight.dtype, weight.device) == (
-        (NUM_TOKENS, DIM),
-        torch.float32,
-        torch.device("cpu"),
-    )
-    assert (weight.ndim, weight.dim(), weight.numel(), weight.size(0), bias.shape[0]) == (
-        2,
-        2,
-        NUM_TOKENS * DIM,
-        NUM_TOKENS,
-        12,
-    )
+    assert (weight.shape, weight.dtype) == ((NUM_TOKENS, DIM), torch.float32)
+    assert weight.device == torch.device("cpu")
+    assert (weight.ndim, weight.dim(), weight.numel()) == (2, 2, NUM_TOKENS * DIM)
+    assert (weight.size(0), bias.shape[0]) == (NUM_TOKENS, 12)
     assert weight.is_floating_point()
     assert hasattr(model.module.head, "weight")
     assert not hasattr(model.module.head, "wait")
@@ -738,11 +692,7 @@ def test_placeholder_has_shape_dtype_and_device() -> None:
     assert [name for name, _ in model.module.head.named_parameters()] == []
     with FSDP.summon_full_params(model):
         assert isinstance(model.module.head.weight, nn.Parameter)
-        assert_close(
-            model.module(tokens()),
-            decoder()(tokens()),
-            "the inner module while parameters are whole",
-        )
+        assert_close(model.module(tokens()), decoder()(tokens()), "while parameters are whole")
     with pytest.raises(StateError):
         copy.copy(weight).sum()
     assert not hasattr(weight, "__array_interface__")  # not mistaken for an array
@@ -766,12 +716,8 @@ def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> 
 # -- modules of torch that read parameters of others
 
 
-def _layer() -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
-
-
 def _encoder() -> nn.TransformerEncoder:
-    return nn.TransformerEncoder(_layer(), 2)
+    return nn.TransformerEncoder(encoder_layer(), 2)
 
 
 def _rnn(kind: type[nn.RNNBase]) -> nn.Module:
@@ -784,8 +730,8 @@ def _first_output(model: nn.Module, x: Tensor) -> Tensor:
 
 
 TRANSFORMERS: list[Any] = [
-    (_layer, (nn.Linear,)),
-    (_layer, (nn.LayerNorm, nn.MultiheadAttention)),
+    (encoder_layer, (nn.Linear,)),
+    (encoder_layer, (nn.LayerNorm, nn.MultiheadAttention)),
     (_encoder, (nn.TransformerEncoderLayer,)),
     (_encoder, (nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.Linear)),
     (_encoder, (nn.Linear, nn.LayerNorm)),
@@ -808,11 +754,9 @@ def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
     x = torch.randn(3, 5, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
     mask = torch.zeros(3, 5, dtype=torch.bool)
     mask[1, 3:] = True
-    inputs = (
-        [{}, {"src_key_padding_mask": mask}]
-        if isinstance(plain, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
-        else [{}]
-    )
+    inputs: list[dict[str, Tensor]] = [{}]
+    if isinstance(plain, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+        inputs.append({"src_key_padding_mask": mask})
     for training in (True, False):
         model.train(training)
         plain.train(training)
@@ -821,11 +765,12 @@ def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
                 with about((training, name, list(kwargs))), context():
                     got, wanted = model(x, **kwargs), plain(x, **kwargs)
                     got, wanted = (v[0] if isinstance(v, tuple) else v for v in (got, wanted))
-                    keep = (
-                        ~mask if kwargs else torch.ones_like(mask)
-                    )  # masked positions are undefined
+                    # masked positions are undefined
+                    keep = ~mask if kwargs else torch.ones_like(mask)
                     assert_close(got[keep], wanted[keep], "output")
                     assert_idle(model, name)
+    if units == (nn.LSTM,):
+        assert_refuses(lambda: model[1].module(x), "weight_ih_l0", "unit '1'")
     pair.step(_first_output)
 
 
@@ -845,13 +790,3 @@ def test_attention_alone_can_be_the_model(use_orig_params: bool) -> None:
     assert_refuses(lambda: model.module(x, x, x), "in_proj_weight", "the root unit")
     assert_refuses(lambda: model.module.out_proj(x), "out_proj.weight", "the root unit")
     assert_close(model(x, x, x)[0], plain(x, x, x)[0], "after the error")
-
-
-@both_forms
-@on_ranks(2)
-def test_rnn_inside_a_unit_raises_if_called_alone(use_orig_params: bool) -> None:
-    pair = make_pair(partial(_rnn, nn.LSTM), (nn.LSTM,), use_orig_params=use_orig_params)
-    plain, model, x = pair.plain, pair.model, torch.randn(3, 5, DIM)
-    for _ in range(2):
-        assert_refuses(lambda: model[1].module(x), "weight_ih_l0", "unit '1'")
-        assert_close(model(x)[0], plain(x)[0], "after the error")
