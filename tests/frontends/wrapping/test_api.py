@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import api as torch_api
 
 from fsdp_compat import api
@@ -85,71 +86,62 @@ def test_dataclasses_of_torch_are_translated_with_their_values(name: str) -> Non
         assert api.as_ours(make(theirs), ours, "argument") == expected
 
 
-def test_changed_settings_differ_from_the_defaults() -> None:
-    precision = api.as_ours(
-        changed(torch_api.MixedPrecision()), api.MixedPrecision, "mixed_precision"
-    )
-    assert precision == api.MixedPrecision(
-        torch.bfloat16, torch.bfloat16, torch.bfloat16, True, True, False, (torch.nn.LayerNorm,)
-    )
+class UserPolicy(torch_api.MixedPrecision):
+    """A subclass of a class of torch."""
 
 
-def test_nested_settings_are_translated() -> None:
-    theirs = torch_api.StateDictSettings(
-        torch_api.StateDictType.SHARDED_STATE_DICT,
-        torch_api.ShardedStateDictConfig(offload_to_cpu=True),
-        torch_api.ShardedOptimStateDictConfig(_use_dtensor=True),
-    )
-    assert api.as_ours(theirs, api.StateDictSettings, "settings") == api.StateDictSettings(
-        api.StateDictType.SHARDED_STATE_DICT,
-        api.ShardedStateDictConfig(offload_to_cpu=True),
-        api.ShardedOptimStateDictConfig(_use_dtensor=True),
-    )
+@pytest.mark.parametrize(
+    ("theirs", "expected", "ours"),
+    [
+        (
+            changed(torch_api.MixedPrecision()),
+            api.MixedPrecision,
+            api.MixedPrecision(*[torch.bfloat16] * 3, True, True, False, (torch.nn.LayerNorm,)),
+        ),
+        (
+            torch_api.StateDictSettings(
+                torch_api.StateDictType.SHARDED_STATE_DICT,
+                torch_api.ShardedStateDictConfig(offload_to_cpu=True),
+                torch_api.ShardedOptimStateDictConfig(_use_dtensor=True),
+            ),
+            api.StateDictSettings,
+            api.StateDictSettings(
+                api.StateDictType.SHARDED_STATE_DICT,
+                api.ShardedStateDictConfig(offload_to_cpu=True),
+                api.ShardedOptimStateDictConfig(_use_dtensor=True),
+            ),
+        ),
+        (
+            torch_api.FullStateDictConfig(rank0_only=True),
+            api.StateDictConfig,
+            api.FullStateDictConfig(rank0_only=True),
+        ),
+        (
+            UserPolicy(reduce_dtype=torch.float16),
+            api.MixedPrecision,
+            api.MixedPrecision(reduce_dtype=torch.float16),
+        ),
+    ],
+    ids=["no field is a default", "nested", "the base is expected", "of a user's class"],
+)
+def test_settings_of_torch_are_translated(theirs: Any, expected: type, ours: Any) -> None:
+    got = api.as_ours(theirs, expected, "argument")
+    assert type(got) is type(ours)
+    assert got == ours
 
 
-def test_a_subclass_is_translated_where_its_base_is_expected() -> None:
-    config = api.as_ours(
-        torch_api.FullStateDictConfig(rank0_only=True), api.StateDictConfig, "state_dict_config"
-    )
-    assert type(config) is api.FullStateDictConfig
-    assert config.rank0_only
-
-
-def test_a_user_subclass_of_a_torch_class_is_translated_as_that_class() -> None:
-    class Policy(torch_api.MixedPrecision):
-        pass
-
-    precision = api.as_ours(
-        Policy(reduce_dtype=torch.float16), api.MixedPrecision, "mixed_precision"
-    )
-    assert precision == api.MixedPrecision(reduce_dtype=torch.float16)
-
-
-def test_an_enum_of_another_module_of_the_package_is_translated() -> None:
+def test_classes_of_other_modules_of_the_package_are_translated() -> None:
     key_type = enum.Enum("OptimStateKeyType", "PARAM_NAME PARAM_ID")
-    from torch.distributed.fsdp import OptimStateKeyType
-
-    assert (
-        api.as_ours(OptimStateKeyType.PARAM_ID, key_type, "optim_state_key_type")
-        is key_type["PARAM_ID"]
-    )
-
-
-def test_a_class_hierarchy_of_another_module_of_the_package_is_translated() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    policy = dataclasses.make_dataclass(
-        "OffloadPolicy", [], namespace={"__module__": "fsdp_compat._fully_shard"}
-    )
+    got = api.as_ours(torch_fsdp.OptimStateKeyType.PARAM_ID, key_type, "optim_state_key_type")
+    assert got is key_type["PARAM_ID"]
+    home = {"__module__": "fsdp_compat._fully_shard"}
+    policy = dataclasses.make_dataclass("OffloadPolicy", [], namespace=home)
+    fields = [("pin_memory", bool, True)]
     cpu_policy = dataclasses.make_dataclass(
-        "CPUOffloadPolicy",
-        [("pin_memory", bool, True)],
-        bases=(policy,),
-        namespace={"__module__": policy.__module__},
+        "CPUOffloadPolicy", fields, bases=(policy,), namespace=home
     )
-    assert api.as_ours(CPUOffloadPolicy(pin_memory=False), policy, "offload_policy") == cpu_policy(
-        pin_memory=False
-    )
+    theirs = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
+    assert api.as_ours(theirs, policy, "offload_policy") == cpu_policy(pin_memory=False)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +172,8 @@ def test_none_and_own_objects_are_returned_unchanged(value: object, expected: ty
 def test_a_wrong_type_raises_with_the_four_facts(value: object, expected: type) -> None:
     with pytest.raises(UsageError) as error:
         api.as_ours(value, expected, "the_argument")
-    text = str(error.value)
-    for fact in (
-        f"fsdp_compat.api.{expected.__name__}",
-        repr(value),
-        "argument 'the_argument'",
-        "to do:    pass ",
-    ):
-        assert fact in text
+    facts = (f"fsdp_compat.api.{expected.__name__}", repr(value), "argument 'the_argument'")
+    assert all(fact in str(error.value) for fact in (*facts, "to do:    pass "))
 
 
 def test_the_article_of_a_class_fits_its_name() -> None:
@@ -206,9 +192,8 @@ def of_torch(cls: type) -> type:
 def test_additions_of_a_newer_torch_are_refused_if_used_and_ignored_otherwise() -> None:
     fields = [("offload_params", bool, False), ("compress", bool, False)]
     newer: Any = of_torch(dataclasses.make_dataclass("CPUOffload", fields))
-    assert api.as_ours(newer(offload_params=True), api.CPUOffload, "cpu_offload") == api.CPUOffload(
-        True
-    )
+    got = api.as_ours(newer(offload_params=True), api.CPUOffload, "cpu_offload")
+    assert got == api.CPUOffload(True)
     with pytest.raises(UsageError, match=r"CPUOffload\(compress=True\)"):
         api.as_ours(newer(compress=True), api.CPUOffload, "cpu_offload")
     strategies: Any = of_torch(enum.Enum("ShardingStrategy", "EVEN"))
