@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.pairwise import pairwise
+from tests.support.parity import both_forms
 from tests.support.ranks import on_ranks
 
 FSDP = FullyShardedDataParallel
@@ -27,7 +28,16 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+def assert_same_gradients(model: FSDP, plain: nn.Module) -> None:
+    """Compare after one more backward of both. Collective."""
+    for module in (plain, model):
+        module(torch.ones(2, 8)).pow(2).mean().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@both_forms
 @on_ranks(2)
 def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool) -> None:
     model = network()
@@ -63,7 +73,7 @@ def test_whole_parameters_are_let_go_unit_by_unit() -> None:
     assert alive == [False, False], "the first unit is sharded before the second gets its values"
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 @on_ranks(2)
 def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
     expected = repr(network())
@@ -78,21 +88,16 @@ def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
     assert torch.equal(model(torch.ones(2, 8)), network()(torch.ones(2, 8)))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 @on_ranks(2)
 def test_existing_gradients_are_added_to(use_orig_params: bool) -> None:
     model, plain = network(), network()
     for module in (model, plain):
         module(torch.ones(2, 8)).sum().backward()
-    sharded = FSDP(model, use_orig_params=use_orig_params)
-    sharded(torch.ones(2, 8)).sum().backward()
-    plain(torch.ones(2, 8)).sum().backward()
-    with FSDP.summon_full_params(sharded, with_grads=True):
-        for got, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad)
+    assert_same_gradients(FSDP(model, use_orig_params=use_orig_params), plain)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 @on_ranks(2)
 def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: bool) -> None:
     model = FSDP(network(), use_orig_params=use_orig_params)
@@ -101,9 +106,11 @@ def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: b
             with pytest.raises(StateError, match=r"call .* on the wrapper"):
                 call()
     with FSDP.summon_full_params(model):
-        assert {k: v.shape for k, v in model.module.state_dict().items()} == {
-            k: v.shape for k, v in network().state_dict().items()
-        }
+        shown, whole = (
+            {name: value.shape for name, value in each.state_dict().items()}
+            for each in (model.module, network())
+        )
+        assert shown == whole
     model.load_state_dict(model.state_dict())
 
 
@@ -112,37 +119,26 @@ def test_gradients_are_averaged_whatever_the_default_device_was_when_wrapping() 
     model, plain = network(), network()
     with torch.device("meta"):
         sharded = FSDP(model, use_orig_params=True)
-    for module in (sharded, plain):
-        module(torch.ones(2, 8)).sum().backward()
-    with FSDP.summon_full_params(sharded, with_grads=True):
-        for got, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad)
+    assert_same_gradients(sharded, plain)
 
 
-def trained(model: FullyShardedDataParallel) -> dict[str, Any]:
+def trained(model: nn.Module) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         model(torch.ones(2, 8)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict()
+    return dict(model.state_dict())
 
 
 @on_ranks(4)
 def test_groups_of_some_ranks_and_of_all_do_not_disturb_each_other() -> None:
     rank = dist.get_rank()
-    expected = network()
-    optimizer = torch.optim.SGD(expected.parameters(), 0.1)
-    for _ in range(2):
-        expected(torch.ones(2, 8)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = trained(network())
     some = dist.new_group([1, 2])
     if rank in (1, 2):  # a model on some ranks only
-        torch.testing.assert_close(
-            dict(trained(FSDP(network(), process_group=some))), dict(expected.state_dict())
-        )
-    torch.testing.assert_close(dict(trained(FSDP(network()))), dict(expected.state_dict()))
+        torch.testing.assert_close(trained(FSDP(network(), process_group=some)), expected)
+    torch.testing.assert_close(trained(FSDP(network())), expected)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = FSDP(network(), process_group=halves[rank // 2])  # two models at the same time
     with FSDP.state_dict_type(
@@ -151,10 +147,8 @@ def test_groups_of_some_ranks_and_of_all_do_not_disturb_each_other() -> None:
         state = trained(model)
     assert bool(state) is (rank % 2 == 0), "the first rank of the group, not of the world"
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
-        whole = {tuple(p.shape) for p in model.parameters()} == {
-            tuple(p.shape) for p in expected.parameters()
-        }
-        assert whole is (rank % 2 == 0)
+        shapes, whole = ({p.shape for p in m.parameters()} for m in (model, network()))
+        assert (shapes == whole) is (rank % 2 == 0)
 
 
 class TiedBlocks(nn.Module):
@@ -170,18 +164,14 @@ class TiedBlocks(nn.Module):
         return x * self.scales[0]
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 @on_ranks(2)
 def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     plain = TiedBlocks()
     torch.manual_seed(0)
     model = FSDP(TiedBlocks(), auto_wrap_policy=always_wrap_policy, use_orig_params=use_orig_params)
-    for module in (plain, model):
-        module(torch.ones(2, 8)).pow(2).mean().backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad)
+    assert_same_gradients(model, plain)
 
 
 class WithOwnParameters(nn.Module):
@@ -213,13 +203,11 @@ class WithLoss(nn.Module):
 @pairwise
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("forward_replaced", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@both_forms
 @on_ranks(2)
 def test_an_unreferenced_model_is_freed_completely(
     use_orig_params: bool, forward_replaced: bool, sync: bool
 ) -> None:
-    """Whether a model is alive that was trained and dropped."""
-
     def train_and_drop() -> weakref.ref[nn.Module]:
         model = WithOwnParameters()
         model.inner[1] = WithLoss()
@@ -240,7 +228,7 @@ def test_an_unreferenced_model_is_freed_completely(
 
     reference = train_and_drop()
     gc.collect()
-    assert not (reference() is not None)
+    assert reference() is None
 
 
 @on_ranks(2)
@@ -251,10 +239,8 @@ def test_a_graph_holds_its_model_for_one_backward() -> None:
     loss.backward(retain_graph=True)  # the graph holds the model until then
     assert x.grad is not None
     gc.collect()
-    with pytest.raises(StateError) as caught:
+    with pytest.raises(StateError, match="garbage-collected"):
         loss.backward()
-    message = str(caught.value)
-    assert "garbage-collected" in message
 
 
 @on_ranks(2)
