@@ -30,7 +30,7 @@ from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus import content
 from tests.checkpoint.corpus.make import CORPUS, MINOR, TRUTH, ours
 from tests.support.cases import about
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 NOTED = json.loads(TRUTH.read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = NOTED["entries"]
@@ -175,13 +175,6 @@ def test_torch_load_finds_what_each_rank_saved(ranks: int) -> None:
     run_ranks(ranks, _torch_load, [path for path in paths if ENTRIES[path]["torch"] == MINOR])
 
 
-def _load_all(kind: str) -> None:
-    warnings.simplefilter("ignore")
-    for path in ENTRIES:
-        with about(path):
-            _require_loaded(path, kind, CORPUS / path)
-
-
 def _require_loaded(path: str, kind: str, folder: Path, more: dict[str, Any] | None = None) -> None:
     """Require that a folder gives the values of an entry, and more extra values."""
     model, _ = ours(kind)
@@ -222,10 +215,14 @@ def _require_loaded(path: str, kind: str, folder: Path, more: dict[str, Any] | N
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["flat", "original", "rows"])
+@on_ranks("ranks")
 def test_every_checkpoint_loads_into_a_model_that_is_sharded_in_any_way(
     kind: str, ranks: int
 ) -> None:
-    run_ranks(ranks, _load_all, kind)
+    warnings.simplefilter("ignore")
+    for path in ENTRIES:
+        with about(path):
+            _require_loaded(path, kind, CORPUS / path)
 
 
 def _load_trainer(folder: Path) -> None:

@@ -30,7 +30,7 @@ from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.memory import NewBytes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 INDEX = "model.safetensors.index.json"
@@ -211,7 +211,10 @@ def _meta(folder: Path, tensors: dict[str, Tensor]) -> None:
         assert_equal(full_state(model), tensors | {"head.weight": tensors["embed.weight"]})
 
 
-def _ways_in(folder: Path) -> None:
+@on_ranks(2)
+def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_tied_name(
+    tmp_path: Path,
+) -> None:
     """One file, an index, a directory with an index, one with files, under either name of what is
     tied."""
     plain = make_model(5)
@@ -219,50 +222,45 @@ def _ways_in(folder: Path) -> None:
     names = list(tensors)
     if dist.get_rank() == 0:
         for name in ("one", "index", "files", "tied", "both"):
-            (folder / name).mkdir()
-        save_file(tensors, folder / "one" / "weights.safetensors")
+            (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / "one" / "weights.safetensors")
         for title, part in (("a", names[::2]), ("b", names[1::2])):
             for where in ("index", "files"):
                 save_file(
-                    {name: tensors[name] for name in part}, folder / where / f"{title}.safetensors"
+                    {name: tensors[name] for name in part},
+                    tmp_path / where / f"{title}.safetensors",
                 )
         save_file(
-            tensors, folder / "index" / "consolidated.safetensors"
+            tensors, tmp_path / "index" / "consolidated.safetensors"
         )  # beside what the index speaks of
         stale = {**{name: tensors[name] for name in names[1::2]}, names[0]: torch.zeros(1)}
-        save_file(stale, folder / "index" / "b.safetensors")  # one that the index has elsewhere
+        save_file(stale, tmp_path / "index" / "b.safetensors")  # one that the index has elsewhere
         weight_map = {name: f"{'ab'[number % 2]}.safetensors" for number, name in enumerate(names)}
-        (folder / "index" / INDEX).write_text(
+        (tmp_path / "index" / INDEX).write_text(
             json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
         )
         other = {
             ("head.weight" if name == "embed.weight" else name): value
             for name, value in tensors.items()
         }
-        save_file(other, folder / "tied" / "model.safetensors")
+        save_file(other, tmp_path / "tied" / "model.safetensors")
         save_file(
             tensors | {"head.weight": tensors["embed.weight"].clone()},
-            folder / "both" / "model.safetensors",
+            tmp_path / "both" / "model.safetensors",
         )
     dist.barrier()
     for path in (
-        folder / "one" / "weights.safetensors",
-        str(folder / "one"),
-        folder / "index" / INDEX,
-        folder / "index",
-        folder / "files",
-        folder / "tied",
-        folder / "both",
+        tmp_path / "one" / "weights.safetensors",
+        str(tmp_path / "one"),
+        tmp_path / "index" / INDEX,
+        tmp_path / "index",
+        tmp_path / "files",
+        tmp_path / "tied",
+        tmp_path / "both",
     ):
         model = shard(make_model(99), ("FULL_SHARD", False, True))
         load_safetensors(path, model)
         assert_equal(full_state(model), plain.state_dict())
-
-
-def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_tied_name(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _ways_in, tmp_path)
 
 
 class Mixed(nn.Module):
@@ -275,7 +273,8 @@ class Mixed(nn.Module):
         self.norm = nn.BatchNorm1d(3)
 
 
-def _containers(folder: Path) -> None:
+@on_ranks(2)
+def test_a_module_with_some_units_inside_is_saved_and_loaded_whole(tmp_path: Path) -> None:
     def made(seed: int) -> tuple[Mixed, Mixed]:
         torch.manual_seed(seed)
         plain, model = Mixed(), Mixed()
@@ -286,10 +285,10 @@ def _containers(folder: Path) -> None:
         return plain, model
 
     plain, model = made(1)
-    files = save_safetensors(folder / "new", model)
+    files = save_safetensors(tmp_path / "new", model)
     assert_equal(found_in(files), plain.state_dict())
     _, other = made(2)
-    load_safetensors(folder / "new", other)
+    load_safetensors(tmp_path / "new", other)
     state = {
         name.replace("_fsdp_wrapped_module.", ""): value
         for name, value in full_state(other).items()
@@ -297,11 +296,8 @@ def _containers(folder: Path) -> None:
     assert_equal(state, plain.state_dict())
 
 
-def test_a_module_with_some_units_inside_is_saved_and_loaded_whole(tmp_path: Path) -> None:
-    run_ranks(2, _containers, tmp_path)
-
-
-def _goes_on(folder: Path) -> None:
+@on_ranks(2)
+def test_the_next_forward_uses_the_loaded_values(tmp_path: Path) -> None:
     """What forward kept gathered, or cast, is not used after loading."""
 
     def made(seed: int) -> nn.Module:
@@ -309,7 +305,7 @@ def _goes_on(folder: Path) -> None:
         return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
     x = torch.ones(2, 3)
-    save_safetensors(folder / "new", FSDP(made(1)))
+    save_safetensors(tmp_path / "new", FSDP(made(1)))
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         for use_orig_params in (False, True):
             model = FSDP(
@@ -323,16 +319,12 @@ def _goes_on(folder: Path) -> None:
             optimizer.step()
             model.eval()
             model(x)
-            load_safetensors(folder / "new", model)
+            load_safetensors(tmp_path / "new", model)
             assert torch.equal(model(x), made(1)(x)), (strategy, use_orig_params)
             optimizer.zero_grad()
             model(x).sum().backward()  # the optimizer still holds what the model computes with
             optimizer.step()
             assert not torch.equal(model(x), made(1)(x))
-
-
-def test_the_next_forward_uses_the_loaded_values(tmp_path: Path) -> None:
-    run_ranks(2, _goes_on, tmp_path)
 
 
 # -- the form
@@ -390,26 +382,27 @@ def test_files_begin_before_they_get_too_large_and_have_the_names_and_the_index_
         )
 
 
-def _conversions(folder: Path) -> None:
+@on_ranks(2)
+def test_values_are_rounded_on_the_way_out_or_in_and_integers_stay(tmp_path: Path) -> None:
     plain = make_model(4)
     expected = in_files(plain)
     config = "FULL_SHARD", True, True
     for dtype in (torch.bfloat16, torch.float64, torch.float16):
-        files = save_safetensors(folder / str(dtype), shard(make_model(4), config), dtype=dtype)
+        files = save_safetensors(tmp_path / str(dtype), shard(make_model(4), config), dtype=dtype)
         rounded = {
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in expected.items()
         }
         assert_equal(found_in(files), rounded)
         model = shard(make_model(99), config)
-        load_safetensors(folder / str(dtype), model)
+        load_safetensors(tmp_path / str(dtype), model)
         there_and_back = {name: rounded[name].to(value.dtype) for name, value in expected.items()}
         tied = {"head.weight": there_and_back["embed.weight"], "again": there_and_back["square"]}
         assert_equal(full_state(model), there_and_back | tied)
-    files = save_safetensors(folder / "exact", shard(make_model(4), config))
+    files = save_safetensors(tmp_path / "exact", shard(make_model(4), config))
     model = shard(make_model(99), config)
     load_safetensors(
-        folder / "exact", model, dtype=torch.bfloat16
+        tmp_path / "exact", model, dtype=torch.bfloat16
     )  # parameters stay what they are, values are rounded
     for name, value in full_state(model).items():
         expected_value = plain.state_dict()[name]
@@ -420,10 +413,6 @@ def _conversions(folder: Path) -> None:
         )
 
 
-def test_values_are_rounded_on_the_way_out_or_in_and_integers_stay(tmp_path: Path) -> None:
-    run_ranks(2, _conversions, tmp_path)
-
-
 def _out(name: str) -> str | None:
     return None if name.startswith("blocks.1.") else f"model.{name}"
 
@@ -432,10 +421,11 @@ def _in(name: str) -> str | None:
     return name.removeprefix("model.") if name != "model.rotary.inv_freq" else None
 
 
-def _renamings(folder: Path) -> None:
+@on_ranks(2)
+def test_names_are_mapped_by_a_function_both_ways_and_none_leaves_out(tmp_path: Path) -> None:
     config = "FULL_SHARD", False, True
     expected = in_files(make_model(6))
-    files = save_safetensors(folder / "part", shard(make_model(6), config), rename=_out)
+    files = save_safetensors(tmp_path / "part", shard(make_model(6), config), rename=_out)
     assert_equal(
         found_in(files),
         {
@@ -445,20 +435,16 @@ def _renamings(folder: Path) -> None:
         },
     )
     if dist.get_rank() == 0:
-        (folder / "whole").mkdir()
+        (tmp_path / "whole").mkdir()
         tensors = {f"model.{name}": value.contiguous() for name, value in expected.items()}
         save_file(
             tensors | {"model.rotary.inv_freq": torch.ones(3)},
-            folder / "whole" / "model.safetensors",
+            tmp_path / "whole" / "model.safetensors",
         )
     dist.barrier()
     model = shard(make_model(99), config)
-    load_safetensors(folder / "whole", model, rename=_in)
+    load_safetensors(tmp_path / "whole", model, rename=_in)
     assert_equal(full_state(model), make_model(6).state_dict())
-
-
-def test_names_are_mapped_by_a_function_both_ways_and_none_leaves_out(tmp_path: Path) -> None:
-    run_ranks(2, _renamings, tmp_path)
 
 
 # -- what a rank reads and allocates
@@ -621,11 +607,12 @@ def _wrong_files(folder: Path) -> None:
     (folder / "empty").mkdir()
 
 
-def _refused_loads(folder: Path) -> None:
+@on_ranks(2)
+def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
-        _wrong_files(folder)
+        _wrong_files(tmp_path)
     dist.barrier()
-    good = folder / "good"
+    good = tmp_path / "good"
     model = FSDP(Small(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     replicas = FSDP(Small(), sharding_strategy=ShardingStrategy.NO_SHARD)
 
@@ -664,11 +651,14 @@ def _refused_loads(folder: Path) -> None:
         "one rank's dtype": (floating, load(good, dtype=_by_rank(torch.int32, half))),
     }
     by_rank = {
-        "one rank's path": ("nowhere", load(_by_rank(good, folder / "nowhere"))),
+        "one rank's path": ("nowhere", load(_by_rank(good, tmp_path / "nowhere"))),
         "other dtypes": ("all ranks", load(good, replicas, dtype=_by_rank(None, half))),
-        "other weights": ("b.weight: shape [4]", load(_by_rank(good, folder / "shape"), replicas)),
+        "other weights": (
+            "b.weight: shape [4]",
+            load(_by_rank(good, tmp_path / "shape"), replicas),
+        ),
     }
-    assert_refused({n: (CheckpointError, said, load(folder / n)) for n, said in by_path.items()})
+    assert_refused({n: (CheckpointError, said, load(tmp_path / n)) for n, said in by_path.items()})
     assert_refused({name: (UsageError, *case) for name, case in by_argument.items()})
     assert_refused({name: (CheckpointError, *case) for name, case in by_rank.items()})
     for its in (model, replicas):
@@ -688,13 +678,10 @@ def _refused_loads(folder: Path) -> None:
     assert all((value == 2).all() for value in values), "and the ranks are in step"
 
 
-def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(2, _refused_loads, tmp_path)
-
-
-def _refused_saves(folder: Path) -> None:
+@on_ranks(2)
+def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
     model = FSDP(Small(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    new, rank = folder / "new", dist.get_rank()
+    new, rank = tmp_path / "new", dist.get_rank()
     old = {
         "there": "model.safetensors",
         "index": INDEX,
@@ -702,11 +689,11 @@ def _refused_saves(folder: Path) -> None:
     }
     if rank == 0:
         for name, file in old.items():
-            (folder / name).mkdir()
-            (folder / name / file).write_text("old")
-        (folder / "file").write_text("old")
-        (folder / "mine" / "0").mkdir(parents=True)
-        (folder / "mine" / "1").mkdir()
+            (tmp_path / name).mkdir()
+            (tmp_path / name / file).write_text("old")
+        (tmp_path / "file").write_text("old")
+        (tmp_path / "mine" / "0").mkdir(parents=True)
+        (tmp_path / "mine" / "1").mkdir()
     dist.barrier()
 
     def save(path: Any = new, its: nn.Module = model, **arguments: Any) -> Callable[[], object]:
@@ -715,7 +702,7 @@ def _refused_saves(folder: Path) -> None:
     floating, number = "a floating-point dtype, or None", "a number of bytes, at least 1"
     swapped = {"a.bias": "b.bias", "b.bias": "a.bias"}
     refused: dict[str, tuple[str, Callable[[], object]]] = {
-        **{name: ("which are never overwritten", save(folder / name)) for name in old},
+        **{name: ("which are never overwritten", save(tmp_path / name)) for name in old},
         "path": ("argument 'path' of checkpoint.save_safetensors", save(None)),
         "dtype": (floating, save(dtype=torch.int8)),
         "dtype without a name": ("torch.float8_e8m0fnu", save(dtype=torch.float8_e8m0fnu)),
@@ -738,12 +725,12 @@ def _refused_saves(folder: Path) -> None:
         "other order": ("all ranks", save(rename=_by_rank(None, lambda n: swapped.get(n, n)))),
         "one rank's argument": (number, save(max_file_nbytes=_by_rank(10_000, 0))),
     }
-    mine = folder / "mine" / str(rank)  # as if on disks of their own
+    mine = tmp_path / "mine" / str(rank)  # as if on disks of their own
     failing: dict[str, tuple[str, Callable[[], object]]] = {
-        "below a file": ("NotADirectoryError", save(folder / "file" / "deeper")),
-        "a file": ("FileExistsError", save(folder / "file")),
+        "below a file": ("NotADirectoryError", save(tmp_path / "file" / "deeper")),
+        "a file": ("FileExistsError", save(tmp_path / "file")),
         "long path": ("x" * 300, save("x" * 300)),
-        "other file systems": (str(folder / "mine" / "1"), save(mine)),
+        "other file systems": (str(tmp_path / "mine" / "1"), save(mine)),
     }
     assert_refused({name: (UsageError, *case) for name, case in refused.items()})
     assert_refused({name: (CheckpointError, *case) for name, case in failing.items()})
@@ -766,30 +753,23 @@ def _refused_saves(folder: Path) -> None:
         assert_refused({"unwritten": (CheckpointError, "bytes written by all ranks", save())})
     if rank == 0:
         for name, file in old.items():
-            assert names_in(folder / name) == [file]
-            assert (folder / name / file).read_text() == "old"
+            assert names_in(tmp_path / name) == [file]
+            assert (tmp_path / name / file).read_text() == "old"
         assert not new.exists() or not names_in(new)
-        assert not [path for path in (folder / "mine").rglob("*") if path.is_file()]
+        assert not [path for path in (tmp_path / "mine").rglob("*") if path.is_file()]
     dist.barrier()
     files = [file.name for file in save_safetensors(new, model)]
     assert files == ["model.safetensors"], "and the ranks are in step"
 
 
-def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
-    run_ranks(2, _refused_saves, tmp_path)
-
-
-def _after_a_killed_save(folder: Path) -> None:
-    lefts = [folder / f".weights-{digit * 32}" for digit in "01"]
-    killed, living = map(make_fresh, lefts)
-    assert killed is not None and living is not None
-    killed.release()
-    save_safetensors(folder, FSDP(Small()))
-    assert names_in(folder) == [lefts[1].name, "model.safetensors"]
-    living.release()
-
-
+@on_ranks(1)
 def test_a_save_removes_what_killed_ones_left_and_nothing_of_those_that_run(
     tmp_path: Path,
 ) -> None:
-    run_ranks(1, _after_a_killed_save, tmp_path)
+    lefts = [tmp_path / f".weights-{digit * 32}" for digit in "01"]
+    killed, living = map(make_fresh, lefts)
+    assert killed is not None and living is not None
+    killed.release()
+    save_safetensors(tmp_path, FSDP(Small()))
+    assert names_in(tmp_path) == [lefts[1].name, "model.safetensors"]
+    living.release()

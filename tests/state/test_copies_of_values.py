@@ -43,7 +43,7 @@ from tests.support.odd_model import (
     train,
     whole,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 SHARDED, LOCAL, FULL = (
@@ -185,7 +185,8 @@ def test_copies_do_not_change_with_training_and_load_again(tmp_path: Path) -> No
             run_ranks((2, 1, 3, 2)[number], _copies, config, form, str(tmp_path), list(ways))
 
 
-def _offloaded_with_torchs_function() -> None:
+@on_ranks(2)
+def test_torchs_functions_give_copies_with_cpu_offload() -> None:
     """A module around an instance, whose own parameters and buffers no unit manages."""
     for full in (False, True):
         model = nn.ModuleDict({"unit": FSDP(nn.Linear(3, 5)), "norm": nn.BatchNorm1d(5)})
@@ -197,10 +198,6 @@ def _offloaded_with_torchs_function() -> None:
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.add_(1)
         assert_same(found, expected)
-
-
-def test_torchs_functions_give_copies_with_cpu_offload() -> None:
-    run_ranks(2, _offloaded_with_torchs_function)
 
 
 # --- files that are read without running code -----------------------------------------------------
@@ -333,8 +330,12 @@ def column_major(tensor: Tensor) -> Tensor:
     return (tensor * 3).permute(reverse).contiguous().permute(reverse)
 
 
-def _replaced(config: Config, form: StateDictType, directory: str) -> None:
-    model, _ = trained(config, 1)
+@pytest.mark.parametrize(("world_size", "form"), [(2, LOCAL), (3, SHARDED)])
+@on_ranks("world_size")
+def test_replaced_local_shards_are_copied_saved_and_loaded(
+    world_size: int, form: StateDictType, tmp_path: Path
+) -> None:
+    model, _ = trained(FLAT, 1)
     names = dict(make_model().named_parameters(remove_duplicate=False))
     before = cloned(model.state_dict())
     tripled = {name: value * 3 if name in names else value for name, value in before.items()}
@@ -351,21 +352,14 @@ def _replaced(config: Config, form: StateDictType, directory: str) -> None:
                 state = pickle.loads(pickle.dumps(state))
             elif way == "clone":
                 state = {name: value.clone() for name, value in state.items()}
-            target = shard(make_model(7), ORIGINAL if way == "other layout" else config)
+            target = shard(make_model(7), ORIGINAL if way == "other layout" else FLAT)
             if way == "dcp":
-                dcp.save(state, checkpoint_id=directory)
+                dcp.save(state, checkpoint_id=tmp_path)
                 state = replace_shards(model_state(target, form), column_major)
-                dcp.load(state, checkpoint_id=directory)
+                dcp.load(state, checkpoint_id=tmp_path)
             target.load_state_dict(state)
             assert_same(target.state_dict(), tripled, way)
     assert_same(model.state_dict(), before, "the model's own shards are untouched")
-
-
-@pytest.mark.parametrize(("world_size", "form"), [(2, LOCAL), (3, SHARDED)])
-def test_replaced_local_shards_are_copied_saved_and_loaded(
-    world_size: int, form: StateDictType, tmp_path: Path
-) -> None:
-    run_ranks(world_size, _replaced, FLAT, form, str(tmp_path))
 
 
 def _replaced_wrongly(form: StateDictType, directory: str) -> None:

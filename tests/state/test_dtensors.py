@@ -29,7 +29,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.odd_model import Block, Frozen, OddModel, assert_holds, stack
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
@@ -91,7 +91,11 @@ def torchs_state(model: nn.Module) -> dict[str, Any]:
         return model.state_dict()
 
 
-def _as_torchs(hybrid: bool) -> None:
+@pytest.mark.parametrize(("world_size", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
+@on_ranks("world_size")
+def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(
+    world_size: int, hybrid: bool
+) -> None:
     expected = torchs_state(theirs(make_model(odd=False), hybrid))
     for use_orig_params in (False, True):
         model = ours(make_model(odd=False), use_orig_params, hybrid)
@@ -115,14 +119,21 @@ def _as_torchs(hybrid: bool) -> None:
                     assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(("world_size", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
-def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(
-    world_size: int, hybrid: bool
-) -> None:
-    run_ranks(world_size, _as_torchs, hybrid)
+@on_ranks(4)
+def test_a_mesh_of_two_dimensions_is_pickled() -> None:
+    model = ours(make_model(), hybrid=True)
+    expected, value = (
+        sharded_state(each)["embed.weight"] for each in (model, pickle.loads(pickle.dumps(model)))
+    )
+    assert (value.device_mesh.mesh.tolist(), value.placements) == (
+        [[0, 1], [2, 3]],
+        expected.placements,
+    )
+    assert torch.equal(value.full_tensor(), make_model().embed.weight)
 
 
-def _says_so() -> None:
+@on_ranks(2)
+def test_models_with_a_mesh_save_dtensors_and_say_so_in_the_configuration() -> None:
     model = ours(make_model())
     with FSDP.state_dict_type(model, SHARDED):
         settings = FSDP.get_state_dict_type(model)
@@ -152,27 +163,8 @@ def _says_so() -> None:
     assert_holds(model, make_model())
 
 
-def _pickled_hybrid() -> None:
-    model = ours(make_model(), hybrid=True)
-    expected, value = (
-        sharded_state(each)["embed.weight"] for each in (model, pickle.loads(pickle.dumps(model)))
-    )
-    assert (value.device_mesh.mesh.tolist(), value.placements) == (
-        [[0, 1], [2, 3]],
-        expected.placements,
-    )
-    assert torch.equal(value.full_tensor(), make_model().embed.weight)
-
-
-def test_a_mesh_of_two_dimensions_is_pickled() -> None:
-    run_ranks(4, _pickled_hybrid)
-
-
-def test_models_with_a_mesh_save_dtensors_and_say_so_in_the_configuration() -> None:
-    run_ranks(2, _says_so)
-
-
-def _memory() -> None:
+@on_ranks(2)
+def test_one_unit_at_a_time_is_whole_in_memory() -> None:
     torch.manual_seed(0)
     plain = stack(4)
     unit_nbytes = plain[0].weight.nbytes
@@ -195,7 +187,3 @@ def _memory() -> None:
     traffic.clear()
     sharded_state(model)
     assert sum(traffic.counts.values()) == 4, "one gather per unit"
-
-
-def test_one_unit_at_a_time_is_whole_in_memory() -> None:
-    run_ranks(2, _memory)

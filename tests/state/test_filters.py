@@ -23,7 +23,7 @@ from fsdp_compat.checkpoint._full import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.odd_model import assert_identical, stack
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FULL, SHARDED, LOCAL = (
@@ -163,7 +163,14 @@ def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size
     run_ranks(world_size, _full)
 
 
-def _sharded(path: str) -> None:
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@on_ranks(3)
+def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
+    tmp_path: Path,
+) -> None:
     plain = make_model(1)
     for number, (use_orig_params, mesh) in enumerate(
         itertools.product((False, True), (None, init_device_mesh("cpu", (dist.get_world_size(),))))
@@ -189,7 +196,7 @@ def _sharded(path: str) -> None:
                 assert sum(held.values()) == sum(_own(t).nbytes for t in tensors), (
                     f"{name} keeps more memory than it shows"
                 )
-            folder = f"{path}/{number}/{CHOICES.index(choice)}"
+            folder = f"{tmp_path}/{number}/{CHOICES.index(choice)}"
             dcp.save(found, checkpoint_id=folder)
             other = shard(make_model(2), not use_orig_params)
             with FSDP.state_dict_type(other, SHARDED):
@@ -207,17 +214,8 @@ def _sharded(path: str) -> None:
         assert parts == ([key for key in plain.state_dict() if is_lora(key)] * use_orig_params)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
-    tmp_path: Path,
-) -> None:
-    run_ranks(3, _sharded, str(tmp_path))
-
-
-def _bytes() -> None:
+@on_ranks(3)
+def test_a_filtered_adapter_moves_only_its_own_bytes() -> None:
     ranks = dist.get_world_size()
     adapter_nbytes = 2 * 2 * WIDTH * RANK * 4  # two blocks, two matrices
     for use_orig_params, wrapped in itertools.product((False, True), (True, False)):
@@ -242,10 +240,6 @@ def _bytes() -> None:
     assert sent(model) == (0, 0)
 
 
-def test_a_filtered_adapter_moves_only_its_own_bytes() -> None:
-    run_ranks(3, _bytes)
-
-
 class Around(nn.Module):
     """No instance itself: a buffer, units, and one of them under two names."""
 
@@ -257,7 +251,9 @@ class Around(nn.Module):
         self.again = self.first
 
 
-def _iterates() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) -> None:
     plain = make_model()
     rows = fully_shard(make_model())
     for choice in CHOICES:
@@ -299,12 +295,8 @@ def _iterates() -> None:
         iter_full_state_dict(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) -> None:
-    run_ranks(world_size, _iterates)
-
-
-def _memory() -> None:
+@on_ranks(2)
+def test_streaming_holds_one_unit_and_stopping_frees_it() -> None:
     torch.manual_seed(0)
     model = FSDP(stack(bias=True), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     unit_nbytes = 2 * model._runtime.groups[0].store.shard.nbytes
@@ -324,7 +316,3 @@ def _memory() -> None:
         del _
         assert new.now == 0, "nothing is left of an iteration that stopped"
     assert all(group.resident_nbytes == 0 for group in model._runtime.groups)
-
-
-def test_streaming_holds_one_unit_and_stopping_frees_it() -> None:
-    run_ranks(2, _memory)

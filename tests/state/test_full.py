@@ -20,7 +20,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.full_model import Block, Config, make_model, shard
 from tests.support.memory import NewBytes, allocated_nbytes
 from tests.support.pairwise import pairs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -106,7 +106,11 @@ def test_keys_order_dtypes_and_values_equal_the_unsharded_models(world_size: int
     run_ranks(world_size, _equals_the_unsharded, ALL_CONFIGS if world_size == 3 else FEW_CONFIGS)
 
 
-def _containers_and_wrappers(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_units_in_plain_containers_and_checkpoint_wrappers_leave_no_trace_in_names(
+    use_orig_params: bool,
+) -> None:
     def built(wrap: Any, unit: Any) -> nn.Module:
         torch.manual_seed(0)
         inside = nn.Sequential(wrap(Block(4)), nn.Linear(4, 3))
@@ -137,13 +141,8 @@ def _containers_and_wrappers(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_in_plain_containers_and_checkpoint_wrappers_leave_no_trace_in_names(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _containers_and_wrappers, use_orig_params)
-
-
-def _checkpointing_after_wrapping(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_activation_checkpointing_after_wrapping(use_orig_params: bool) -> None:
     """Activation checkpointing comes between a wrapper and its module."""
     plain = make_model()
     model = shard(copy.deepcopy(plain), use_orig_params=use_orig_params)
@@ -163,12 +162,9 @@ def _checkpointing_after_wrapping(use_orig_params: bool) -> None:
         model.load_state_dict(state)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_activation_checkpointing_after_wrapping(use_orig_params: bool) -> None:
-    run_ranks(2, _checkpointing_after_wrapping, use_orig_params)
-
-
-def _rank0_only_and_offload() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2], 1))
+@on_ranks("world_size")
+def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked(world_size: int) -> None:
     plain = make_model()
     expected = plain.state_dict()
     for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
@@ -197,11 +193,6 @@ def _rank0_only_and_offload() -> None:
                         assert storage.nbytes() == value.nbytes, name
             found["embed.weight"].fill_(7.0)  # a copy is the caller's
             assert_same(model.state_dict(), expected)
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked(world_size: int) -> None:
-    run_ranks(world_size, _rank0_only_and_offload)
 
 
 def _training_goes_on(use_orig_params: bool, strategy: str) -> None:
@@ -240,7 +231,11 @@ def test_saving_between_and_within_steps_changes_nothing(use_orig_params: bool) 
         run_ranks(2, _training_goes_on, use_orig_params, strategy)
 
 
-def _ignored_modules_and_accumulation(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_ignored_modules_are_saved_and_unreduced_gradients_survive(
+    use_orig_params: bool,
+) -> None:
     plain = make_model()
     inner = copy.deepcopy(plain)
     model = FSDP(
@@ -271,13 +266,6 @@ def _ignored_modules_and_accumulation(use_orig_params: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ignored_modules_are_saved_and_unreduced_gradients_survive(
-    use_orig_params: bool,
-) -> None:
-    run_ranks(2, _ignored_modules_and_accumulation, use_orig_params)
-
-
 class Stack(nn.Module):
     """Units of one size below a root with a buffer only, which views a larger tensor."""
 
@@ -290,7 +278,11 @@ class Stack(nn.Module):
         self.register_buffer("table", torch.randn(50, 2)[:3])
 
 
-def _memory_of_saves() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2], 1))
+@on_ranks("world_size")
+def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(
+    world_size: int,
+) -> None:
     plain = Stack()
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     unit_nbytes, is_first = plain.layers[0].weight.nbytes, dist.get_rank() == 0
@@ -325,22 +317,17 @@ def _memory_of_saves() -> None:
         assert value.untyped_storage().nbytes() == value.nbytes
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(
-    world_size: int,
-) -> None:
-    run_ranks(world_size, _memory_of_saves)
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _loads_a_plain_dict(configs: tuple[Config, ...]) -> None:
+@pytest.mark.parametrize("world_size", sample([1, 3], 1))
+@on_ranks("world_size")
+def test_a_plain_models_dict_is_loaded_without_communication(world_size: int) -> None:
     other = make_model(1)
     other.blocks[0].note = "loaded"
     other.blocks[1].norm.running_mean += 3
     wanted = other.state_dict()
-    for strategy, use_orig_params, policy in configs:
+    for strategy, use_orig_params, policy in FEW_CONFIGS:
         model = shard(make_model(), strategy, use_orig_params, policy)
         before = traffic(model)
         assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
@@ -363,13 +350,9 @@ def _loads_a_plain_dict(configs: tuple[Config, ...]) -> None:
         assert torch.equal(model.state_dict()["first.weight"], half["first.weight"].float())
 
 
-@pytest.mark.parametrize("world_size", sample([1, 3], 1))
-def test_a_plain_models_dict_is_loaded_without_communication(world_size: int) -> None:
-    run_ranks(world_size, _loads_a_plain_dict, FEW_CONFIGS)
-
-
-def _reports_clean_names(configs: tuple[Config, ...]) -> None:
-    for strategy, use_orig_params, policy in configs:
+@on_ranks(2)
+def test_missing_unexpected_and_misshapen_entries_are_reported_as_by_torch() -> None:
+    for strategy, use_orig_params, policy in FEW_CONFIGS:
         plain = make_model()
         model = shard(copy.deepcopy(plain), strategy, use_orig_params, policy)
         incomplete = make_model(1).state_dict()
@@ -408,11 +391,9 @@ def _reports_clean_names(configs: tuple[Config, ...]) -> None:
         assert step(model) > 0, "a refused dict leaves a model that trains"
 
 
-def test_missing_unexpected_and_misshapen_entries_are_reported_as_by_torch() -> None:
-    run_ranks(2, _reports_clean_names, FEW_CONFIGS)
-
-
-def _ties_may_be_loaded_by_either_name(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_a_tied_parameter_loads_from_any_of_its_names(use_orig_params: bool) -> None:
     model = shard(make_model(), use_orig_params=use_orig_params)
     wanted = make_model(1).state_dict()
     for left_out in ("embed.weight", "head.weight"):
@@ -421,12 +402,8 @@ def _ties_may_be_loaded_by_either_name(use_orig_params: bool) -> None:
         assert torch.equal(model.state_dict()[left_out], wanted[left_out])
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_tied_parameter_loads_from_any_of_its_names(use_orig_params: bool) -> None:
-    run_ranks(2, _ties_may_be_loaded_by_either_name, use_orig_params)
-
-
-def _loads_names_of_wrappers() -> None:
+@on_ranks(2)
+def test_names_with_wrapper_prefixes_load() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 2)), nn.Linear(2, 2)))
     wanted = {name: value + 1 for name, value in model.state_dict().items()}
     raw = {
@@ -436,7 +413,3 @@ def _loads_names_of_wrappers() -> None:
     assert next(iter(raw)) == "_fsdp_wrapped_module.0._fsdp_wrapped_module.weight"
     model.load_state_dict(raw)
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
-
-
-def test_names_with_wrapper_prefixes_load() -> None:
-    run_ranks(2, _loads_names_of_wrappers)

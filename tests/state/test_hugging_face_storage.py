@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
 from tests.support.odd_model import Config, assert_same, make_model, shard
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
@@ -85,13 +85,10 @@ def test_consolidated_files_hold_the_whole_tensors(tmp_path: Path) -> None:
     assert_same(found, Floats().state_dict())
 
 
-def _refused(path: str) -> None:
+@on_ranks(2)
+def test_writing_one_file_refuses_sharded_values(tmp_path: Path) -> None:
     model = shard(make_model(), FLAT)
     with pytest.raises(dcp.api.CheckpointException, match="save_distributed=True"):
-        dcp.save(sharded_state(model), storage_writer=HuggingFaceStorageWriter(path))
+        dcp.save(sharded_state(model), storage_writer=HuggingFaceStorageWriter(tmp_path))
     dist.barrier()
-    assert not list(Path(path).rglob("*.safetensors")), "nothing was written"
-
-
-def test_writing_one_file_refuses_sharded_values(tmp_path: Path) -> None:
-    run_ranks(2, _refused, str(tmp_path))
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing was written"

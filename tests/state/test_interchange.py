@@ -44,7 +44,7 @@ from tests.support.odd_model import (
     shard,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -214,7 +214,8 @@ def test_dcp_checkpoints_of_torchs_fsdp_load(
     run_ranks(readers, _ours_read, optimizer, runs, str(tmp_path))
 
 
-def _torchs_values_in_memory() -> None:
+@on_ranks(3)
+def test_sharded_values_of_torchs_fsdp_load_in_memory() -> None:
     for kind, config in itertools.product(SHARDED, CONFIGS):
         theirs = torch_model(kind, 1)
         with torch_form(theirs, "sharded") if kind != "FSDP2" else contextlib.nullcontext():
@@ -222,10 +223,6 @@ def _torchs_values_in_memory() -> None:
         model = shard(make_model(2, scalar=False), config)
         model.load_state_dict(state)
         assert_holds(model, make_model(1, scalar=False))
-
-
-def test_sharded_values_of_torchs_fsdp_load_in_memory() -> None:
-    run_ranks(3, _torchs_values_in_memory)
 
 
 # --- from ours to torch ---------------------------------------------------------------------------
@@ -296,7 +293,10 @@ def test_torchs_fsdp_loads_our_dcp_checkpoints(
 PACKAGE = Path(fsdp_compat.__file__).parent
 
 
-def _older_function_of_dcp(path: str) -> None:
+@on_ranks(2)
+def test_load_sharded_optimizer_state_dict_takes_our_model_state(
+    tmp_path: Path,
+) -> None:
     warnings.simplefilter("ignore")
     for config in CONFIGS[:2]:
         model = shard(make_model(), config)
@@ -304,8 +304,8 @@ def _older_function_of_dcp(path: str) -> None:
         train(model, optimizer, range(STEPS))
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state, expected = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-            dcp.save({"model": state, "optim": expected}, checkpoint_id=f"{path}/{config[1]}")
-            reader = dcp.FileSystemReader(f"{path}/{config[1]}")
+            dcp.save({"model": state, "optim": expected}, checkpoint_id=f"{tmp_path}/{config[1]}")
+            reader = dcp.FileSystemReader(f"{tmp_path}/{config[1]}")
             loaded = load_sharded_optimizer_state_dict(
                 model_state_dict=state, optimizer_key="optim", storage_reader=reader
             )
@@ -318,9 +318,3 @@ def _older_function_of_dcp(path: str) -> None:
             get_state_dict(model, other, options=FULL)[1]["state"],
             get_state_dict(model, optimizer, options=FULL)[1]["state"],
         )
-
-
-def test_load_sharded_optimizer_state_dict_takes_our_model_state(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _older_function_of_dcp, str(tmp_path))

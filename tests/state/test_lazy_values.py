@@ -19,7 +19,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.odd_model import Block, Config, assert_same, cloned, make_model, shard, stack
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
@@ -83,7 +83,8 @@ def test_lazy_values_load_like_tensors(world_size: int) -> None:
         run_ranks(world_size, _loads, config)
 
 
-def _as_torchs_fsdp1() -> None:
+@on_ranks(2)
+def test_lazy_values_load_as_in_torchs_fsdp1() -> None:
     """Torch's takes them inside of its full state dict."""
     wanted = make_model(1, scalar=False).state_dict()
     theirs = TorchFSDP(
@@ -100,10 +101,6 @@ def _as_torchs_fsdp1() -> None:
     assert_same(ours.state_dict(), found)
 
 
-def test_lazy_values_load_as_in_torchs_fsdp1() -> None:
-    run_ranks(2, _as_torchs_fsdp1)
-
-
 def wrapped_stack(seed: int) -> FSDP:
     torch.manual_seed(seed)
     return FSDP(stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -115,7 +112,8 @@ def rank0_only(model: nn.Module) -> None:
     )
 
 
-def _one_at_a_time() -> None:
+@on_ranks(2)
+def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
     wanted = {name: value.clone() for name, value in wrapped_stack(1).state_dict().items()}
     unit_nbytes = wanted["0.weight"].nbytes
     model = wrapped_stack(2)
@@ -137,10 +135,6 @@ def _one_at_a_time() -> None:
     assert_same(model.state_dict(), wanted)
 
 
-def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
-    run_ranks(2, _one_at_a_time)
-
-
 def _only_own_parts() -> int:
     """A model of one unit, whose parameters are one after the other in it."""
     torch.manual_seed(0)
@@ -156,7 +150,8 @@ def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
     assert run_ranks(4, _only_own_parts) == [1, 1, 1, 1]
 
 
-def _refused_without_reading() -> None:
+@on_ranks(2)
+def test_lazy_values_that_do_not_fit_are_refused_unread() -> None:
     wanted = lazily(make_model(1).state_dict())
     wrong: list[tuple[str, str, Any]] = [
         (
@@ -195,11 +190,8 @@ def _refused_without_reading() -> None:
         assert_same(model.state_dict(), before, "nothing was loaded")
 
 
-def test_lazy_values_that_do_not_fit_are_refused_unread() -> None:
-    run_ranks(2, _refused_without_reading)
-
-
-def _fails_while_it_loads() -> None:
+@on_ranks(2)
+def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
     def torn() -> Tensor:
         raise OSError("the file ends here")
 
@@ -228,7 +220,3 @@ def _fails_while_it_loads() -> None:
         model.load_state_dict(lazily(make_model(1).state_dict()) if dist.get_rank() == 0 else None)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
         assert_same(model.state_dict(), make_model(1).state_dict(), "the next load works")
-
-
-def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
-    run_ranks(2, _fails_while_it_loads)

@@ -27,7 +27,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.odd_model import assert_holds
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
@@ -106,7 +106,8 @@ def assert_equal_entries(found: dict[str, Any], expected: dict[str, Any]) -> Non
             assert torch.equal(own.tensor, other.tensor), name
 
 
-def _as_torchs() -> None:
+@on_ranks(2)
+def test_entries_are_those_of_torchs_fsdp1_and_each_loads_the_others() -> None:
     forms = (False, True)
     theirs = {form: torchs(form).state_dict() for form in forms}
     ours = {}
@@ -125,10 +126,6 @@ def _as_torchs() -> None:
         result = other.load_state_dict(dict(ours[form]), strict=not form)
         assert not result.missing_keys
         assert_equal_entries(other.state_dict(), theirs[form])
-
-
-def test_entries_are_those_of_torchs_fsdp1_and_each_loads_the_others() -> None:
-    run_ranks(2, _as_torchs)
 
 
 PLAIN = ["ignored.weight", "ignored.bias"]
@@ -151,7 +148,11 @@ def storage_of(value: torch.Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def _round_trips(directory: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
+    world_size: int, tmp_path: Path
+) -> None:
     for use_orig_params in (False, True):
         model = shard(make_model(1), use_orig_params)
         traffic = [group.shard.traffic for group in model._runtime.groups]
@@ -163,11 +164,11 @@ def _round_trips(directory: str) -> None:
         own = {key for key in state if key not in (*PLAIN, "count")}
         assert all(storage_of(state[key]) in {0, *shards} for key in own), "views"
 
-        path = f"{directory}/{use_orig_params}"
+        path = f"{tmp_path}/{use_orig_params}"
         dcp.save({"model": state}, checkpoint_id=path)
         written = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         assert {key.removeprefix("model.") for key in written} == set(KEYS[False]), "nothing twice"
-        torch.save(state, f"{directory}/{dist.get_rank()}.pt")
+        torch.save(state, f"{tmp_path}/{dist.get_rank()}.pt")
         for number, read in enumerate(("dcp", "torch", "memory", "other form")):
             other = shard(
                 make_model(2 + number),
@@ -177,7 +178,7 @@ def _round_trips(directory: str) -> None:
             if read == "dcp":
                 dcp.load({"model": loaded}, checkpoint_id=path)
             elif read == "torch":
-                loaded = torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=True)
+                loaded = torch.load(f"{tmp_path}/{dist.get_rank()}.pt", weights_only=True)
             else:
                 loaded = copy.deepcopy(state)
             if read != "dcp":  # in the file, and in copies, each element is once
@@ -188,14 +189,8 @@ def _round_trips(directory: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(world_size, _round_trips, str(tmp_path))
-
-
-def _parts_alone() -> None:
+@on_ranks(2)
+def test_parts_of_parameters_load_without_the_flat_parameters() -> None:
     """A client drops ShardedTensors."""
     state = local_state(shard(make_model(1), True))
     parts = {
@@ -219,11 +214,10 @@ def _parts_alone() -> None:
         assert_holds(model, make_model(3))
 
 
-def test_parts_of_parameters_load_without_the_flat_parameters() -> None:
-    run_ranks(2, _parts_alone)
-
-
-def _what_contradicts_is_refused(directory: str) -> None:
+@on_ranks(2)
+def test_other_values_than_in_the_flat_parameter_and_other_ranks_are_refused(
+    tmp_path: Path,
+) -> None:
     state, key = local_state(shard(make_model(1), True)), "second.weight"
     whole = make_model(1).second.weight.detach()
     for use_orig_params in (True, False):
@@ -234,18 +228,12 @@ def _what_contradicts_is_refused(directory: str) -> None:
         assert_holds(model, make_model(2))
         model.load_state_dict({**state, key: state[key].double()})
         assert_holds(model, make_model(1))
-    path = f"{directory}/{dist.get_rank()}.pt"
+    path = f"{tmp_path}/{dist.get_rank()}.pt"
     torch.save(local_state(shard(make_model(1), False)), path)
     dist.barrier()
-    other = torch.load(f"{directory}/{1 - dist.get_rank()}.pt", weights_only=True)
+    other = torch.load(f"{tmp_path}/{1 - dist.get_rank()}.pt", weights_only=True)
     with pytest.raises(CheckpointError, match=f"part of global rank {1 - dist.get_rank()}"):
         shard(make_model(2), False).load_state_dict(other)
-
-
-def test_other_values_than_in_the_flat_parameter_and_other_ranks_are_refused(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _what_contradicts_is_refused, str(tmp_path))
 
 
 def _one_shard() -> None:
@@ -311,7 +299,8 @@ def test_another_layout_is_refused_with_advice_before_anything_changes(
     run_ranks(3, _more_ranks, str(tmp_path))
 
 
-def _form_and_parts() -> None:
+@on_ranks(2)
+def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
     model = shard(make_model(), False, device_mesh=init_device_mesh("cpu", (2,)))
     before = FSDP.set_state_dict_type(model, LOCAL)
     settings = FSDP.get_state_dict_type(model)
@@ -337,7 +326,3 @@ def _form_and_parts() -> None:
     target = nn.ModuleDict({"unit": FSDP(nn.Linear(3, 5)), "plain": nn.Linear(2, 2)})
     assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
     assert torch.equal(target["unit"].state_dict()["weight"], around["unit"].state_dict()["weight"])
-
-
-def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
-    run_ranks(2, _form_and_parts)

@@ -52,13 +52,15 @@ from tests.support.optimizer_state import (
     with_spare,
 )
 from tests.support.pairwise import each_value
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 # --- the full form --------------------------------------------------------------------------------
 
 
-def _equals_the_unsharded() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
+@on_ranks("world_size")
+def test_the_full_form_equals_the_unsharded_optimizers_state(world_size: int) -> None:
     """Every two of an optimizer and a configuration are combined, and of an optimizer and a number
     of ranks."""
     for number, kind in enumerate(OPTIMIZERS):
@@ -78,12 +80,11 @@ def _equals_the_unsharded() -> None:
         assert_compact(found["state"] | {number: dict(entry) for number, entry in own.items()})
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
-def test_the_full_form_equals_the_unsharded_optimizers_state(world_size: int) -> None:
-    run_ranks(world_size, _equals_the_unsharded)
-
-
-def _groups_and_parts_without_state() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_parameter_groups_keep_their_settings_and_missing_state_stays_missing(
+    world_size: int,
+) -> None:
     plain, reference = trained(with_spare(), groups=True)
     expected = by_name(plain, reference)
     assert not [name for name in expected["state"] if name.startswith(("spare", "frozen"))]
@@ -100,14 +101,8 @@ def _groups_and_parts_without_state() -> None:
         assert settings(by_name(model, other)) == settings(found)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameter_groups_keep_their_settings_and_missing_state_stays_missing(
-    world_size: int,
-) -> None:
-    run_ranks(world_size, _groups_and_parts_without_state)
-
-
-def _counts() -> None:
+@on_ranks(2)
+def test_a_full_dict_takes_one_collective_per_group_and_state_others_none() -> None:
     for config in FEW_CONFIGS:
         model, optimizer = sharded(config, "Adam")
         before = num_sent(model)
@@ -127,10 +122,6 @@ def _counts() -> None:
             assert on_rank0 == {}
 
 
-def test_a_full_dict_takes_one_collective_per_group_and_state_others_none() -> None:
-    run_ranks(2, _counts)
-
-
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of all messages with states, noted as the first rank sends them."""
     sizes: list[int] = []
@@ -145,7 +136,14 @@ def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def _from_rank_0(world_size: int) -> None:
+def names_in(model: FSDP, group: Any) -> set[str]:
+    prefixes = {id(g): named.prefix for named in units_of(model) for g in named.unit.groups}
+    return {prefixes[id(group)] + clean_name(member.name) for member in group.store.orig_params}
+
+
+@pytest.mark.parametrize("world_size", sample([1, 2, 4], 1))
+@on_ranks("world_size")
+def test_rank_0_broadcasts_its_dict_one_group_at_a_time(world_size: int) -> None:
     configs = (*FEW_CONFIGS, ("HYBRID_SHARD", True, "blocks")) if world_size == 4 else FEW_CONFIGS
     # Every two of a number of ranks, an optimizer and a configuration are combined.
     for number, config in enumerate(configs):
@@ -185,17 +183,8 @@ def _from_rank_0(world_size: int) -> None:
         assert_state(full["state"], before)
 
 
-def names_in(model: FSDP, group: Any) -> set[str]:
-    prefixes = {id(g): named.prefix for named in units_of(model) for g in named.unit.groups}
-    return {prefixes[id(group)] + clean_name(member.name) for member in group.store.orig_params}
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2, 4], 1))
-def test_rank_0_broadcasts_its_dict_one_group_at_a_time(world_size: int) -> None:
-    run_ranks(world_size, _from_rank_0, world_size)
-
-
-def _disjoint_groups() -> None:
+@on_ranks(4)
+def test_disjoint_process_groups_load_from_their_own_rank_0() -> None:
     """Two models over two halves of the world: each has a first rank of its own."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = dist.get_rank() // 2
@@ -212,11 +201,8 @@ def _disjoint_groups() -> None:
         )
 
 
-def test_disjoint_process_groups_load_from_their_own_rank_0() -> None:
-    run_ranks(4, _disjoint_groups)
-
-
-def _units_over_some_ranks() -> None:
+@on_ranks(2)
+def test_units_over_different_ranks_do_not_load_from_one_rank() -> None:
     """A part of the model that each half of the world has for itself: rank 0 does not have the
     other half's state."""
     halves = [dist.new_group([0]), dist.new_group([1])]
@@ -230,10 +216,6 @@ def _units_over_some_ranks() -> None:
     assert_four_facts(caught.value)
 
 
-def test_units_over_different_ranks_do_not_load_from_one_rank() -> None:
-    run_ranks(2, _units_over_some_ranks)
-
-
 def in_container() -> tuple[Any, Any]:
     """A container with parameters beside the wrapped model, and an optimizer of all."""
     model = shard(make_model(), FEW_CONFIGS[0])
@@ -244,7 +226,8 @@ def in_container() -> tuple[Any, Any]:
     return container, optimizer
 
 
-def _an_unmanaged_parameter() -> None:
+@on_ranks(2)
+def test_rank_0_broadcasts_state_of_unmanaged_parameters() -> None:
     container, optimizer = in_container()
     full = full_state(container, optimizer)
     full["state"]["plain.weight"].update(note="text", pair=[torch.ones(2), 3])
@@ -261,11 +244,8 @@ def _an_unmanaged_parameter() -> None:
     assert_equal_states(found, expected)
 
 
-def test_rank_0_broadcasts_state_of_unmanaged_parameters() -> None:
-    run_ranks(2, _an_unmanaged_parameter)
-
-
-def _not_on_every_rank() -> None:
+@on_ranks(2)
+def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all() -> None:
     model, optimizer = sharded(FEW_CONFIGS[0], steps=1)
     state: Any = full_state(model, optimizer)
     mine = dist.get_rank() == 0
@@ -296,11 +276,8 @@ def _not_on_every_rank() -> None:
     )
 
 
-def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all() -> None:
-    run_ranks(2, _not_on_every_rank)
-
-
-def _ways_to_call() -> None:
+@on_ranks(2)
+def test_containers_given_dicts_and_load_directly_work() -> None:
     container, optimizer = in_container()
     found = FSDP.optim_state_dict(container, optimizer)
     given = FSDP.optim_state_dict(container, optimizer, optimizer.state_dict())
@@ -319,20 +296,13 @@ def _ways_to_call() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.02
 
 
-def test_containers_given_dicts_and_load_directly_work() -> None:
-    run_ranks(2, _ways_to_call)
-
-
-def _optimizer_of_a_part() -> None:
+@on_ranks(2)
+def test_an_optimizer_of_some_parameters_loads_their_part_of_a_dict() -> None:
     model, everything = sharded(("FULL_SHARD", True, "blocks"), "Adam")
     full = full_state(model, everything)
     part = OPTIMIZERS["Adam"](model.module.blocks[1].parameters())
     expected = {n: entry for n, entry in full["state"].items() if n.startswith("blocks.1.")}
     assert_state(load(model, part, full), expected)
-
-
-def test_an_optimizer_of_some_parameters_loads_their_part_of_a_dict() -> None:
-    run_ranks(2, _optimizer_of_a_part)
 
 
 # --- to another sharding --------------------------------------------------------------------------
@@ -509,7 +479,11 @@ def test_optimizer_dicts_equal_torchs_and_load_both_ways(
         run_ranks(2, _like_torch, kind, use_orig_params, str(tmp_path))
 
 
-def _dtensors(use_orig_params: bool, directory: str) -> None:
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (4, True)])
+@on_ranks("world_size")
+def test_with_a_mesh_the_sharded_form_is_torchs_dtensors(
+    world_size: int, use_orig_params: bool, tmp_path: Path
+) -> None:
     """Of a model that was given a mesh: with 4 ranks a hybrid one."""
     hybrid = dist.get_world_size() == 4
     mesh = dist.init_device_mesh("cpu", (2, 2) if hybrid else (dist.get_world_size(),))
@@ -536,7 +510,7 @@ def _dtensors(use_orig_params: bool, directory: str) -> None:
                 assert one.untyped_storage().nbytes() == one.nbytes
             torch.testing.assert_close(one, value, rtol=1e-5, atol=1e-5)
     full = full_state(ours, optimizer)["state"]
-    path = f"{directory}/{use_orig_params}"
+    path = f"{tmp_path}/{use_orig_params}"
     dcp.save(found, checkpoint_id=path)
     other = OPTIMIZERS["Adam"](ours.parameters())
     template = sharded_state(ours, other)
@@ -551,17 +525,11 @@ def _dtensors(use_orig_params: bool, directory: str) -> None:
     assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (4, True)])
-def test_with_a_mesh_the_sharded_form_is_torchs_dtensors(
-    world_size: int, use_orig_params: bool, tmp_path: Path
-) -> None:
-    run_ranks(world_size, _dtensors, use_orig_params, str(tmp_path))
-
-
 # --- what cannot be loaded ------------------------------------------------------------------------
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_a_dict_that_does_not_fit_is_refused_on_every_rank_and_nothing_changes() -> None:
     for config in FEW_CONFIGS[:2]:
         model, optimizer = sharded(config, steps=1)
         good: Any = full_state(model, optimizer)
@@ -584,7 +552,3 @@ def _refusals() -> None:
         assert_four_facts(caught_order.value)
         assert_state(full_state(model, optimizer)["state"], good["state"])
         dist.barrier()
-
-
-def test_a_dict_that_does_not_fit_is_refused_on_every_rank_and_nothing_changes() -> None:
-    run_ranks(2, _refusals)

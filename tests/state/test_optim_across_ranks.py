@@ -41,7 +41,7 @@ from tests.support.optimizer_state import (
     train,
     trained,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 AdamW = OPTIMIZERS["AdamW"]
 
@@ -97,7 +97,8 @@ def loads(full: Any, boxes: Any, path: Any) -> list[Callable[[nn.Module, Any], o
     ]
 
 
-def _orders(directory: str) -> None:
+@on_ranks(3, timeout=120)
+def test_ranks_may_order_their_optimizers_parameters_differently(tmp_path: Any) -> None:
     for step, config in enumerate(FEW_CONFIGS[:2]):
         groups = config[1]
         plain, reference = trained(make_model(), groups=groups)
@@ -113,17 +114,13 @@ def _orders(directory: str) -> None:
         assert_state(found["state"], full["state"])
         boxes = sharded_state(model, optimizer)
         other_way = shard(make_model(), ("FULL_SHARD", config[1], "none"))
-        path = checkpoint.save(directory, model, optimizer, step=step)
+        path = checkpoint.save(tmp_path, model, optimizer, step=step)
         for target, way in itertools.product((model, other_way), loads(full, boxes, path)):
             other = shuffled(target, groups)
             way(target, other)
             assert_state(full_state(target, other)["state"], full["state"])
             settings = {group["lr"]: group["weight_decay"] for group in other.param_groups}
             assert settings == ({0.02: 0.3, 0.005: 0.0} if groups else {0.02: 0.1})
-
-
-def test_ranks_may_order_their_optimizers_parameters_differently(tmp_path: Any) -> None:
-    run_ranks(3, _orders, str(tmp_path), timeout=120)
 
 
 # --- other parameters -----------------------------------------------------------------------------
@@ -153,10 +150,14 @@ def ways(model: nn.Module, optimizer: Any, full: Any, path: Any) -> dict[str, Ca
     }
 
 
-def _lacking(config: Config, directory: str) -> None:
+@pytest.mark.parametrize("config", [FEW_CONFIGS[0], ("FULL_SHARD", True, "blocks")])
+@on_ranks(2, timeout=120)
+def test_an_optimizer_that_lacks_a_unit_on_one_rank_raises_the_same_error_on_all(
+    config: Config, tmp_path: Any
+) -> None:
     model, optimizer = sharded(config)
     full = full_state(model, optimizer)
-    path = checkpoint.save(directory, model, optimizer, step=1)
+    path = checkpoint.save(tmp_path, model, optimizer, step=1)
     alike = ways(model, optimizer, full, path)
     for lacks in (0, 1):
         missing = {*model.module.blocks[1].parameters()} if dist.get_rank() == lacks else set()
@@ -170,24 +171,8 @@ def _lacking(config: Config, directory: str) -> None:
     assert_state(full_state(model, optimizer)["state"], full["state"])
 
 
-@pytest.mark.parametrize("config", [FEW_CONFIGS[0], ("FULL_SHARD", True, "blocks")])
-def test_an_optimizer_that_lacks_a_unit_on_one_rank_raises_the_same_error_on_all(
-    config: Config, tmp_path: Any
-) -> None:
-    run_ranks(2, _lacking, config, str(tmp_path), timeout=120)
-
-
-def _foreign(directory: str) -> None:
-    model, optimizer = sharded(FEW_CONFIGS[0], steps=1)
-    full = full_state(model, optimizer)
-    path = checkpoint.save(directory, model, optimizer, step=1)
-    if dist.get_rank() == 1:
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    for call in ways(model, optimizer, full, path).values():
-        assert_refused(call)
-
-
-def _differ_outside_of_units(directory: str) -> None:
+@on_ranks(2)
+def test_other_parameters_outside_of_units_are_an_error_on_all(tmp_path: Any) -> None:
     container = nn.ModuleDict(
         {"model": shard(make_model(), FEW_CONFIGS[0]), "plain": nn.Linear(2, 2)}
     )
@@ -196,20 +181,24 @@ def _differ_outside_of_units(directory: str) -> None:
     full = full_state(container, optimizer)
     for call in (
         lambda: from_rank0(container, optimizer, full),
-        lambda: checkpoint.save(directory, container, optimizer, step=1),
+        lambda: checkpoint.save(tmp_path, container, optimizer, step=1),
     ):
         assert_refused(call, "outside of units", f"rank(s) [{1 - dist.get_rank()}]")
 
 
-def test_other_parameters_outside_of_units_are_an_error_on_all(tmp_path: Any) -> None:
-    run_ranks(2, _differ_outside_of_units, str(tmp_path))
-
-
+@on_ranks(2)
 def test_a_foreign_parameter_on_one_rank_is_an_error_on_all(tmp_path: Any) -> None:
-    run_ranks(2, _foreign, str(tmp_path))
+    model, optimizer = sharded(FEW_CONFIGS[0], steps=1)
+    full = full_state(model, optimizer)
+    path = checkpoint.save(tmp_path, model, optimizer, step=1)
+    if dist.get_rank() == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    for call in ways(model, optimizer, full, path).values():
+        assert_refused(call)
 
 
-def _sizes_and_states() -> None:
+@on_ranks(2)
+def test_other_sizes_and_states_that_a_rank_lacks_are_errors_on_all() -> None:
     model = FSDP(nn.Linear(3, 4 + 4 * dist.get_rank()))
     optimizer = OPTIMIZERS["Adagrad"](model.parameters())  # which has state at once
     for call in (
@@ -226,11 +215,8 @@ def _sizes_and_states() -> None:
             assert_refused(call, "the state", "on rank 0, not on 1")
 
 
-def test_other_sizes_and_states_that_a_rank_lacks_are_errors_on_all() -> None:
-    run_ranks(2, _sizes_and_states)
-
-
-def _own_parts_only(directory: str) -> None:
+@on_ranks(3)
+def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(tmp_path: Any) -> None:
     """Every rank's optimizer has the parameters that the rank has a part of."""
     plain, reference = trained(make_model())
     model = shard(make_model(), ("FULL_SHARD", True, "always"))
@@ -241,17 +227,13 @@ def _own_parts_only(directory: str) -> None:
     del expected["nothing"]
     full = full_state(model, optimizer)
     assert_state(full["state"], expected, tolerance=1e-4)
-    path = checkpoint.save(directory, model, optimizer, step=1)
+    path = checkpoint.save(tmp_path, model, optimizer, step=1)
     boxes = sharded_state(model, optimizer)
     assert boxes["state"].keys() == expected.keys(), "on every rank, as with torch"
     for way in loads(full, boxes, path)[:4]:
         other = AdamW(p for p in model.parameters() if p.numel())
         way(model, other)
         assert_state(full_state(model, other)["state"], full["state"])
-
-
-def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(tmp_path: Any) -> None:
-    run_ranks(3, _own_parts_only, str(tmp_path))
 
 
 class InBlocks(TakesAsItIs):
@@ -266,7 +248,9 @@ class InBlocks(TakesAsItIs):
             )
 
 
-def _dtypes() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_states_whose_dtypes_differ_are_not_mixed(world_size: int) -> None:
     model, optimizer = sharded(("FULL_SHARD", True, "none"), InBlocks, steps=1)
     full = full_state(model, optimizer)
     assert_state(load_into_new(model, InBlocks, full), full["state"])
@@ -275,8 +259,3 @@ def _dtypes() -> None:
     for p in (p for p in model.parameters() if p.numel()):
         assert other.state[p]["seen"].dtype == optimizer.state[p]["seen"].dtype
         assert torch.equal(other.state[p]["seen"], optimizer.state[p]["seen"])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_states_whose_dtypes_differ_are_not_mixed(world_size: int) -> None:
-    run_ranks(world_size, _dtypes)

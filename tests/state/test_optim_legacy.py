@@ -45,7 +45,7 @@ from tests.support.optimizer_state import (
     train,
     trained,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 NAME, NUMBER = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
@@ -108,7 +108,11 @@ def sizes(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _like_torch(use_orig_params: bool, directory: str) -> None:
+@pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
+@on_ranks(2)
+def test_dicts_have_torchs_layout_and_load_both_ways_from_files(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
     for kind, groups in (("Adam", False), ("SGD", False), ("Adagrad", False), ("AdamW", True)):
         if groups and not use_orig_params:
             continue
@@ -153,7 +157,7 @@ def _like_torch(use_orig_params: bool, directory: str) -> None:
             for key, value in entry.items():
                 assert wanted["state"][number][key].dim() == value.dim()
 
-        path = f"{directory}/{kind}-{use_orig_params}"
+        path = f"{tmp_path}/{kind}-{use_orig_params}"
         if dist.get_rank() == 0:
             torch.save(found, f"{path}-ours")
             torch.save(expected, f"{path}-torch")  # of flat parameters, all names share one step
@@ -174,14 +178,8 @@ def _like_torch(use_orig_params: bool, directory: str) -> None:
         assert train(theirs, their_optimizer, range(2, 5)) == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
-def test_dicts_have_torchs_layout_and_load_both_ways_from_files(
-    use_orig_params: bool, tmp_path: Path
-) -> None:
-    run_ranks(2, _like_torch, use_orig_params, str(tmp_path))
-
-
-def _inputs() -> None:
+@on_ranks(2)
+def test_numbers_follow_the_optimizer_input() -> None:
     """Numbers count the input, whatever order it has."""
     model = shard(make_model(), ("FULL_SHARD", True, "blocks"))
     for given in (list(model.parameters())[::-1], split_decay(model)[::-1]):
@@ -226,10 +224,6 @@ def _inputs() -> None:
         ):
             refused(kind, name, *args)
             refused(UsageError, name, *args)
-
-
-def test_numbers_follow_the_optimizer_input() -> None:
-    run_ranks(2, _inputs)
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -291,7 +285,8 @@ def test_a_dict_without_state_is_rekeyed_and_keys_that_do_not_fit_are_refused() 
         refused(UsageError, "rekey_optim_state_dict", state, kind, model, optim=optimizer)
 
 
-def _between_wrapped_and_plain() -> None:
+@on_ranks(2)
+def test_state_loads_between_wrapped_and_plain_models() -> None:
     """Out of a wrapped model into one that is not, and back; names come without what nested
     wrappers add."""
     plain, reference = trained(make_model())
@@ -327,11 +322,8 @@ def _between_wrapped_and_plain() -> None:
     assert_state(found["state"], dict(optimizer.state_dict()["state"]))
 
 
-def test_state_loads_between_wrapped_and_plain_models() -> None:
-    run_ranks(2, _between_wrapped_and_plain)
-
-
-def _arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused_on_every_rank() -> None:
     model, optimizer = sharded(("FULL_SHARD", False, "blocks"), "Adam", steps=0)
     full = "full_optim_state_dict"
     shard_full, scatter = "shard_full_optim_state_dict", "scatter_full_optim_state_dict"
@@ -351,11 +343,8 @@ def _arguments() -> None:
     ours_called(full, model, optimizer)
 
 
-def test_wrong_arguments_are_refused_on_every_rank() -> None:
-    run_ranks(2, _arguments)
-
-
-def _rekeyed_flat() -> None:
+@on_ranks(2)
+def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
     """A model of FlatParameters: numbers are those of the model without wrapping, whatever order
     its units have."""
     expected = trained(make_model())[1].state_dict()
@@ -376,10 +365,6 @@ def _rekeyed_flat() -> None:
         refused(CheckpointError, "rekey_optim_state_dict", part, NUMBER, model)
 
 
-def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
-    run_ranks(2, _rekeyed_flat)
-
-
 class Beside(nn.Module):
     """A unit, and parameters that are no unit's or, with ``inside``, one more in the unit."""
 
@@ -398,7 +383,8 @@ class Beside(nn.Module):
         return self.block(self.first(x))
 
 
-def _beside_units() -> None:
+@on_ranks(2)
+def test_only_missing_state_of_managed_parameters_is_an_error() -> None:
     first = dist.get_rank() == 0
     loads: dict[str, Callable[..., Any]] = {
         "shard": lambda cls, s, m, o: called(cls, "shard_full_optim_state_dict", s, m, optim=o),
@@ -445,7 +431,3 @@ def _beside_units() -> None:
                     listed.insert(number, number)  # as programs do that keep its state themselves
                     optimizer.load_state_dict(its)
             assert all(one == found[0] for one in found)
-
-
-def test_only_missing_state_of_managed_parameters_is_an_error() -> None:
-    run_ranks(2, _beside_units)

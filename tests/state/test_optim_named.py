@@ -31,14 +31,16 @@ from tests.support.optimizer_state import (
     train,
 )
 from tests.support.parity import flat_form
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def groups_of(state: Any) -> list[list[Any]]:
     return [sorted(group["params"]) for group in state["param_groups"]]
 
 
-def _by_names(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_an_optimizer_may_key_its_state_by_names(use_orig_params: bool) -> None:
     (theirs, _), (ours, _) = torchs_pair(use_orig_params, steps=0)
     their_optimizer, optimizer = Named(theirs), Named(ours)
     for model, its in ((theirs, their_optimizer), (ours, optimizer)):
@@ -70,12 +72,9 @@ def _by_names(use_orig_params: bool) -> None:
     assert_four_facts(caught.value)
 
 
-@flat_form
-def test_an_optimizer_may_key_its_state_by_names(use_orig_params: bool) -> None:
-    run_ranks(2, _by_names, use_orig_params)
-
-
-def _without_groups(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_param_groups_may_be_missing_both_ways(use_orig_params: bool) -> None:
     (theirs, their_optimizer), (ours, optimizer) = torchs_pair(use_orig_params)
     whole = full_state(ours, optimizer)
     state_alone = {"state": optimizer.state_dict()["state"]}
@@ -96,12 +95,8 @@ def _without_groups(use_orig_params: bool) -> None:
             assert_state(full_state(ours, other)["state"], whole["state"])
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_param_groups_may_be_missing_both_ways(use_orig_params: bool) -> None:
-    run_ranks(2, _without_groups, use_orig_params)
-
-
-def _of_no_parameter() -> None:
+@on_ranks(2)
+def test_state_of_no_parameter_is_saved_and_loaded() -> None:
     (theirs, their_optimizer), (ours, optimizer) = torchs_pair(False, steps=1)
     own = {"seen": torch.arange(3.0), "note": "text"}
     theirs_given, given = (copy.deepcopy(its.state_dict()) for its in (their_optimizer, optimizer))
@@ -130,7 +125,3 @@ def _of_no_parameter() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         full_state(ours, optimizer)
-
-
-def test_state_of_no_parameter_is_saved_and_loaded() -> None:
-    run_ranks(2, _of_no_parameter)

@@ -40,7 +40,7 @@ from tests.support.optimizer_state import (
     train,
     trained,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 
@@ -224,7 +224,11 @@ def saved(state: dict[str, Any], trusted: bool) -> dict[str, Any]:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=not trusted)
 
 
-def _round_trips(directory: str) -> None:
+@pytest.mark.parametrize("world_size", sample([1, 3], 1))
+@on_ranks("world_size")
+def test_every_state_is_restored_bit_equal_at_an_equal_layout(
+    world_size: int, tmp_path: Path
+) -> None:
     for number, config in enumerate(CONFIGS):
         # Whole parameters: every rank has the same state, as with DistributedDataParallel, under
         # the optimizer's own keys.
@@ -251,25 +255,19 @@ def _round_trips(directory: str) -> None:
         }
         read = saved({"state": safe}, trusted=False)
         assert rank_keys(read) == rank_keys({"state": safe}), "tensors are read without trust"
-        dcp.save({"optim": boxes}, checkpoint_id=f"{directory}/{number}")
+        dcp.save({"optim": boxes}, checkpoint_id=f"{tmp_path}/{number}")
         for form in ("full", "rank 0", "dcp"):
             other, state = Blocks(model.parameters()), saved(full, trusted=True)
             if form == "dcp":
                 state = sharded_state(model, other)
-                dcp.load({"optim": state}, checkpoint_id=f"{directory}/{number}")
+                dcp.load({"optim": state}, checkpoint_id=f"{tmp_path}/{number}")
             load = from_rank0 if form == "rank 0" else loadable
             other.load_state_dict(load(model, other, state))
             assert_same_states(other, expected, f"{config} {form}")
 
 
-@pytest.mark.parametrize("world_size", sample([1, 3], 1))
-def test_every_state_is_restored_bit_equal_at_an_equal_layout(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(world_size, _round_trips, str(tmp_path))
-
-
-def _hybrid() -> None:
+@on_ranks(4)
+def test_replicas_load_the_state_of_the_same_part() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2))
     model = shard(make_model(), ("HYBRID_SHARD", False, "none"), device_mesh=mesh)
     optimizer = trained(model, Blocks)[1]
@@ -284,11 +282,8 @@ def _hybrid() -> None:
     assert_same_states(optimizer, expected)
 
 
-def test_replicas_load_the_state_of_the_same_part() -> None:
-    run_ranks(4, _hybrid)
-
-
-def _differing_scalars() -> None:
+@on_ranks(2)
+def test_scalars_that_differ_between_ranks_are_kept_per_rank() -> None:
     own = keeping(lambda p: {"norm": float(rank()), "same": 2.0})
     model, optimizer = in_config(CONFIGS[1], own)
     full = full_state(model, optimizer)
@@ -307,11 +302,8 @@ def _differing_scalars() -> None:
     assert {state["norm"] for state in states_of(other)} == {float(rank())}
 
 
-def test_scalars_that_differ_between_ranks_are_kept_per_rank() -> None:
-    run_ranks(2, _differing_scalars)
-
-
-def _not_everywhere() -> None:
+@on_ranks(3)
+def test_a_rank_without_state_for_an_empty_part_gets_the_rest_of_the_dict() -> None:
     """An optimizer that keeps nothing for empty parts."""
 
     class Sparing(Blocks):
@@ -337,11 +329,8 @@ def _not_everywhere() -> None:
         assert_same(one, wanted)
 
 
-def test_a_rank_without_state_for_an_empty_part_gets_the_rest_of_the_dict() -> None:
-    run_ranks(3, _not_everywhere)
-
-
-def _unpicklable() -> None:
+@on_ranks(2)
+def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
     model, optimizer = in_config(CONFIGS[0], keeping(lambda p: {"lock": threading.Lock()}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -349,10 +338,6 @@ def _unpicklable() -> None:
     assert any("cannot be pickled" in str(warning.message) for warning in caught)
     assert {key for _, key in rank_keys(full) if key.startswith("lock")} == {f"lock@rank{rank()}"}
     optimizer.load_state_dict(loadable(model, optimizer, full))
-
-
-def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
-    run_ranks(2, _unpicklable)
 
 
 # --- elsewhere ------------------------------------------------------------------------------------
@@ -396,7 +381,8 @@ def test_another_layout_refuses_and_names_rank_local_state(tmp_path: Path) -> No
         run_ranks(num_ranks, _refused_elsewhere, path, config)
 
 
-def _into_and_out_of_the_plain() -> None:
+@on_ranks(2)
+def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
     config: Config = ("NO_SHARD", True, "blocks")
     model, optimizer = in_config(config, torch.optim.Adafactor, odd=False)
     plain, reference = trained(make_model(odd=False), torch.optim.Adafactor)
@@ -418,14 +404,11 @@ def _into_and_out_of_the_plain() -> None:
         assert_four_facts(caught.value)
 
 
-def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
-    run_ranks(2, _into_and_out_of_the_plain)
-
-
 # --- said beforehand ------------------------------------------------------------------------------
 
 
-def _warned_once() -> None:
+@on_ranks(2)
+def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
     model, optimizer = in_config(CONFIGS[1])
     names = [clean_name(name) for name, p in model.named_parameters() if p.numel()]
     caught = []
@@ -444,11 +427,8 @@ def _warned_once() -> None:
         full_state(*adam)
 
 
-def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
-    run_ranks(2, _warned_once)
-
-
-def _asked_before_training() -> None:
+@on_ranks(2)
+def test_check_optimizer_works_before_training_and_changes_nothing() -> None:
     for config in CONFIGS:
         model = shard(make_model(), config)
         for make in OPTIMIZERS.values():
@@ -481,7 +461,3 @@ def _asked_before_training() -> None:
         optimizer = Blocks(model.parameters())
         train(model, optimizer, range(1))
         assert sorted(check_optimizer(model, optimizer)) == sorted(found)
-
-
-def test_check_optimizer_works_before_training_and_changes_nothing() -> None:
-    run_ranks(2, _asked_before_training)

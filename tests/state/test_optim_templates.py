@@ -26,7 +26,7 @@ from tests.support.optimizer_state import (
     shard,
     sharded_state,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 class KeepsMasters(torch.optim.SGD):
@@ -41,7 +41,8 @@ class KeepsMasters(torch.optim.SGD):
             p.copy_(self.state[p]["master"])
 
 
-def _first_entries() -> None:
+@on_ranks(2)
+def test_template_entries_equal_those_of_a_first_step() -> None:
     model = shard(make_model(), FEW_CONFIGS[1])
     masters = sharded_state(model, KeepsMasters(model.parameters(), weight_decay=0.5))["state"]
     by_names = sharded_state(model, Named(model))["state"]
@@ -59,10 +60,6 @@ def _first_entries() -> None:
     assert full_state(model, OPTIMIZERS["Adam"](model.parameters()))["state"] == {}, "as with torch"
 
 
-def test_template_entries_equal_those_of_a_first_step() -> None:
-    run_ranks(2, _first_entries)
-
-
 class OneUnitUsed(nn.Module):
     """Its first unit is so small that only the first rank has a part of it; the other one never
     runs."""
@@ -76,7 +73,8 @@ class OneUnitUsed(nn.Module):
         return self.used(x)
 
 
-def _a_rank_without_state(directory: str) -> None:
+@on_ranks(3)
+def test_a_rank_without_state_adds_none_to_the_others(tmp_path: Path) -> None:
     model = FSDP(
         OneUnitUsed(), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
     )
@@ -91,8 +89,4 @@ def _a_rank_without_state(directory: str) -> None:
         state = sharded_state(model, optimizer)
     assert state["state"].keys() == {"used.weight"}
     assert all(entry["step"] == 1 for entry in state["state"].values())
-    dcp.save(state, checkpoint_id=directory)
-
-
-def test_a_rank_without_state_adds_none_to_the_others(tmp_path: Path) -> None:
-    run_ranks(3, _a_rank_without_state, str(tmp_path))
+    dcp.save(state, checkpoint_id=tmp_path)

@@ -20,7 +20,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_mapped_shards import WIDTH, Wide, wide_batch
 from tests.support.models import Block
 from tests.support.parity import make_pair
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED
 
 
@@ -70,7 +70,9 @@ def local_states(library: str) -> dict[str, Any]:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def loads_local_states() -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", environment=MAPPED)
+def test_local_state_dicts_with_other_padding_load(ranks: int) -> None:
     """Cut without pages, by torch and by us, into a model that is cut in pages."""
     torch.manual_seed(0)
     full = Wide().state_dict()
@@ -83,8 +85,3 @@ def loads_local_states() -> None:
         with FSDP.summon_full_params(model):
             for name, value in model.module.state_dict().items():
                 assert torch.equal(value, full[name.replace("_fsdp_wrapped_module.", "")]), name
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_local_state_dicts_with_other_padding_load(ranks: int) -> None:
-    run_ranks(ranks, loads_local_states, environment=MAPPED)

@@ -25,7 +25,7 @@ from tests.support import full_model
 from tests.support.full_model import Block, shard
 from tests.support.memory import NewBytes
 from tests.support.odd_model import assert_holds
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 FULL = StateDictType.FULL_STATE_DICT
@@ -48,7 +48,11 @@ def alone(state: Any) -> Any:
     return state if dist.get_rank() == 0 else ({}, None)[dist.get_rank() % 2]
 
 
-def _same_as_everywhere(hybrid: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "hybrid"), sample([(1, False), (2, False), (3, False), (4, True)], 2, 3)
+)
+@on_ranks("world_size")
+def test_loading_from_rank_0_equals_loading_on_every_rank(world_size: int, hybrid: bool) -> None:
     options: dict[str, Any] = {}
     if hybrid:
         options = {
@@ -95,14 +99,8 @@ def _same_as_everywhere(hybrid: bool) -> None:
     assert_holds(model, make_model(2))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "hybrid"), sample([(1, False), (2, False), (3, False), (4, True)], 2, 3)
-)
-def test_loading_from_rank_0_equals_loading_on_every_rank(world_size: int, hybrid: bool) -> None:
-    run_ranks(world_size, _same_as_everywhere, hybrid)
-
-
-def _everywhere() -> None:
+@on_ranks(3)
+def test_dicts_on_all_ranks_send_nothing_and_on_some_rank_0s_is_loaded() -> None:
     model = shard(make_model(1))
     state = make_model(2).state_dict()
     traffic = [group.shard.traffic for group in model._runtime.groups]
@@ -124,11 +122,8 @@ def _everywhere() -> None:
     assert_holds(model, make_model(3))
 
 
-def test_dicts_on_all_ranks_send_nothing_and_on_some_rank_0s_is_loaded() -> None:
-    run_ranks(3, _everywhere)
-
-
-def _containers() -> None:
+@on_ranks(2)
+def test_a_module_around_units_loads_from_rank_0_and_keeps_no_hook() -> None:
     def built(seed: int, unit: Callable[[nn.Module], nn.Module]) -> nn.Module:
         torch.manual_seed(seed)
         inside = nn.ModuleDict({"below": unit(Block()), "own": nn.Linear(3, 2)})
@@ -172,11 +167,8 @@ def _containers() -> None:
     assert_holds(part, built(3, lambda m: m)["inside"])
 
 
-def test_a_module_around_units_loads_from_rank_0_and_keeps_no_hook() -> None:
-    run_ranks(2, _containers)
-
-
-def _errors() -> None:
+@on_ranks(2)
+def test_an_error_on_rank_0_is_raised_on_every_rank_before_any_change() -> None:
     model = shard(make_model(1))
     good = make_model(2).state_dict()
     with FSDP.state_dict_type(shard(make_model(1)), StateDictType.SHARDED_STATE_DICT):
@@ -211,10 +203,6 @@ def _errors() -> None:
     assert_holds(model, make_model(1))
 
 
-def test_an_error_on_rank_0_is_raised_on_every_rank_before_any_change() -> None:
-    run_ranks(2, _errors)
-
-
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +210,8 @@ class Stack(nn.Module):
         self.table = nn.Embedding(64, 64)
 
 
-def _memory() -> None:
+@on_ranks(2)
+def test_other_ranks_never_hold_more_than_one_unit() -> None:
     torch.manual_seed(0)
     plain = Stack()
     state = copy.deepcopy(plain.state_dict())
@@ -238,7 +227,3 @@ def _memory() -> None:
         "one unit beside the shard, and none where the values are"
     )
     assert_holds(model, plain)
-
-
-def test_other_ranks_never_hold_more_than_one_unit() -> None:
-    run_ranks(2, _memory)

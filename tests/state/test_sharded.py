@@ -25,7 +25,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.odd_model import Block, Config, OddModel, assert_holds, assert_identical
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import at_most, sample
 
 Shapes = Sequence[tuple[int, ...]]
@@ -303,18 +303,16 @@ def test_any_shapes_load_between_any_two_configurations(
 # --- in memory ------------------------------------------------------------------------------------
 
 
-def _from_other_layouts() -> None:
+@on_ranks(3)
+def test_a_sharded_dict_of_another_layout_loads_in_memory() -> None:
     for source, target in itertools.permutations((SPREAD[0], SPREAD[1], SPREAD[2]), 2):
         model = shard(make_model(1), target)
         model.load_state_dict(sharded_state(shard(make_model(2), source)))
         assert_holds(model, make_model(2))
 
 
-def test_a_sharded_dict_of_another_layout_loads_in_memory() -> None:
-    run_ranks(3, _from_other_layouts)
-
-
-def _misuses_a_value() -> None:
+@on_ranks(2)
+def test_a_sharded_value_refuses_unsupported_operations() -> None:
     value = sharded_state(FSDP(nn.Linear(4, 6)))["weight"]
     assert value.new_empty((6, 4)).shape == (6, 4)
     with pytest.raises(
@@ -323,7 +321,3 @@ def _misuses_a_value() -> None:
         value.new_empty((3, 4))
     with pytest.raises(ValueError, match="this rank holds no box of weight at offsets"):
         value.__get_tensor_shard__(MetadataIndex("weight", torch.Size((99, 0))))
-
-
-def test_a_sharded_value_refuses_unsupported_operations() -> None:
-    run_ranks(2, _misuses_a_value)

@@ -20,7 +20,7 @@ from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.odd_model import Config, assert_identical, make_model, shard
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 CONFIGS: tuple[Config, ...] = (
@@ -63,7 +63,9 @@ def slots(model: nn.Module) -> list[tuple[str, str, int, tuple[int, ...], int]]:
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def _shows_whole_parameters() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
+@on_ranks("world_size")
+def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -> None:
     plain = make_model()
     expected = dict(plain.named_parameters())
     for config in CONFIGS:
@@ -97,12 +99,8 @@ def _shows_whole_parameters() -> None:
         assert step(model) == pytest.approx(step(copy.deepcopy(plain)), rel=1e-6)
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
-def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -> None:
-    run_ranks(world_size, _shows_whole_parameters)
-
-
-def _recurse() -> None:
+@on_ranks(2)
+def test_recurse_controls_whether_inner_units_are_shown() -> None:
     expected = dict(make_model().named_parameters())
     for use_orig_params in (False, True):
         model = wrapped(("FULL_SHARD", use_orig_params, "blocks"))
@@ -128,11 +126,8 @@ def _recurse() -> None:
                 )
 
 
-def test_recurse_controls_whether_inner_units_are_shown() -> None:
-    run_ranks(2, _recurse)
-
-
-def _rank0_only() -> None:
+@on_ranks(2)
+def test_rank0_only_shows_other_ranks_their_parts_and_refuses_writeback() -> None:
     expected = dict(make_model().named_parameters())
     for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
         model = wrapped(config)
@@ -150,10 +145,6 @@ def _rank0_only() -> None:
         assert step(model) > 0
 
 
-def test_rank0_only_shows_other_ranks_their_parts_and_refuses_writeback() -> None:
-    run_ranks(2, _rank0_only)
-
-
 # --- changes --------------------------------------------------------------------------------------
 
 
@@ -162,7 +153,9 @@ def _is_whole(model: FSDP) -> bool:
     return dist.get_world_size() == 1 or model.sharding_strategy is ShardingStrategy.NO_SHARD
 
 
-def _changes() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2], 1))
+@on_ranks("world_size")
+def test_changes_are_kept_with_writeback_and_dropped_without(world_size: int) -> None:
     for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
         model = wrapped(config)
         original = make_model().state_dict()
@@ -192,11 +185,6 @@ def _changes() -> None:
         assert step(model) == pytest.approx(step(plain), rel=1e-6)
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-def test_changes_are_kept_with_writeback_and_dropped_without(world_size: int) -> None:
-    run_ranks(world_size, _changes)
-
-
 def _kept_without_writeback(
     library: Any, strategy: str, use_orig_params: bool, **options: bool
 ) -> dict[str, Any]:
@@ -216,7 +204,13 @@ def _kept_without_writeback(
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def _keeps_as_torch(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")]
+)
+@on_ranks("world_size")
+def test_without_writeback_changes_stay_as_in_torch_but_not_on_one_replica(
+    world_size: int, strategy: str
+) -> None:
     for use_orig_params in (False, True):
         theirs, ours = (
             _kept_without_writeback(library, strategy, use_orig_params)
@@ -231,16 +225,8 @@ def _keeps_as_torch(strategy: str) -> None:
         }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")]
-)
-def test_without_writeback_changes_stay_as_in_torch_but_not_on_one_replica(
-    world_size: int, strategy: str
-) -> None:
-    run_ranks(world_size, _keeps_as_torch, strategy)
-
-
-def _loads_inside() -> None:
+@on_ranks(2)
+def test_a_dict_can_be_loaded_inside() -> None:
     for config in CONFIGS:
         model, other = wrapped(config), make_model(1).state_dict()
         with FSDP.summon_full_params(model):
@@ -249,11 +235,8 @@ def _loads_inside() -> None:
         assert_identical(model.state_dict(), other)
 
 
-def test_a_dict_can_be_loaded_inside() -> None:
-    run_ranks(2, _loads_inside)
-
-
-def _nested() -> None:
+@on_ranks(2)
+def test_contexts_can_be_nested() -> None:
     for config in CONFIGS:
         model = wrapped(config)
         before = slots(model)
@@ -282,15 +265,17 @@ def _nested() -> None:
         assert slots(model) == before
 
 
-def test_contexts_can_be_nested() -> None:
-    run_ranks(2, _nested)
-
-
 class _Stop(Exception):
     pass
 
 
-def _exceptions() -> None:
+def _raise(module: nn.Module) -> None:
+    if isinstance(module, nn.BatchNorm1d):
+        raise _Stop
+
+
+@on_ranks(2)
+def test_an_exception_inside_changes_nothing() -> None:
     for config, writeback in itertools.product(CONFIGS, (False, True)):
         model = wrapped(config)
         before = slots(model)
@@ -307,16 +292,9 @@ def _exceptions() -> None:
     dist.barrier()
 
 
-def _raise(module: nn.Module) -> None:
-    if isinstance(module, nn.BatchNorm1d):
-        raise _Stop
-
-
-def test_an_exception_inside_changes_nothing() -> None:
-    run_ranks(2, _exceptions)
-
-
-def _with_grads() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2], 1))
+@on_ranks("world_size")
+def test_gradients_are_shown_whole_and_changes_of_them_are_kept(world_size: int) -> None:
     plain = make_model()
     losses_of(plain).backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -364,12 +342,8 @@ def _with_grads() -> None:
                     )
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-def test_gradients_are_shown_whole_and_changes_of_them_are_kept(world_size: int) -> None:
-    run_ranks(world_size, _with_grads)
-
-
-def _objects() -> None:
+@on_ranks(2)
+def test_parameter_objects_keep_their_identity() -> None:
     for config in CONFIGS:
         plain = make_model()
         originals = dict(plain.named_parameters())
@@ -395,14 +369,11 @@ def _objects() -> None:
             )
 
 
-def test_parameter_objects_keep_their_identity() -> None:
-    run_ranks(2, _objects)
-
-
 # --- calls inside ---------------------------------------------------------------------------------
 
 
-def _forward_inside() -> None:
+@on_ranks(2)
+def test_a_generation_loop_inside_uses_whole_parameters_and_sends_nothing() -> None:
     plain = make_model().eval()
     for config in CONFIGS:
         model = wrapped(config).eval()
@@ -424,11 +395,9 @@ def _forward_inside() -> None:
         assert step(model) == pytest.approx(step(make_model()), rel=1e-6)
 
 
-def test_a_generation_loop_inside_uses_whole_parameters_and_sends_nothing() -> None:
-    run_ranks(2, _forward_inside)
-
-
-def _first_forward_inside(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_gradients_arrive_after_a_first_forward_inside(use_orig_params: bool) -> None:
     """Large parameters have a hook each, which the first forward puts there."""
     plain = nn.Linear(LARGE // 256, 256)
     model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
@@ -443,12 +412,8 @@ def _first_forward_inside(use_orig_params: bool) -> None:
             torch.testing.assert_close(grad, param.grad)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_arrive_after_a_first_forward_inside(use_orig_params: bool) -> None:
-    run_ranks(2, _first_forward_inside, use_orig_params)
-
-
-def _recurse_only_the_root_and_forward() -> None:
+@on_ranks(2)
+def test_with_the_root_alone_shown_forward_still_gathers_the_rest() -> None:
     plain = make_model().eval()
     for use_orig_params in (False, True):
         model = wrapped(("FULL_SHARD", use_orig_params, "blocks")).eval()
@@ -456,10 +421,6 @@ def _recurse_only_the_root_and_forward() -> None:
         with torch.no_grad(), FSDP.summon_full_params(model, recurse=False, writeback=False):
             torch.testing.assert_close(model(tokens), plain(tokens))
         assert step(model.train()) == pytest.approx(step(make_model()), rel=1e-6)
-
-
-def test_with_the_root_alone_shown_forward_still_gathers_the_rest() -> None:
-    run_ranks(2, _recurse_only_the_root_and_forward)
 
 
 class _Summons(nn.Module):
@@ -473,7 +434,8 @@ class _Summons(nn.Module):
             return self.linear(x)
 
 
-def _inside_of_forward() -> None:
+@on_ranks(2)
+def test_a_call_inside_of_forward_is_refused() -> None:
     for use_orig_params in (False, True):
         inner = _Summons()
         model = FSDP(inner, use_orig_params=use_orig_params)
@@ -485,10 +447,6 @@ def _inside_of_forward() -> None:
     dist.barrier()
 
 
-def test_a_call_inside_of_forward_is_refused() -> None:
-    run_ranks(2, _inside_of_forward)
-
-
 def _init(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, 0.25)
@@ -496,7 +454,14 @@ def _init(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def _apply() -> None:
+def _fill(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5)
+
+
+@pytest.mark.parametrize("world_size", sample([1, 2], 1))
+@on_ranks("world_size")
+def test_apply_sees_whole_parameters_and_keeps_changes(world_size: int) -> None:
     plain = make_model()
     plain.apply(_init)
     for config in CONFIGS:
@@ -513,17 +478,8 @@ def _apply() -> None:
         assert all(state[name].eq(0.5).all() for name, _ in plain.named_parameters())
 
 
-def _fill(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.constant_(parameter, 0.5)
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-def test_apply_sees_whole_parameters_and_keeps_changes(world_size: int) -> None:
-    run_ranks(world_size, _apply)
-
-
-def _between_forward_and_backward() -> None:
+@on_ranks(2)
+def test_summoning_between_forward_and_backward_changes_nothing() -> None:
     for config in CONFIGS:
         model, plain = wrapped(config), make_model()
         loss = losses_of(model)
@@ -534,7 +490,3 @@ def _between_forward_and_backward() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert loss.item() == pytest.approx(step(plain), rel=1e-6)
         assert step(model) == pytest.approx(step(plain), rel=1e-5)
-
-
-def test_summoning_between_forward_and_backward_changes_nothing() -> None:
-    run_ranks(2, _between_forward_and_backward)

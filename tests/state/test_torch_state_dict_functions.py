@@ -55,7 +55,7 @@ from tests.support.odd_model import (
     shard,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 CONFIGS: tuple[Config, ...] = (
@@ -435,7 +435,8 @@ class Factored(torch.optim.SGD):
                     self.state[parameter]["scales"] = torch.full((3, 2), float(dist.get_rank()))
 
 
-def _parts_of_one_rank(path: str) -> None:
+@on_ranks(2)
+def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")  # ours says what cannot be resharded
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     for number, (config, options) in enumerate(itertools.product(CONFIGS[:2], (None, FULL, flat))):
@@ -445,18 +446,14 @@ def _parts_of_one_rank(path: str) -> None:
         saved = get_optimizer_state_dict(model, optimizer, options=options)
         again = Factored(model.parameters(), lr=0.01, momentum=0.9)
         if options is not FULL:
-            dcp.save(saved, checkpoint_id=f"{path}/{number}")
+            dcp.save(saved, checkpoint_id=f"{tmp_path}/{number}")
             saved = get_optimizer_state_dict(model, again, options=options)
-            dcp.load(saved, checkpoint_id=f"{path}/{number}")
+            dcp.load(saved, checkpoint_id=f"{tmp_path}/{number}")
         set_optimizer_state_dict(model, again, saved, options=options)
         for p in (p for p in optimizer.state if p.numel()):
             one, other = optimizer.state[p], again.state[p]
             assert_same(other, one, f"{config} {options}")
             assert other["scales"].unique().tolist() == [dist.get_rank()]
-
-
-def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
-    run_ranks(2, _parts_of_one_rank, str(tmp_path))
 
 
 # --- files, and the first step --------------------------------------------------------------------
@@ -510,7 +507,8 @@ def test_stateful_objects_reshard_through_files(
     run_ranks(readers, _load, kind, configs, run, str(tmp_path))
 
 
-def _asked_before_the_first_step() -> None:
+@on_ranks(2)
+def test_taking_the_state_of_an_optimizer_without_state_changes_nothing() -> None:
     for kind, config in zip(("Adam", "SGD"), CONFIGS[:2], strict=True):
         left_alone, asked = shard(make_model(), config), shard(make_model(), config)
         one, other = make_optimizer(kind, left_alone), make_optimizer(kind, asked)
@@ -540,10 +538,6 @@ def _asked_before_the_first_step() -> None:
         assert train(asked, third, range(1)) == train(
             shard(make_model(), config), make_optimizer(kind, left_alone), range(1)
         )
-
-
-def test_taking_the_state_of_an_optimizer_without_state_changes_nothing() -> None:
-    run_ranks(2, _asked_before_the_first_step)
 
 
 # --- beside torch's own ---------------------------------------------------------------------------
@@ -705,7 +699,8 @@ class LaterOptions(StateDictOptions):
     compressed: bool = False
 
 
-def _later_torch() -> None:
+@on_ranks(1)
+def test_arguments_of_a_later_torch_are_refused_by_name() -> None:
     model = FSDP(nn.Linear(2, 3))
     assert get_model_state_dict(model, options=LaterOptions(full_state_dict=True)).keys() == {
         "weight",
@@ -752,11 +747,8 @@ def _later_torch() -> None:
     ]
 
 
-def test_arguments_of_a_later_torch_are_refused_by_name() -> None:
-    run_ranks(1, _later_torch)
-
-
-def _patched() -> None:
+@on_ranks(1)
+def test_models_and_optimizers_with_methods_patched_by_torch_work() -> None:
     """Torch lets a model's own methods call these functions, which must not call them back."""
     model = FSDP(nn.Linear(2, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -774,7 +766,3 @@ def _patched() -> None:
     assert_same(
         get_model_state_dict(model), {name: value + 1 for name, value in expected[0].items()}
     )
-
-
-def test_models_and_optimizers_with_methods_patched_by_torch_work() -> None:
-    run_ranks(1, _patched)
