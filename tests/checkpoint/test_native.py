@@ -549,7 +549,11 @@ ODD += [{"@object": ["builtins:object", {}]}, {"@tensor": ["none", "float32", [1
 GONE = object()
 
 
-def _forge(folder: str, num: int) -> dict[str, int]:
+@on_ranks(1)
+def test_a_forged_checkpoint_is_loaded_or_is_a_checkpoint_error_and_nothing_has_changed(
+    tmp_path: Path,
+) -> None:
+    """Any value of its header, its text or its manifest is another one, or is not there."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), use_orig_params=True)
     optimizer = torch.optim.Adam(
@@ -569,12 +573,12 @@ def _forge(folder: str, num: int) -> dict[str, int]:
 
     step()
     good = checkpoint.save(
-        folder, model, optimizer, {"a": [1, (2.5, "b")], "t": torch.arange(3), 3: 10**30}, step=1
+        tmp_path, model, optimizer, {"a": [1, (2.5, "b")], "t": torch.arange(3), 3: 10**30}, step=1
     )
     step()
     outcomes: dict[str, int] = collections.Counter()
     choose = random.Random(0)
-    for _ in range(num):
+    for _ in range(200):
         forgery = Forgery(good)
         documents = [forgery.header, forgery.text, forgery.manifest]
         number = choose.choice([0, 1, 2])
@@ -586,10 +590,10 @@ def _forge(folder: str, num: int) -> dict[str, int]:
             del around[path[-1]]
         else:
             around[path[-1]] = odd
-        forgery.write(Path(folder) / "forged")
+        forgery.write(tmp_path / "forged")
         before = values()
         try:
-            checkpoint.load(Path(folder) / "forged", model, optimizer)
+            checkpoint.load(tmp_path / "forged", model, optimizer)
         except CheckpointError as error:
             assert all(fact in str(error) for fact in FACTS), f"{what}: {error}"
             if "may be partly changed" not in str(error):
@@ -605,14 +609,6 @@ def _forge(folder: str, num: int) -> dict[str, int]:
             outcomes["loaded"] += 1
         checkpoint.load(good, model, optimizer)
         step()
-    return outcomes
-
-
-def test_a_forged_checkpoint_is_loaded_or_is_a_checkpoint_error_and_nothing_has_changed(
-    tmp_path: Path,
-) -> None:
-    """Any value of its header, its text or its manifest is another one, or is not there."""
-    (outcomes,) = run_ranks(1, _forge, str(tmp_path), 200)
     assert outcomes["refused"] > 100, outcomes
     assert outcomes["loaded"] > 10, "some changes, such as another learning rate, are valid"
     assert outcomes["refused by the optimizer"] < 10, outcomes
@@ -647,18 +643,20 @@ def test_settings_are_decoded_before_a_byte_of_the_model_is_written(tmp_path: Pa
 # -- steps and folders
 
 
-def _steps(folder: str) -> None:
+@on_ranks(2)
+def test_steps_are_never_overwritten_and_old_ones_are_removed_on_request(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "on the way"
     model, optimizer = build(PLAIN)
     assert checkpoint.latest(folder) is None
     for step in (1, 5, 3):
         checkpoint.save(folder, model, optimizer, step=step)
-    assert checkpoint.latest(folder) == Path(folder) / "step-00000005"
+    assert checkpoint.latest(folder) == folder / "step-00000005"
     with pytest.raises(UsageError, match="step-00000003") as raised:
         checkpoint.save(folder, model, optimizer, step=3)
     assert all(fact in str(raised.value) for fact in FACTS)
     checkpoint.save(folder, model, optimizer, step=4, keep_last=2)
     dist.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "step-00000003",
         "step-00000004",
         "step-00000005",
@@ -666,11 +664,7 @@ def _steps(folder: str) -> None:
     dist.barrier()
     checkpoint.save(folder, model, optimizer, step=6, keep_last=1)
     dist.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000006"]
-
-
-def test_steps_are_never_overwritten_and_old_ones_are_removed_on_request(tmp_path: Path) -> None:
-    run_ranks(2, _steps, str(tmp_path / "made" / "on the way"))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006"]
 
 
 @on_ranks(4)
@@ -713,34 +707,32 @@ def test_models_on_different_ranks_save_independently(tmp_path: Path) -> None:
     assert_same(model.state_dict(), expected)
 
 
-def _progress(folder: str) -> list[str]:
+@on_ranks(2)
+def test_progress_is_shown_on_the_first_rank_on_request(tmp_path: Path) -> None:
     model = FSDP(nn.Linear(5, 3))
     shown = []
     calls: list[Callable[[], Any]] = [
-        lambda: checkpoint.save(folder, model, step=7, progress=True),
-        lambda: checkpoint.load(Path(folder) / "step-00000007", model, progress=True),
-        lambda: checkpoint.save_safetensors(Path(folder) / "weights", model, progress=True),
-        lambda: checkpoint.load_safetensors(Path(folder) / "weights", model, progress=True),
-        lambda: checkpoint.save(folder, model, step=8),
+        lambda: checkpoint.save(tmp_path, model, step=7, progress=True),
+        lambda: checkpoint.load(tmp_path / "step-00000007", model, progress=True),
+        lambda: checkpoint.save_safetensors(tmp_path / "weights", model, progress=True),
+        lambda: checkpoint.load_safetensors(tmp_path / "weights", model, progress=True),
+        lambda: checkpoint.save(tmp_path, model, step=8),
     ]
     for call in calls:
-        with contextlib.redirect_stderr(io.StringIO()) as text:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             call()
-        shown.append(text.getvalue())
-    return shown
-
-
-def test_progress_is_shown_on_the_first_rank_on_request(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _progress, str(tmp_path))
+        shown.append(stderr.getvalue())
+    if dist.get_rank() > 0:
+        assert shown == [""] * 5
+        return
     for text, what in zip(
-        first, ("save step 7", "check step 7", "save weights", "load weights"), strict=False
+        shown, ("save step 7", "check step 7", "save weights", "load weights"), strict=False
     ):
         assert what in text
         assert "B/s]" in text
         assert "100%" in text
-    assert "load step 7" in first[1]
-    assert first[4] == ""
-    assert second == [""] * 5
+    assert "load step 7" in shown[1]
+    assert shown[4] == ""
 
 
 # -- what cannot work

@@ -146,9 +146,21 @@ def names_in(folder: Path) -> list[str]:
 # -- what is written is the model, and it is read by any other wrapping of it
 
 
-def _rounds(folder: Path, configs: list[Config]) -> None:
+@pytest.mark.parametrize("n", sample([1, 2, 3, 4], 2, 3))
+@on_ranks("n")
+def test_the_library_finds_the_model_in_the_files_and_any_wrapping_loads_them(
+    n: int, tmp_path: Path
+) -> None:
+    configs = [
+        ("FULL_SHARD", True, True),
+        ("NO_SHARD", False, True),
+        ("FULL_SHARD", False, False),
+        ("SHARD_GRAD_OP", True, False),
+    ]
+    if n == 4:
+        configs += [("HYBRID_SHARD", False, True), ("HYBRID_SHARD", True, False)]
     for number, config in enumerate(configs):
-        path, seed = folder / str(number), number + 1
+        path, seed = tmp_path / str(number), number + 1
         plain = make_model(seed)
         model = shard(make_model(seed), config)
         files = save_safetensors(path, model, max_file_nbytes=300 if number % 2 else 5_000_000_000)
@@ -170,32 +182,14 @@ def _rounds(folder: Path, configs: list[Config]) -> None:
             assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in kept.items())
 
 
-@pytest.mark.parametrize("n", sample([1, 2, 3, 4], 2, 3))
-def test_the_library_finds_the_model_in_the_files_and_any_wrapping_loads_them(
-    n: int, tmp_path: Path
-) -> None:
-    configs = [
-        ("FULL_SHARD", True, True),
-        ("NO_SHARD", False, True),
-        ("FULL_SHARD", False, False),
-        ("SHARD_GRAD_OP", True, False),
-    ]
-    if n == 4:
-        configs += [("HYBRID_SHARD", False, True), ("HYBRID_SHARD", True, False)]
-    run_ranks(n, _rounds, tmp_path, configs)
-
-
+@on_ranks(2)
 def test_a_model_that_was_built_on_the_meta_device_gets_its_values(tmp_path: Path) -> None:
-    plain = in_files(make_model(3))
-    plain["again"] = plain["square"].clone()
-    run_ranks(2, _meta, tmp_path, plain)
-
-
-def _meta(folder: Path, tensors: dict[str, Tensor]) -> None:
+    tensors = in_files(make_model(3))
+    tensors["again"] = tensors["square"].clone()
     if dist.get_rank() == 0:
         save_file(
             {name: value.contiguous() for name, value in tensors.items()},
-            folder / "model.safetensors",
+            tmp_path / "model.safetensors",
         )
     dist.barrier()
     for use_orig_params, nested in ((False, True), (True, False)):
@@ -207,7 +201,7 @@ def _meta(folder: Path, tensors: dict[str, Tensor]) -> None:
         model = shard(
             empty, config, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False)
         )
-        load_safetensors(folder, model)
+        load_safetensors(tmp_path, model)
         assert_equal(full_state(model), tensors | {"head.weight": tensors["embed.weight"]})
 
 

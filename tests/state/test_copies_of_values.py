@@ -8,7 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +140,23 @@ WAYS = (
 )
 
 
-def _copies(config: Config, form: StateDictType, directory: str, ways: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "config", "form", "ways"),
+    [
+        (ranks, *form, ways)
+        for number, (ranks, form) in enumerate(zip((2, 1, 3, 2), FORMS, strict=True))
+        for ways in sample((WAYS[::2], WAYS[1::2]), number % 2)
+    ],
+)
+@on_ranks("ranks")
+def test_copies_do_not_change_with_training_and_load_again(
+    ranks: int, config: Config, form: StateDictType, ways: Sequence[str], tmp_path: Path
+) -> None:
+    """Each form is copied in every second way, or in all."""
     model, optimizer = trained(config, 1)
     expected = cloned(states(model, optimizer, FULL))
     live = states(model, optimizer, form, as_views=True)
-    path = f"{directory}/{dist.get_rank()}.pt"
+    path = f"{tmp_path}/{dist.get_rank()}.pt"
     torch.save(live, path)
     make: dict[str, Callable[[], State]] = {
         "nothing": lambda: as_it_is(states(model, optimizer, form), form),
@@ -176,13 +188,6 @@ def _copies(config: Config, form: StateDictType, directory: str, ways: list[str]
             config,
             "the views have followed",
         )
-
-
-def test_copies_do_not_change_with_training_and_load_again(tmp_path: Path) -> None:
-    """Each form is copied in every second way, or in all."""
-    for number, (config, form) in enumerate(FORMS):
-        for ways in sample((WAYS[::2], WAYS[1::2]), number % 2):
-            run_ranks((2, 1, 3, 2)[number], _copies, config, form, str(tmp_path), list(ways))
 
 
 @on_ranks(2)
@@ -362,7 +367,11 @@ def test_replaced_local_shards_are_copied_saved_and_loaded(
     assert_same(model.state_dict(), before, "the model's own shards are untouched")
 
 
-def _replaced_wrongly(form: StateDictType, directory: str) -> None:
+@pytest.mark.parametrize("form", [SHARDED, LOCAL])
+@on_ranks(2)
+def test_local_shards_that_do_not_fit_are_refused_before_anything_changes(
+    form: StateDictType, tmp_path: Path
+) -> None:
     model, optimizer = trained(FLAT, 1)
     before = cloned(model.state_dict())
     wrong: dict[str, Callable[[Tensor], Any]] = {
@@ -378,7 +387,7 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
         with pytest.raises(CheckpointError, match=words):
             pickle.dumps(state)
         with pytest.raises(dcp.api.CheckpointException, match=words):
-            dcp.save(state, checkpoint_id=directory)
+            dcp.save(state, checkpoint_id=tmp_path)
         if form is SHARDED:
             optim = states(model, optimizer, form)["optim"]
             for entry in optim["state"].values():
@@ -386,10 +395,3 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
             with FSDP.state_dict_type(model, form), pytest.raises(CheckpointError, match=words):
                 FSDP.optim_state_dict_to_load(model, optimizer, optim)
     assert_same(model.state_dict(), before, "nothing was loaded")
-
-
-def test_local_shards_that_do_not_fit_are_refused_before_anything_changes(
-    tmp_path: Path,
-) -> None:
-    for form in (SHARDED, LOCAL):
-        run_ranks(2, _replaced_wrongly, form, str(tmp_path))

@@ -23,7 +23,7 @@ from fsdp_compat.checkpoint._full import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.odd_model import assert_identical, stack
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 FULL, SHARDED, LOCAL = (
@@ -129,7 +129,9 @@ def sent(model: FSDP) -> tuple[int, int]:
 CHOICES: tuple[Filter, ...] = (is_lora, is_some, "trainable", lambda name: False)
 
 
-def _full() -> None:
+@pytest.mark.parametrize("world_size", sample([1, 3], 1))
+@on_ranks("world_size")
+def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size: int) -> None:
     plain = make_model()
     for use_orig_params, wrapped in itertools.product((False, True), (False, True)):
         model = shard(make_model(), use_orig_params, wrapped)
@@ -156,11 +158,6 @@ def _full() -> None:
         for wrong in (3, "all", lambda: True):
             with pytest.raises(UsageError, match="filter"):
                 model.state_dict(filter=wrong)
-
-
-@pytest.mark.parametrize("world_size", sample([1, 3], 1))
-def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size: int) -> None:
-    run_ranks(world_size, _full)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.full_model import Block, Config, make_model, shard
 from tests.support.memory import NewBytes, allocated_nbytes
 from tests.support.pairwise import pairs
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -77,7 +77,11 @@ FEW_CONFIGS += (("NO_SHARD", True, "blocks"), ("NO_SHARD", False, "always"))
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def _equals_the_unsharded(configs: tuple[Config, ...]) -> None:
+@pytest.mark.parametrize(("world_size", "configs"), sample([(1, FEW_CONFIGS), (3, ALL_CONFIGS)], 1))
+@on_ranks("world_size")
+def test_keys_order_dtypes_and_values_equal_the_unsharded_models(
+    world_size: int, configs: tuple[Config, ...]
+) -> None:
     for strategy, use_orig_params, policy in configs:
         plain = make_model()
         model = shard(copy.deepcopy(plain), strategy, use_orig_params, policy)
@@ -99,11 +103,6 @@ def _equals_the_unsharded(configs: tuple[Config, ...]) -> None:
             )
         assert step(model) == pytest.approx(step(plain), rel=1e-6)
         assert_same(model.state_dict(), plain.state_dict(), tolerance=1e-5)
-
-
-@pytest.mark.parametrize("world_size", sample([1, 3], 1))
-def test_keys_order_dtypes_and_values_equal_the_unsharded_models(world_size: int) -> None:
-    run_ranks(world_size, _equals_the_unsharded, ALL_CONFIGS if world_size == 3 else FEW_CONFIGS)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -195,7 +194,12 @@ def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked(world_size
             assert_same(model.state_dict(), expected)
 
 
-def _training_goes_on(use_orig_params: bool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
+@on_ranks(2)
+def test_saving_between_and_within_steps_changes_nothing(
+    use_orig_params: bool, strategy: str
+) -> None:
     tokens = torch.tensor([1, 2, 3, 4, 5])
 
     def losses(save: bool) -> list[float]:
@@ -223,12 +227,6 @@ def _training_goes_on(use_orig_params: bool, strategy: str) -> None:
         return found
 
     assert losses(save=True) == losses(save=False)
-
-
-@pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
-def test_saving_between_and_within_steps_changes_nothing(use_orig_params: bool) -> None:
-    for strategy in STRATEGIES:
-        run_ranks(2, _training_goes_on, use_orig_params, strategy)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -19,7 +19,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.odd_model import Block, Config, assert_same, cloned, make_model, shard, stack
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
@@ -58,7 +58,10 @@ def lazily(state: dict[str, Any]) -> dict[str, Any]:
     return {name: lazy(value) for name, value in state.items()}
 
 
-def _loads(config: Config) -> None:
+@pytest.mark.parametrize("config", [FLAT, ORIGINAL, UNSHARDED, MESH])
+@pytest.mark.parametrize("world_size", sample([1, 2, 3, 4], 0, 2))
+@on_ranks("world_size")
+def test_lazy_values_load_like_tensors(world_size: int, config: Config) -> None:
     wanted = make_model(1).state_dict()
     model = shard(make_model(2), config)
     assert str(model.load_state_dict(lazily(wanted))) == "<All keys matched successfully>"
@@ -75,12 +78,6 @@ def _loads(config: Config) -> None:
     assert_same(
         model.state_dict(), {name: half[name].to(value.dtype) for name, value in wanted.items()}
     )
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2, 3, 4], 0, 2))
-def test_lazy_values_load_like_tensors(world_size: int) -> None:
-    for config in (FLAT, ORIGINAL, UNSHARDED, MESH):
-        run_ranks(world_size, _loads, config)
 
 
 @on_ranks(2)
@@ -135,7 +132,8 @@ def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
     assert_same(model.state_dict(), wanted)
 
 
-def _only_own_parts() -> int:
+@on_ranks(4)
+def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
     """A model of one unit, whose parameters are one after the other in it."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
@@ -143,11 +141,7 @@ def _only_own_parts() -> int:
     Lazy.loads = 0
     model.load_state_dict(lazily(wanted))
     assert_same(model.state_dict(), wanted)
-    return Lazy.loads
-
-
-def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
-    assert run_ranks(4, _only_own_parts) == [1, 1, 1, 1]
+    assert Lazy.loads == 1
 
 
 @on_ranks(2)

@@ -236,21 +236,24 @@ def test_other_values_than_in_the_flat_parameter_and_other_ranks_are_refused(
         shard(make_model(2), False).load_state_dict(other)
 
 
-def _one_shard() -> None:
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)[
-        dist.get_world_size() - 1 :
-    ]:
+@pytest.mark.parametrize(
+    ("world_size", "strategies"),
+    [
+        (1, [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]),
+        (2, [ShardingStrategy.NO_SHARD]),
+    ],
+)
+@on_ranks("world_size")
+def test_on_one_rank_local_dicts_have_parameter_names_as_in_torch(
+    world_size: int, strategies: list[ShardingStrategy]
+) -> None:
+    for strategy in strategies:
         model = shard(make_model(1), False, sharding_strategy=strategy)
         state = local_state(model)
         assert list(state) == list(make_model().state_dict())
         other = shard(make_model(2), True, sharding_strategy=strategy)
         other.load_state_dict(state)
         assert_holds(other, make_model(1))
-
-
-def test_on_one_rank_local_dicts_have_parameter_names_as_in_torch() -> None:
-    run_ranks(1, _one_shard)
-    run_ranks(2, _one_shard)
 
 
 def _other_layouts(directory: str) -> None:

@@ -436,7 +436,14 @@ def test_the_full_form_fits_the_unsharded_optimizer(tmp_path: Path) -> None:
 # --- torch's FSDP1 --------------------------------------------------------------------------------
 
 
-def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
+@pytest.mark.parametrize(
+    ("use_orig_params", "kind"),
+    sample([(False, "Adam"), (False, "SGD"), (True, "AdamW"), (True, "Adagrad")], 0, 1),
+)
+@on_ranks(2)
+def test_optimizer_dicts_equal_torchs_and_load_both_ways(
+    use_orig_params: bool, kind: str, tmp_path: Path
+) -> None:
     (theirs, their_optimizer), (ours, optimizer) = torchs_pair(use_orig_params, kind)
     expected, found = torchs_full(theirs, their_optimizer), full_state(ours, optimizer)
     assert found.keys() == expected.keys()
@@ -457,7 +464,7 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
     losses = train(ours, optimizer, range(2, 4))
     assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(losses, rel=1e-5)
 
-    path = f"{directory}/{kind}-{use_orig_params}"
+    path = f"{tmp_path}/{kind}-{use_orig_params}"
     with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):
         dcp.save(TorchFSDP.optim_state_dict(theirs, their_optimizer), checkpoint_id=path)
     state = sharded_state(ours, optimizer)
@@ -469,14 +476,6 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
         assert_state(load(ours, other, into), expected, tolerance=1e-4)
     losses = train(ours, other, range(4, 6))
     assert train(theirs, their_optimizer, range(4, 6)) == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
-def test_optimizer_dicts_equal_torchs_and_load_both_ways(
-    use_orig_params: bool, tmp_path: Path
-) -> None:
-    for kind in ("AdamW", "Adagrad") if use_orig_params else ("Adam", "SGD"):
-        run_ranks(2, _like_torch, kind, use_orig_params, str(tmp_path))
 
 
 @pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (4, True)])

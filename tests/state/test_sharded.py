@@ -118,7 +118,38 @@ def _own(state: dict[str, Any]) -> list[Tensor]:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _check_values(config: Config, as_views: bool) -> None:
+def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Tensor) -> None:
+    """boxes: (offsets, sizes, placement) of what all ranks hold."""
+    metadata = value.metadata()
+    described = [
+        (tuple(m.shard_offsets), tuple(m.shard_sizes), str(m.placement))
+        for m in metadata.shards_metadata
+    ]
+    assert sorted(described) == sorted(boxes), name
+    assert tuple(metadata.size) == tuple(whole.shape) == tuple(value.size()), name
+    assert metadata.tensor_properties.dtype == whole.dtype == value.dtype, name
+    times = torch.zeros_like(whole)
+    for offsets, sizes, placement in boxes:
+        assert placement.startswith("rank:")
+        times[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert torch.equal(times, torch.ones_like(whole)), "every element is in one box"
+    assert value.sharding_spec().shards == metadata.shards_metadata
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        ("FULL_SHARD", False, "none"),
+        ("SHARD_GRAD_OP", True, "blocks"),
+        ("FULL_SHARD", False, "always"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [3, 4])
+@on_ranks("world_size")
+def test_sharded_values_copy_or_view_the_shard_and_send_nothing(
+    world_size: int, config: Config, as_views: bool
+) -> None:
     plain, model = make_model(), shard(make_model(), config)
     expected = plain.state_dict()
     groups = model._runtime.groups
@@ -169,47 +200,18 @@ def _check_values(config: Config, as_views: bool) -> None:
         )
 
 
-def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Tensor) -> None:
-    """boxes: (offsets, sizes, placement) of what all ranks hold."""
-    metadata = value.metadata()
-    described = [
-        (tuple(m.shard_offsets), tuple(m.shard_sizes), str(m.placement))
-        for m in metadata.shards_metadata
-    ]
-    assert sorted(described) == sorted(boxes), name
-    assert tuple(metadata.size) == tuple(whole.shape) == tuple(value.size()), name
-    assert metadata.tensor_properties.dtype == whole.dtype == value.dtype, name
-    times = torch.zeros_like(whole)
-    for offsets, sizes, placement in boxes:
-        assert placement.startswith("rank:")
-        times[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
-    assert torch.equal(times, torch.ones_like(whole)), "every element is in one box"
-    assert value.sharding_spec().shards == metadata.shards_metadata
-
-
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_sharded_values_copy_or_view_the_shard_and_send_nothing(world_size: int) -> None:
-    for config in (
-        ("FULL_SHARD", False, "none"),
-        ("SHARD_GRAD_OP", True, "blocks"),
-        ("FULL_SHARD", False, "always"),
-    ):
-        for as_views in (False, True):
-            run_ranks(world_size, _check_values, config, as_views)
-
-
-def _whole_values(config: Config) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [(1, ("FULL_SHARD", True, "blocks")), (2, ("NO_SHARD", False, "blocks"))],
+)
+@on_ranks("world_size")
+def test_on_one_rank_values_are_plain_tensors(world_size: int, config: Config) -> None:
     model = shard(make_model(), config)
     storages = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
     for as_views in (False, True):
         state = sharded_state(model, as_views)
         assert_identical(state, make_model().state_dict())
         assert (state["cube"].untyped_storage().data_ptr() in storages) is as_views
-
-
-def test_on_one_rank_values_are_plain_tensors() -> None:
-    run_ranks(1, _whole_values, ("FULL_SHARD", True, "blocks"))
-    run_ranks(2, _whole_values, ("NO_SHARD", False, "blocks"))
 
 
 # --- files ----------------------------------------------------------------------------------------

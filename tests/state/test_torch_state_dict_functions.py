@@ -89,7 +89,58 @@ def in_state(
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _options(kind: str, configs: tuple[Config, ...], run: dict[str, Any]) -> None:
+def _part_of_the_model(model: FSDP, expected: Mapping[str, Tensor]) -> None:
+    below = {
+        name.removeprefix("blocks.1."): value
+        for name, value in expected.items()
+        if name.startswith("blocks.1.")
+    }
+    for block in (model.blocks[1], getattr(model.blocks[1], "module", model.blocks[1])):
+        with pytest.warns(FutureWarning, match="submodules is deprecated") as caught:
+            state = get_model_state_dict(model, submodules={block}, options=FULL)
+            bare = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=False)
+            without = get_model_state_dict(model, submodules={block}, options=bare)
+        assert {warning.filename for warning in caught if warning.category is FutureWarning} == {
+            __file__
+        }
+        assert_same(state, {f"blocks.1.{name}": value for name, value in below.items()})
+        assert_same(without, below)
+        loaded = set_model_state_dict(
+            model, {block: without}, options=StateDictOptions(full_state_dict=True, strict=False)
+        )
+        assert "blocks.0.up.weight" in loaded.missing_keys
+        assert not loaded.unexpected_keys
+        assert not any(name.startswith("blocks.1.") for name in loaded.missing_keys)
+
+
+def _flattened(optim: Mapping[str, Any]) -> dict[str, Any]:
+    state = {
+        f"state.{name}.{key}": value
+        for name, entry in optim["state"].items()
+        for key, value in entry.items()
+    }
+    groups = {
+        f"param_groups.{name}.{key}": value
+        for group in optim["param_groups"]
+        for name in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {**state, **groups}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "configs"),
+    [
+        *sample([(1, "Adam", CONFIGS[:1]), (2, "Adam", CONFIGS[2:]), (3, "Adam", CONFIGS[:2])], 2),
+        (2, "SGD", CONFIGS[1:2]),
+    ],
+)
+@on_ranks("world_size")
+def test_every_option_gives_the_unsharded_models_values(
+    world_size: int, kind: str, configs: tuple[Config, ...]
+) -> None:
+    run = run_of(kind)
     for config in configs:
         model, optimizer = in_state(kind, config, run)
         rank = dist.get_rank()
@@ -142,65 +193,13 @@ def _options(kind: str, configs: tuple[Config, ...], run: dict[str, Any]) -> Non
         )
 
 
-def _part_of_the_model(model: FSDP, expected: Mapping[str, Tensor]) -> None:
-    below = {
-        name.removeprefix("blocks.1."): value
-        for name, value in expected.items()
-        if name.startswith("blocks.1.")
-    }
-    for block in (model.blocks[1], getattr(model.blocks[1], "module", model.blocks[1])):
-        with pytest.warns(FutureWarning, match="submodules is deprecated") as caught:
-            state = get_model_state_dict(model, submodules={block}, options=FULL)
-            bare = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=False)
-            without = get_model_state_dict(model, submodules={block}, options=bare)
-        assert {warning.filename for warning in caught if warning.category is FutureWarning} == {
-            __file__
-        }
-        assert_same(state, {f"blocks.1.{name}": value for name, value in below.items()})
-        assert_same(without, below)
-        loaded = set_model_state_dict(
-            model, {block: without}, options=StateDictOptions(full_state_dict=True, strict=False)
-        )
-        assert "blocks.0.up.weight" in loaded.missing_keys
-        assert not loaded.unexpected_keys
-        assert not any(name.startswith("blocks.1.") for name in loaded.missing_keys)
-
-
-def _flattened(optim: Mapping[str, Any]) -> dict[str, Any]:
-    state = {
-        f"state.{name}.{key}": value
-        for name, entry in optim["state"].items()
-        for key, value in entry.items()
-    }
-    groups = {
-        f"param_groups.{name}.{key}": value
-        for group in optim["param_groups"]
-        for name in group["params"]
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {**state, **groups}
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
-def test_every_option_gives_the_unsharded_models_values(world_size: int) -> None:
-    run_ranks(
-        world_size,
-        _options,
-        "Adam",
-        {1: CONFIGS[:1], 2: CONFIGS[2:], 3: CONFIGS[:2]}[world_size],
-        run_of("Adam"),
-    )
-
-
-def test_every_option_gives_the_unsharded_momentum() -> None:
-    run_ranks(2, _options, "SGD", CONFIGS[1:2], run_of("SGD"))
-
-
 # --- from rank 0, strictness, several optimizers --------------------------------------------------
 
 
-def _from_rank0(run: dict[str, Any]) -> None:
+@pytest.mark.parametrize("world_size", sample([1, 2], 1))
+@on_ranks("world_size")
+def test_a_dict_on_rank_0_alone_loads_on_all_ranks(world_size: int) -> None:
+    run = run_of("Adam")
     for config in CONFIGS[: dist.get_world_size()]:
         model = shard(make_model(99), config)
         optimizer = make_optimizer("Adam", model)
@@ -229,12 +228,9 @@ def _from_rank0(run: dict[str, Any]) -> None:
         assert train(in_state("Adam", config, run)[0], optimizer, range(0)) == []
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2], 1))
-def test_a_dict_on_rank_0_alone_loads_on_all_ranks(world_size: int) -> None:
-    run_ranks(world_size, _from_rank0, run_of("Adam"))
-
-
-def _strictness(run: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
+    run = run_of("Adam")
     for config in CONFIGS[:2]:
         model, optimizer = in_state("Adam", config, run)
         lax = StateDictOptions(full_state_dict=True, strict=False)
@@ -311,11 +307,9 @@ def _strictness(run: dict[str, Any]) -> None:
             )
 
 
-def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
-    run_ranks(2, _strictness, run_of("Adam"))
-
-
-def _optimizers(run: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_several_optimizers_share_one_dict() -> None:
+    run = run_of("Adam")
     for config in CONFIGS[:2]:
         model = shard(make_model(99), config)
         both = make_optimizer("Adam", model).param_groups
@@ -344,15 +338,21 @@ def _optimizers(run: dict[str, Any]) -> None:
         assert_same_optim(get_state_dict(model, (first, second), options=FULL)[1], run["optim"])
 
 
-def test_several_optimizers_share_one_dict() -> None:
-    run_ranks(2, _optimizers, run_of("Adam"))
+def zeros(model: nn.Module) -> dict[str, Tensor]:
+    """The model's full state dict, all zeros. Collective."""
+    return {
+        name: torch.zeros_like(value)
+        for name, value in get_model_state_dict(model, options=FULL).items()
+    }
 
 
-def _names(run: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_unwrapped_model() -> None:
     """Compiled, recomputed, and below something that is not wrapped; parameters beside that nobody
     shards."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+    run = run_of("Adam")
     plain = make_model(99)
     plain.blocks[0] = torch.compile(plain.blocks[0], backend="eager")
     plain.blocks[1] = checkpoint_wrapper(plain.blocks[1])
@@ -409,18 +409,6 @@ def _names(run: dict[str, Any]) -> None:
         assert_same(get_model_state_dict(compiled), run["model"])
         set_model_state_dict(compiled, make_model(3).state_dict(), options=FULL)
         assert_same(get_model_state_dict(inner, options=FULL), make_model(3).state_dict())
-
-
-def zeros(model: nn.Module) -> dict[str, Tensor]:
-    """The model's full state dict, all zeros. Collective."""
-    return {
-        name: torch.zeros_like(value)
-        for name, value in get_model_state_dict(model, options=FULL).items()
-    }
-
-
-def test_names_are_those_of_the_unwrapped_model() -> None:
-    run_ranks(2, _names, run_of("Adam"))
 
 
 class Factored(torch.optim.SGD):
@@ -543,7 +531,9 @@ def test_taking_the_state_of_an_optimizer_without_state_changes_nothing() -> Non
 # --- beside torch's own ---------------------------------------------------------------------------
 
 
-def _torchs_own(run: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_torchs_models_use_torchs_own_functions() -> None:
+    run = run_of("Adam", scalar=False)
     ours, its_optimizer = in_state("Adam", CONFIGS[0], run)
     policy = TorchWrapPolicy({Block, Frozen})
     fsdp2 = make_model(scalar=False)
@@ -583,10 +573,6 @@ def _torchs_own(run: dict[str, Any]) -> None:
         ), "torch's own way"
     state, optim = get_state_dict(ours, its_optimizer, options=FULL)
     assert_same_optim(optim, run["optim"])
-
-
-def test_torchs_models_use_torchs_own_functions() -> None:
-    run_ranks(2, _torchs_own, run_of("Adam", scalar=False))
 
 
 # --- how they are reached -------------------------------------------------------------------------
