@@ -3,20 +3,17 @@ refused on all ranks before anything changes. tests/checkpoint/test_corpus.py ha
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-import fsdp_compat
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateDictType, checkpoint
+from fsdp_compat import checkpoint
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint import LoadReport
 from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
@@ -24,6 +21,7 @@ from fsdp_compat.checkpoint._tools.native import NativeCheckpoint, write_native
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
+from tests.support.checkpoints import counted_reads, sharded, state_of
 from tests.support.ranks import run_ranks
 
 FACTS = ("expected:", "got:", "where:", "to do:")
@@ -45,33 +43,6 @@ def trained(
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-def sharded(front_end: str, model: nn.Module) -> nn.Module:
-    return fsdp_compat.fully_shard(model) if front_end == "rows" else FSDP(model)
-
-
-def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in checkpoint.iter_full_state_dict(model)}
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        states = FSDP.optim_state_dict(model, optimizer)["state"]
-    for name, state in states.items():
-        found.update({f"{name}.{key}": torch.as_tensor(value) for key, value in state.items()})
-    return found
-
-
-@contextlib.contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def counted(descriptor: int, buffers: Any, offset: int) -> int:
-        counts.append(preadv(descriptor, buffers, offset))
-        return counts[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", counted)
-        yield counts
 
 
 def _bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
@@ -123,7 +94,7 @@ def _numbered(folder: Path) -> None:
         assert extra == {"epoch": 3}
         found = state_of(model, optimizer)
         for number, name in enumerate(expected):
-            assert torch.all(found[f"{name}.exp_avg"] == 0.1 * (1.0 + number)), name
+            assert torch.all(found[f"state.{name}.exp_avg"] == 0.1 * (1.0 + number)), name
         for file in ("fewer.pt", "groups.pt"):
             with pytest.raises(CheckpointError, match="is numbered, and does not fit") as raised:
                 checkpoint.load(folder / file, model, optimizer)

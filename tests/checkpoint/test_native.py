@@ -44,6 +44,7 @@ from tests.support.odd_model import (
     train,
     whole,
 )
+from tests.support.optimizer_state import num_sent
 from tests.support.ranks import RankError, on_ranks, run_ranks
 from tests.support.sampling import sample
 
@@ -73,13 +74,6 @@ def assert_state(
     found = whole_state(model, optimizer)
     assert_same(found["model"], expected["model"])
     assert_same_optim(found["optim"], expected["optim"])
-
-
-def num_sent(model: FSDP) -> int:
-    comms = {
-        id(comm): comm for group in model._runtime.groups for comm in (group.shard, group.replica)
-    }
-    return sum(sum(comm.traffic.counts.values()) for comm in comms.values())
 
 
 # -- there and back

@@ -3,7 +3,6 @@ of tensors that are parameters in one place and buffers in another."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import warnings
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateDictType, checkpoint, fully_shard
+from fsdp_compat import checkpoint, fully_shard
 from fsdp_compat.checkpoint import LoadReport
 from fsdp_compat.checkpoint._manifest import MANIFEST, read_manifest
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.cases import about
+from tests.support.checkpoints import sharded, state_of
 from tests.support.odd_model import assert_same
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
@@ -55,29 +54,12 @@ class Body(nn.Module):
         return getattr(self, self._head)(x)
 
 
-def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
-    if front_end == "rows":
-        fully_shard(model)
-        return model
-    return FSDP(model, use_orig_params=front_end == "flat original", **options)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for step in range(steps):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All values by name; states under ``state.name.key``."""
-    found = {name: value.clone() for name, value in checkpoint.iter_full_state_dict(model)}
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        states = FSDP.optim_state_dict(model, optimizer)["state"]
-    for name, state in states.items():
-        found.update({f"state.{name}.{key}": copy.copy(value) for key, value in state.items()})
-    return found
 
 
 FRONT_ENDS = ("flat", "flat original", "rows")

@@ -3,7 +3,6 @@ and each reads its own bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -29,6 +28,7 @@ from fsdp_compat.checkpoint._publishing import make_fresh
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
+from tests.support.checkpoints import counted_reads
 from tests.support.memory import NewBytes
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
@@ -451,20 +451,6 @@ class Large(nn.Module):
             nn.Parameter(torch.zeros(1000, 4000, dtype=dtype)),
             nn.Parameter(torch.zeros(7, dtype=dtype)),
         )
-
-
-@contextlib.contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def counted(descriptor: int, buffers: Any, offset: int) -> int:
-        counts.append(preadv(descriptor, buffers, offset))
-        return counts[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", counted)
-        yield counts
 
 
 def _costs(folder: Path) -> dict[str, tuple[int, int]]:

@@ -28,7 +28,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.odd_model import Block, Frozen, OddModel, assert_holds, stack
+from tests.support.odd_model import Block, Frozen, OddModel, assert_holds, sharded_state, stack
 from tests.support.ranks import on_ranks
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
@@ -79,13 +79,6 @@ def theirs(model: nn.Module, hybrid: bool = False) -> TorchFSDP:
     )
 
 
-def sharded_state(model: nn.Module, offload_to_cpu: bool = False) -> dict[str, Any]:
-    with FSDP.state_dict_type(
-        model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload_to_cpu)
-    ):
-        return model.state_dict()
-
-
 def torchs_state(model: nn.Module) -> dict[str, Any]:
     with TorchFSDP.state_dict_type(model, TorchType.SHARDED_STATE_DICT):
         return model.state_dict()
@@ -100,7 +93,7 @@ def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(
     for use_orig_params in (False, True):
         model = ours(make_model(odd=False), use_orig_params, hybrid)
         for offload_to_cpu in (False, True):
-            found = sharded_state(model, offload_to_cpu)
+            found = sharded_state(model, offload_to_cpu=offload_to_cpu)
             assert list(found) == list(make_model(odd=False).state_dict())
             assert found.keys() == expected.keys()
             for name, value in expected.items():

@@ -19,6 +19,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.full_model import Block, Config, make_model, shard
 from tests.support.memory import NewBytes, allocated_nbytes
+from tests.support.optimizer_state import num_sent
 from tests.support.pairwise import pairs
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
@@ -52,17 +53,6 @@ def assert_same(
         assert actual[name].dtype == value.dtype, name
         assert not actual[name].requires_grad, name
         torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=name)
-
-
-def traffic(*roots: FSDP) -> int:
-    """How many messages this rank has sent for parameters."""
-    comms = [
-        comm
-        for root in roots
-        for group in root._runtime.groups
-        for comm in (group.shard, group.replica)
-    ]
-    return sum(sum(comm.traffic.counts.values()) for comm in comms)
 
 
 ALL_CONFIGS = tuple(pairs(STRATEGIES, (False, True), ("none", "blocks", "always")))
@@ -327,9 +317,9 @@ def test_a_plain_models_dict_is_loaded_without_communication(world_size: int) ->
     wanted = other.state_dict()
     for strategy, use_orig_params, policy in FEW_CONFIGS:
         model = shard(make_model(), strategy, use_orig_params, policy)
-        before = traffic(model)
+        before = num_sent(model)
         assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
-        assert traffic(model) == before, "loading full values sends nothing"
+        assert num_sent(model) == before, "loading full values sends nothing"
         assert list(wanted) == list(other.state_dict()), "the caller's dict is left as it was"
         assert model.blocks[0].note == "loaded"
         assert_same(model.state_dict(), wanted)

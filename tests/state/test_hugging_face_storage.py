@@ -15,19 +15,13 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateDictType
-from tests.support.odd_model import Config, assert_same, make_model, shard
+from tests.support.odd_model import Config, assert_same, make_model, shard, sharded_state
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
 ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
 MESH: Config = ("HYBRID_SHARD", True, "blocks")
-
-
-def sharded_state(model: nn.Module) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return model.state_dict()
 
 
 def _save(path: str, config: Config, seed: int, **options: Any) -> None:

@@ -22,6 +22,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.rank0 import Rank0Broadcast
 from fsdp_compat._state.units import clean_name, units_of
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
+from tests.support.odd_model import train
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
     OPTIMIZERS,
@@ -47,7 +48,6 @@ from tests.support.optimizer_state import (
     torchs_full,
     torchs_loadable,
     torchs_pair,
-    train,
     trained,
     with_spare,
 )

@@ -20,6 +20,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat._comm.transport import Transport
 from fsdp_compat.errors import UsageError
+from tests.support.odd_model import train
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
     OPTIMIZERS,
@@ -38,7 +39,6 @@ from tests.support.optimizer_state import (
     shard,
     sharded,
     sharded_state,
-    train,
     trained,
 )
 from tests.support.ranks import on_ranks

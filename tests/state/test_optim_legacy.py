@@ -23,6 +23,7 @@ from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import OptimStateKeyType
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support.odd_model import train
 from tests.support.optimizer_state import (
     OPTIMIZERS,
     SHARDED,
@@ -42,7 +43,6 @@ from tests.support.optimizer_state import (
     split_decay,
     torchs_full,
     torchs_pair,
-    train,
     trained,
 )
 from tests.support.ranks import on_ranks

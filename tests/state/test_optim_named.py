@@ -12,6 +12,7 @@ import torch
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support.odd_model import train
 from tests.support.optimizer_state import (
     OPTIMIZERS,
     Named,
@@ -28,7 +29,6 @@ from tests.support.optimizer_state import (
     torchs_full,
     torchs_loadable,
     torchs_pair,
-    train,
 )
 from tests.support.parity import flat_form
 from tests.support.ranks import on_ranks

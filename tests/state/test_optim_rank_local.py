@@ -22,6 +22,7 @@ from fsdp_compat._state.optim_calls import check_optimizer
 from fsdp_compat._state.optim_contents import StateKind, classify, classify_all
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import CheckpointError, StateError
+from tests.support.odd_model import train
 from tests.support.optimizer_state import (
     OPTIMIZERS,
     Config,
@@ -37,7 +38,6 @@ from tests.support.optimizer_state import (
     make_model,
     shard,
     sharded_state,
-    train,
     trained,
 )
 from tests.support.ranks import on_ranks, run_ranks

@@ -22,9 +22,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import ShardingStrategy
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
-from tests.support.odd_model import Block, Config, OddModel, assert_holds, assert_identical
+from tests.support.odd_model import (
+    Block,
+    Config,
+    OddModel,
+    assert_holds,
+    assert_identical,
+    sharded_state,
+)
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import at_most, sample
 
@@ -76,19 +83,13 @@ def shard(model: nn.Module, config: Config) -> FSDP:
     )
 
 
-def sharded_state(model: nn.Module, as_views: bool = False) -> dict[str, Any]:
-    config = ShardedStateDictConfig(as_views=True) if as_views else None  # None: the default
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
-        return model.state_dict()
-
-
 def save(path: str, config: Config, seed: int) -> None:
     dcp.save(sharded_state(shard(make_model(seed), config)), checkpoint_id=path)
 
 
 def load(path: str, config: Config, seed: int) -> None:
     model, as_views = shard(make_model(99), config), seed % 2 == 0
-    state = sharded_state(model, as_views)
+    state = sharded_state(model, as_views=as_views)
     names, before = list(state), [value.clone() for value in _own(state)]
     dcp.load(state, checkpoint_id=path)
     assert list(state) == names
@@ -156,7 +157,7 @@ def test_sharded_values_copy_or_view_the_shard_and_send_nothing(
     before = [
         (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
     ]
-    state = sharded_state(model, as_views)
+    state = sharded_state(model, as_views=as_views)
     assert before == [
         (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
     ], "nothing is sent"
@@ -209,7 +210,7 @@ def test_on_one_rank_values_are_plain_tensors(world_size: int, config: Config) -
     model = shard(make_model(), config)
     storages = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
     for as_views in (False, True):
-        state = sharded_state(model, as_views)
+        state = sharded_state(model, as_views=as_views)
         assert_identical(state, make_model().state_dict())
         assert (state["cube"].untyped_storage().data_ptr() in storages) is as_views
 

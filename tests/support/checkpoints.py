@@ -10,14 +10,18 @@ what an unsharded model computes, bit for bit. Checkpoints are made once per ses
 from __future__ import annotations
 
 import atexit
+import contextlib
+import copy
 import functools
+import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -195,6 +199,43 @@ def _made(kind: str, ranks: int) -> Path:
     directory = _session() / f"{kind}-{ranks}"
     directory.mkdir()
     return directory / run_ranks(ranks, _save, kind, str(directory))[0]
+
+
+# -- what a load finds and reads
+
+
+def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
+    if front_end == "rows":
+        fsdp_compat.fully_shard(model)
+        return model
+    return fsdp_compat.FullyShardedDataParallel(
+        model, use_orig_params=front_end == "flat original", **options
+    )
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All values by name; states under ``state.name.key``."""
+    fsdp = fsdp_compat.FullyShardedDataParallel
+    found = {name: value.clone() for name, value in checkpoint.iter_full_state_dict(model)}
+    with fsdp.state_dict_type(model, fsdp_compat.StateDictType.FULL_STATE_DICT):
+        states = fsdp.optim_state_dict(model, optimizer)["state"]
+    for name, state in states.items():
+        found.update({f"state.{name}.{key}": copy.copy(value) for key, value in state.items()})
+    return found
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        counts.append(preadv(descriptor, buffers, offset))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        yield counts
 
 
 # -- on the ranks

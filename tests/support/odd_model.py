@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType
+from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
@@ -119,6 +119,12 @@ def shard(model: nn.Module, config: Config) -> FSDP:
         auto_wrap_policy=policies[policy],
         device_mesh=init_device_mesh("cpu", meshes[strategy]) if strategy in meshes else None,
     )
+
+
+def sharded_state(model: nn.Module, **options: Any) -> dict[str, Any]:
+    config = ShardedStateDictConfig(**options) if options else None  # None: the default
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+        return model.state_dict()
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig as TorchFullOptimConfig
 from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
@@ -20,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.odd_model import train
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -106,19 +106,6 @@ def split_decay(model: nn.Module) -> list[dict[str, Any]]:
 
 def params_of(model: nn.Module, groups: bool) -> Any:
     return split_decay(model) if groups else model.parameters()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """On data that depend on the step alone; return the losses."""
-    losses = []
-    for step in steps:
-        tokens = torch.randint(7, (8,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens), tokens.roll(1))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def trained(
