@@ -393,22 +393,23 @@ class _Loading:
 
     def _of_group(self, group: Group) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the states of a group's sharded parameters, cut to their shapes."""
-        given, states = self.plan.states, dict[nn.Parameter, dict[Any, Any]]()
+        per_element, scalar, rank_local = (self.plan.states[kind] for kind in StateKind)
+        states = dict[nn.Parameter, dict[Any, Any]]()
         cut: dict[Any, list[tuple[nn.Parameter, int, Any]]] = {}  # (parameter, index, value)
         for param in self.ownership.in_group(group):
             for index, name in self.ownership.held[param].names:
-                if name not in given[SCALAR]:
+                if name not in scalar:
                     continue
                 entry = states.setdefault(param, {})
-                for key, value in given[SCALAR][name].items():
+                for key, value in scalar[name].items():
                     entry[key] = snapshot(value) if entry.get(key) is None else entry[key]
-                for key, value in given[PER_ELEMENT][name].items():
+                for key, value in per_element[name].items():
                     cut.setdefault(key, []).append((param, index, value))
         for key, found in cut.items():
             self._add_cut(states, group, key, found)
         for param, entry in states.items():
-            names = [n for n in self.ownership.names_in(param) if given[RANK_LOCAL].get(n)]
-            of_all_ranks = [each for name in names for each in given[RANK_LOCAL][name].values()]
+            names = [n for n in self.ownership.names_in(param) if rank_local.get(n)]
+            of_all_ranks = [each for name in names for each in rank_local[name].values()]
             if names and self.sender is not None:
                 of_all_ranks = self.sender.send_object(of_all_ranks, f"the state of {names[0]}")
             entry.update(restored(group, of_all_ranks))

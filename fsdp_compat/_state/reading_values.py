@@ -121,9 +121,12 @@ def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) 
 def misfit(value: Any) -> str | None:
     """Describe a local shard that does not fit ``value``, or that is another rank's; None if all
     fit."""
+    if not is_sharded(value):
+        return None
     if isinstance(value, BoxedTensor) and (wrong := value.wrong_shard()) is not None:
         return wrong
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.group.WORLD  # quicker to ask than dist.get_rank, for thousands of values
+    rank = 0 if world is None else world.rank()
     other = _rank_of_part(value, rank)
     if other == rank:
         return None

@@ -114,12 +114,12 @@ class Cut:
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         return self  # process groups cannot be copied
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of what the ranks hold together: of a tensor-parallel parameter, a part."""
         return self.layout.params[self.index].shape
 
-    @property
+    @functools.cached_property
     def part(self) -> Interval:
         """The elements that the rank holds."""
         return self.layout.part(self.index, self.rank)
@@ -137,8 +137,9 @@ class Cut:
             for box in found
         ]
 
+    @functools.cached_property
     def own_boxes(self) -> list[Box]:
-        """Return the boxes of the rank; one empty box if it has no part."""
+        """The boxes of the rank; one empty box if it has no part."""
         # Of a 0-d tensor the empty box is 1-D, so that no value can be read from it.
         sizes = (0, *self.place.whole_shape[1:])
         return self.boxes(self.rank) or [Box((0,) * len(sizes), sizes)]
@@ -159,9 +160,9 @@ class Cut:
 def cut_of(group: Group, index: int, process_group: Any = None) -> Cut:
     """Return how a parameter of a unit is cut. process_group: for values to be saved."""
     store, members = store_of(group), group.shard.members
-    parallel = store.parallel[index]
-    place = place_of(store.local_shape(index), parallel)
-    return Cut(*store.cut(index), store.rank, members, place, parallel, process_group)
+    parallel, (layout, number) = store.parallel[index], store.cut(index)
+    place = place_of(layout.params[number].shape, parallel)
+    return Cut(layout, number, store.rank, members, place, parallel, process_group)
 
 
 def flat_cut(group: Group, section: Section, process_group: Any = None) -> Cut:
@@ -203,7 +204,7 @@ class BoxedTensor(ShardedTensor):
     def of(cut: Cut, run: torch.Tensor) -> BoxedTensor:
         """run: 1-D, the elements of the part."""
         self = _empty(cut.place.whole_shape, run.dtype, run.device)
-        self.cut, boxes = cut, cut.own_boxes()
+        self.cut, boxes = cut, cut.own_boxes
         runs = zip(boxes, run.split([box.numel for box in boxes]), strict=True)
         self._local_shards = self._make_shards([each.view(box.sizes) for box, each in runs])
         return self
@@ -228,7 +229,7 @@ class BoxedTensor(ShardedTensor):
     def _make_shards(self, tensors: Iterable[torch.Tensor]) -> list[LocalShard]:
         return [
             LocalShard(tensor, self._described(box, self.cut.rank, tensor.device))
-            for box, tensor in zip(self.cut.own_boxes(), tensors, strict=True)
+            for box, tensor in zip(self.cut.own_boxes, tensors, strict=True)
         ]
 
     @functools.cached_property
@@ -277,7 +278,7 @@ class BoxedTensor(ShardedTensor):
 
     def wrong_shard(self) -> str | None:
         """Describe a local shard that does not fit this rank's part; None if all fit."""
-        boxes, shards = self.cut.own_boxes(), self._local_shards
+        boxes, shards = self.cut.own_boxes, self._local_shards
         if len(boxes) != len(shards):
             return f"{len(shards)} local shards instead of {len(boxes)}"
         for box, shard in zip(boxes, shards, strict=True):
