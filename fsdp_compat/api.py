@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from fsdp_compat.errors import UsageError
+from fsdp_compat.errors import UsageError, wrong_type
 
 __all__ = [
     "BackwardPrefetch",
@@ -38,7 +38,6 @@ _T = TypeVar("_T")
 
 # The common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
 _BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
-_PACKAGE = __name__.partition(".")[0]
 _TORCH_FSDP = "torch.distributed.fsdp"
 
 
@@ -249,106 +248,51 @@ class StateDictSettings:
 
 
 def as_ours(value: object, expected: type[_T], argument_name: str) -> _T | None:
-    """Return ``value`` as an instance of ``expected``, translated if it is torch's equivalent.
+    """Return ``value`` as an instance of ``expected``: None and instances unchanged, an object of
+    torch's FSDP translated, by the names of its class and of its member or fields.
 
-    None and instances of ``expected`` are returned unchanged. An object of torch's FSDP is
-    recognised by the name and module of its class, without importing that module, and translated by
-    member name or field values, including nested settings. ``expected`` is an enum or dataclass of
-    any module of this package; the result may be an instance of a subclass.
-
-    Raises:
-        UsageError: ``value`` has another type, or a member or field that ours lacks; names
-            ``argument_name``.
+    The result may be an instance of a subclass. Raises UsageError, naming ``argument_name``, for
+    other types, and for members and fields that ours lacks.
     """
     if value is None:
         return None
     ours = _translated(value, expected, argument_name)
     if isinstance(ours, expected):
         return ours
-    raise UsageError.of(
-        f"{argument_name} has the wrong type.",
-        expected=f"{_full_name(expected)}, torch's class of that name, or None",
-        got=f"{value!r} of type {_full_name(type(value))}",
-        where=f"argument {argument_name!r}",
-        fix=_how_to_write(expected),
-    )
+    name = f"{expected.__module__}.{expected.__qualname__}"
+    raise wrong_type(argument_name, f"a {name}, or torch's class of that name", value)
 
 
 def _translated(value: Any, expected: type, argument_name: str) -> Any:
     """Return our equivalent of an enum member or dataclass of torch's FSDP; anything else
     unchanged."""
-    torch_class: Any = next((cls for cls in type(value).__mro__ if _is_of_torch_fsdp(cls)), None)
-    if torch_class is None:
+    classes: dict[str, Any] = {expected.__name__: expected}
+    classes = {name: globals()[name] for name in __all__} | classes
+    bases = [cls for cls in type(value).__mro__ if cls.__module__.startswith(_TORCH_FSDP)]
+    if not bases or bases[0].__name__ not in classes:
         return value
-    our_class = next(
-        (cls for cls in _candidates(expected) if cls.__name__ == torch_class.__name__), None
-    )
-    if our_class is None:
-        return value
-    if issubclass(our_class, enum.Enum):
-        if value.name not in our_class.__members__:
-            raise _has_no_equivalent(
-                f"{torch_class.__name__}.{value.name}", our_class, argument_name
-            )
-        return our_class[value.name]
-    our_fields = {field.name for field in dataclasses.fields(our_class)}
-    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(torch_class)}
-    for field in dataclasses.fields(torch_class):
-        if field.name not in our_fields and given[field.name] != field.default:
-            raise _has_no_equivalent(
-                f"{torch_class.__name__}({field.name}={given[field.name]!r})",
-                our_class,
-                argument_name,
-            )
-    return our_class(
-        **{
-            name: _translated(given[name], our_class, argument_name)
-            for name in our_fields & given.keys()
-        }
-    )
+    theirs: Any = bases[0]
+    ours = classes[theirs.__name__]
+    if issubclass(ours, enum.Enum):
+        if value.name not in ours.__members__:
+            raise _has_no_equivalent(f"{ours.__name__}.{value.name}", argument_name)
+        return ours[value.name]
+    known = {field.name for field in dataclasses.fields(ours)}
+    given = {}
+    for field in dataclasses.fields(theirs):
+        its = getattr(value, field.name)
+        if field.name in known:
+            given[field.name] = _translated(its, ours, argument_name)
+        elif its != field.default:
+            raise _has_no_equivalent(f"{ours.__name__}({field.name}={its!r})", argument_name)
+    return ours(**given)
 
 
-def _is_of_torch_fsdp(cls: type) -> bool:
-    return cls.__module__ == _TORCH_FSDP or cls.__module__.startswith(_TORCH_FSDP + ".")
-
-
-def _candidates(expected: type) -> Iterator[Any]:
-    """Yield ``expected``, its subclasses in this package, and the public classes of this module."""
-    family: list[type] = [expected]
-    while family:
-        cls = family.pop()
-        children: list[type] = cls.__subclasses__()
-        family += [child for child in children if child.__module__.partition(".")[0] == _PACKAGE]
-        yield cls
-    yield from (globals()[name] for name in __all__)
-
-
-def _has_no_equivalent(what: str, our_class: Any, argument_name: str) -> UsageError:
+def _has_no_equivalent(what: str, argument_name: str) -> UsageError:
     return UsageError.of(
-        f"{argument_name}: the installed torch's {what} has no equivalent in {_PACKAGE}.",
-        expected=f"a value of {_full_name(our_class)}: {_contents(our_class)}",
-        got=what,
+        f"{argument_name}: fsdp_compat has no equivalent of {what}.",
+        expected="a value that fsdp_compat has, too",
+        got=f"{what} of torch {torch.__version__}",
         where=f"argument {argument_name!r}",
-        fix=_how_to_write(our_class),
-    )
-
-
-def _contents(cls: Any) -> str:
-    names = (
-        cls.__members__
-        if issubclass(cls, enum.Enum)
-        else [field.name for field in dataclasses.fields(cls)]
-    )
-    return ", ".join(names)
-
-
-def _how_to_write(cls: Any) -> str:
-    if issubclass(cls, enum.Enum):
-        return f"pass one of {', '.join(f'{cls.__name__}.{name}' for name in cls.__members__)}"
-    return f"pass {cls.__name__}({'...' if dataclasses.fields(cls) else ''})"
-
-
-def _full_name(cls: type) -> str:
-    return (
-        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+        fix="choose another value",
     )

@@ -94,13 +94,13 @@ class TypeUsageError(UsageError, TypeError):
     """A value of the wrong type; torch raises TypeError."""
 
 
-def wrong_type(name: str, expected: str, got: object, where: str) -> TypeUsageError:
-    """Return the error for an argument ``name`` of the function ``where``."""
+def wrong_type(name: str, expected: str, got: object, where: str = "") -> TypeUsageError:
+    """Return the error for an argument ``name`` of the function ``where``, if that is known."""
     return TypeUsageError.of(
         f"{name} has the wrong type.",
         expected=expected,
         got=_shown(got),
-        where=f"argument {name!r} of {where}",
+        where=f"argument {name!r}" + (f" of {where}" if where else ""),
         fix=f"pass {expected}",
     )
 
@@ -117,7 +117,9 @@ def unusable(what: str, expected: str, got: object, where: str, fix: str = "") -
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, (nn.Module, torch.Tensor, torch.optim.Optimizer, dict)):  # long
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, dict)):  # long
         return f"a {type(value).__name__}"
     text = textwrap.shorten(repr(value), 200, placeholder=" ...")
     return f"{text} of type {type(value).__name__}"

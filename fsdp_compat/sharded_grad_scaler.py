@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, overload
@@ -20,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ._comm.communicator import max_in_group
 from ._comm.mesh import is_in_python
-from .errors import StateError, UsageError, truth, wrong_type
+from .errors import StateError, UsageError, truth, unusable, wrong_type
 
 __all__ = ["ShardedGradScaler"]
 
@@ -307,23 +306,11 @@ def _checked_scale(new_scale: float | torch.Tensor) -> float | torch.Tensor:
         good = good and 0 < new_scale.item() < _INFINITE
     else:
         good = isinstance(new_scale, (int, float)) and 0 < new_scale < _INFINITE
-    if good:
-        return new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale)
-    shown = repr(new_scale)
-    if isinstance(new_scale, torch.Tensor):
-        values = reprlib.repr(new_scale.tolist())
-        shown = (
-            f"{values}, a tensor {tuple(new_scale.shape)} of {new_scale.dtype}, "
-            f"requires_grad={new_scale.requires_grad}"
-        )
-    raise UsageError.of(
-        "new_scale cannot be used.",
-        expected="a finite number > 0, or a floating-point tensor with 1 such element and "
-        "requires_grad=False",
-        got=shown,
-        where="ShardedGradScaler.update(new_scale)",
-        fix="pass the same number on all ranks, or nothing to adapt the scale",
-    )
+    if not good:
+        expected = "a finite number > 0, or a floating-point tensor of one, without grad"
+        where = "ShardedGradScaler.update"
+        raise unusable("new_scale", expected, new_scale, where, "pass the same number on all ranks")
+    return new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale)
 
 
 def _device_type(device: Any) -> str:
@@ -354,14 +341,8 @@ def _refuse_group(group: Any) -> None:
         return
     outside = group is dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on other ranks
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise UsageError.of(
-            "process_group has the wrong type.",
-            expected="a torch.distributed.ProcessGroup, or None for the default one",
-            got=f"a {type(group).__name__}",
-            where="ShardedGradScaler(process_group=)",
-            fix="pass torch.distributed.new_group(ranks), model.process_group, or "
-            "mesh.get_group() of a device mesh",
-        )
+        expected = "a torch.distributed.ProcessGroup, or None for the default one"
+        raise wrong_type("process_group", expected, group, "ShardedGradScaler")
     if outside or (dist.is_initialized() and not is_in_python(group) and dist.get_rank(group) < 0):
         raise UsageError.of(
             "This process is not in the process group.",

@@ -45,14 +45,20 @@ def keep(of: Unit, mesh: Mesh, facts: Facts) -> None:
 
 def require_units_alike(units: Iterable[Unit], device: torch.device, where: str) -> None:
     """Raise UsageError, on all ranks, if these have other units over the same mesh. Collective."""
-    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[Mesh, list[str]]] = {}
-    for each in units:
-        if each in _of_units:
-            mesh, facts = _of_units[each]
-            key = mesh.shard.members, mesh.replica.members
-            found = by_mesh.setdefault(key, (mesh, []))[1]
-            found += [each.label.partition(" (")[0], *facts]
-    for mesh, found in by_mesh.values():
+    kept = [(each, *_of_units[each]) for each in units if each in _of_units]
+    require_all_alike(
+        [(mesh, device, [each.label.partition(" (")[0], *facts]) for each, mesh, facts in kept],
+        where,
+    )
+
+
+def require_all_alike(parts: Iterable[tuple[Mesh, torch.device, Facts]], where: str) -> None:
+    """Do as ``require_alike`` once for each mesh, with all facts over that mesh. Collective."""
+    by_mesh: dict[object, tuple[Mesh, torch.device, list[str]]] = {}
+    for mesh, device, facts in parts:
+        key = mesh.shard.members, mesh.replica.members
+        by_mesh.setdefault(key, (mesh, device, []))[-1].extend(facts)
+    for mesh, device, found in by_mesh.values():
         require_alike(found, mesh, device, where)
 
 

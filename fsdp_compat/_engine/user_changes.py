@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError
+from .patches import Patch
 from .storage import GroupMemory
 from .store import ParamStore
 
@@ -61,7 +61,6 @@ class _Steps:
         self.of_copies = 0  # see `add`
         self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
         self.fused = WeakIdKeyDictionary()  # parameters whose fused writes are counted
-        self.handle: RemovableHandle | None = None
 
     def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step for the units whose parameters the optimizer holds. DTensors that belong to
@@ -92,17 +91,7 @@ def count_fused_writes(params: Iterable[torch.Tensor]) -> None:
 _steps = _Steps()
 
 
-def patch() -> None:
-    """Count the steps of optimizers from now on."""
-    if _steps.handle is None:
-        _steps.handle = register_optimizer_step_post_hook(_steps.add)
-
-
-def undo() -> None:
-    """Stop counting. Units are taken for stale then."""
-    if _steps.handle is not None:
-        _steps.handle.remove()
-        _steps.handle = None
+patches = Patch(lambda: [register_optimizer_step_post_hook(_steps.add).remove])
 
 
 class Freshness:
@@ -123,7 +112,7 @@ class Freshness:
         self.num_steps = 0  # of optimizers that hold some of them
         self._noted: list[int] = []
         _steps.units.add(self)
-        patch()
+        patches.patch()
 
     def is_in(self, storages: Collection[int]) -> bool:
         """storages: by their keys. True if one holds the local tensor of a parameter."""
@@ -137,7 +126,7 @@ class Freshness:
     @property
     def stands(self) -> bool:
         """True if nothing was written since ``note``."""
-        return _steps.handle is not None and self._noted == self._present()
+        return patches.is_made and self._noted == self._present()
 
     def _present(self) -> list[int]:
         return [

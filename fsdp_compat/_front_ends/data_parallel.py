@@ -11,23 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_private
 from .._engine import hooks
+from .._engine.patches import Patch
 from .._state import optimizer_patches
 from .._state.units import is_lazy
 from ..errors import UsageError
-
-_undo: list[Callable[[], None]] = []
-
-
-def patch() -> None:
-    """Check every module of this process that DistributedDataParallel is applied to."""
-    if not _undo:
-        _undo.append(hooks.around_method(DistributedDataParallel, "__init__", _init))
-
-
-def undo() -> None:
-    """Restore the class."""
-    while _undo:
-        _undo.pop()()
 
 
 def _init(
@@ -62,3 +49,6 @@ def _refuse_sharded(module: nn.Module) -> None:
                 fix="leave out DistributedDataParallel: sharding averages the gradients, too; "
                 "to replicate shards over groups of ranks, use HYBRID_SHARD or a 2-D mesh",
             )
+
+
+patches = Patch(lambda: [hooks.around_method(DistributedDataParallel, "__init__", _init)])

@@ -44,10 +44,12 @@ def install(*, fix_clients: bool = True) -> None:
             modules = Modules()
             require_replaceable(modules.replaced)
             modules.put()
-            torch_internals.patch()
+            for each in torch_internals.PATCHES:
+                each.patch()
             _installed = modules
         if fix_clients:
-            client_fixes.patch()
+            for each in client_fixes.PATCHES:
+                each.patch()
 
 
 def uninstall() -> None:
@@ -58,7 +60,7 @@ def uninstall() -> None:
     with _lock:
         if _installed is None:
             return
-        client_fixes.undo()
-        torch_internals.undo()
+        for each in (*client_fixes.PATCHES, *torch_internals.PATCHES):
+            each.undo()
         _installed.remove()
         _installed = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import inspect
 import re
@@ -19,8 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from .._engine.patches import Undo, around_function
 from .._state.units import clean_name
-from .._torch_patches.on_import import cancel, on_import
+from .._torch_patches.on_import import PatchOnImport
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import log
@@ -31,33 +31,22 @@ class _Fix:
     package: str
     versions: tuple[tuple[int, int], tuple[int, int]]  # the first, and the last that was tried
     functions: tuple[str, ...]  # of the module
-    replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    call: Callable[..., Any]  # instead of a function, which it gets as its first argument
     what: str
-
-
-_replaced: list[tuple[types.ModuleType, str, Any]] = []
 
 
 # -- PEFT
 
 
-def _prefixes(inner: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def cleaned(*args: Any, **kwargs: Any) -> set[str]:
-        return {clean_name(prefix) for prefix in inner(*args, **kwargs)}
-
-    return cleaned
+def _prefixes(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
+    return {clean_name(prefix) for prefix in inner(*args, **kwargs)}
 
 
-def _load_adapter(inner: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def load(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-            return inner(model, *args, **kwargs)
-        with _clean_parameter_names(model), _full_state_dicts_on_all_ranks(model):
-            return inner(model, *args, **kwargs)
-
-    return load
+def _load_adapter(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+        return inner(model, *args, **kwargs)
+    with _clean_parameter_names(model), _full_state_dicts_on_all_ranks(model):
+        return inner(model, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -97,30 +86,20 @@ def _wrapper_in(model: Any) -> FullyShardedDataParallel | None:
     return held if isinstance(held, FullyShardedDataParallel) else None
 
 
-def _unwrap(inner: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def unwrap(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        wrapper = _wrapper_in(model)
-        found = inner(model, *args, **kwargs)
-        if wrapper is not None and model._modules.get("_orig_mod") is not wrapper:
-            found = model._modules["_orig_mod"]
-            model._modules["_orig_mod"] = wrapper
-        return found
-
-    return unwrap
+def _unwrap(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    wrapper = _wrapper_in(model)
+    found = inner(model, *args, **kwargs)
+    if wrapper is not None and model._modules.get("_orig_mod") is not wrapper:
+        found = model._modules["_orig_mod"]
+        model._modules["_orig_mod"] = wrapper
+    return found
 
 
-def _of_wrapper(inner: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(inner)
-
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        model = bound.arguments["model"]
-        bound.arguments["model"] = _wrapper_in(model) or model
-        return inner(*bound.args, **bound.kwargs)
-
-    return call
+def _of_wrapper(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(inner).bind(*args, **kwargs)
+    model = given.arguments["model"]
+    given.arguments["model"] = _wrapper_in(model) or model
+    return inner(*given.args, **given.kwargs)
 
 
 _FIXES = {
@@ -155,35 +134,17 @@ _FIXES = {
 }
 
 
-def patch() -> None:
-    """Fix modules that are imported, and others when they are. A second call does nothing."""
-    for name in _FIXES:
-        on_import(name, _apply)
-
-
-def undo() -> None:
-    for name in _FIXES:
-        cancel(name)
-    while _replaced:
-        module, name, before = _replaced.pop()
-        setattr(module, name, before)
-
-
-def _apply(module: types.ModuleType) -> None:
+def _apply(module: types.ModuleType) -> list[Undo]:
     fix = _FIXES[module.__name__]
     version = importlib.metadata.version(fix.package)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     first, last = fix.versions
     if not first <= numbers <= last:
-        log.changed(
-            "%s %s is newer or older than what was tried: it is left as it is: %s",
-            fix.package,
-            version,
-            fix.what,
-        )
-        return
-    for name in fix.functions:
-        if (inner := vars(module).get(name)) is not None:
-            _replaced.append((module, name, inner))
-            setattr(module, name, fix.replace(inner))
+        log.changed("%s %s was not tried, and stays as it is: %s", fix.package, version, fix.what)
+        return []
     log.changed("%s %s fixed: %s", fix.package, version, fix.what)
+    names = [name for name in fix.functions if name in vars(module)]
+    return [around_function(module, name, fix.call) for name in names]
+
+
+PATCHES = [PatchOnImport(name, _apply) for name in _FIXES]

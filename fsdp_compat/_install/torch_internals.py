@@ -13,68 +13,53 @@ import collections
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .. import _torch_private
+from .._engine.patches import Undo
 from .._front_ends.fully_shard import module as fully_shard_module
-from .._torch_patches.on_import import cancel, on_import
+from .._torch_patches.on_import import PatchOnImport
 from .contents import fully_shard_names
 from .modules import ROOT
 
-_MISSING = object()
-_changed: list[tuple[types.ModuleType, str, Any]] = []  # module, name, what it was
+
+def _set(module: types.ModuleType, **values: Any) -> list[Undo]:
+    """Replace the names that the module has."""
+    names = [name for name in values if name in vars(module)]
+    undo: list[Undo] = [partial(setattr, module, name, vars(module)[name]) for name in names]
+    vars(module).update({name: values[name] for name in names})
+    return undo
 
 
-def _set(module: types.ModuleType, name: str, value: Any) -> None:
-    _changed.append((module, name, vars(module).get(name, _MISSING)))
-    setattr(module, name, value)
-
-
-def _pipelining(module: types.ModuleType) -> None:
+def _pipelining(module: types.ModuleType) -> list[Undo]:
     classes = (fully_shard_module.FSDPModule, _torch_private.replicate_module())
-    _set(module, "FSDPModule", classes)
+    return _set(module, FSDPModule=classes)
 
 
-def _memory_tracker(module: types.ModuleType) -> None:
+def _memory_tracker(module: types.ModuleType) -> list[Undo]:
     own = sys.modules[f"{ROOT}._fully_shard._fully_shard"]
-    _set(module, "FSDPModule", vars(own)["FSDPModule"])
+    return _set(module, FSDPModule=vars(own)["FSDPModule"])
 
 
-def _package(module: types.ModuleType) -> None:
-    for name, value in fully_shard_names().items():
-        if name in vars(module):
-            _set(module, name, value)
+def _package(module: types.ModuleType) -> list[Undo]:
+    return _set(module, **fully_shard_names())
 
 
-def _classes(module: types.ModuleType) -> None:
+def _classes(module: types.ModuleType) -> list[Undo]:
     theirs = vars(module)["get_cls_to_fsdp_cls"]
 
     def get_cls_to_fsdp_cls() -> collections.ChainMap[type, type]:
         return collections.ChainMap(fully_shard_module.get_cls_to_fsdp_cls(), theirs())
 
-    _set(module, "get_cls_to_fsdp_cls", get_cls_to_fsdp_cls)
+    return _set(module, get_cls_to_fsdp_cls=get_cls_to_fsdp_cls)
 
 
-_CHANGES: dict[str, Callable[[types.ModuleType], None]] = {
+_CHANGES: dict[str, Callable[[types.ModuleType], list[Undo]]] = {
     "torch.distributed.pipelining.schedules": _pipelining,
     "torch.distributed.pipelining.stage": _pipelining,
     "torch.distributed._tools.fsdp2_mem_tracker": _memory_tracker,
     f"{ROOT}._fully_shard": _package,
     f"{ROOT}._fully_shard._fully_shard": _classes,
 }
-
-
-def patch() -> None:
-    for name, change in _CHANGES.items():
-        on_import(name, change)
-
-
-def undo() -> None:
-    for name in _CHANGES:
-        cancel(name)
-    while _changed:
-        module, name, before = _changed.pop()
-        if before is _MISSING:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
+PATCHES = [PatchOnImport(name, change) for name, change in _CHANGES.items()]

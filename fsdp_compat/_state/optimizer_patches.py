@@ -17,7 +17,7 @@ from __future__ import annotations
 import typing
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import hooks
+from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError
@@ -57,24 +58,6 @@ _PICKLED_APART = _Lost(
 )
 # The optimizers that were checked after the last unit was made.
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-_undo: list[Callable[[], None]] = []
-
-
-def patch() -> None:
-    """Check optimizers before they step; let state dicts of sharded parameters say whose they are,
-    and optimizers load only theirs."""
-    if not _undo:
-        _undo.append(register_optimizer_step_pre_hook(_before_step).remove)
-        _undo.append(hooks.around_method(torch.optim.Optimizer, "state_dict", _take))
-        _undo.append(hooks.around_method(torch.optim.Optimizer, "load_state_dict", _load))
-
-
-def undo() -> None:
-    """Restore torch's methods, and stop checking: an optimizer that was created before wrapping
-    then steps without an error."""
-    while _undo:
-        _undo.pop()()
 
 
 def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
@@ -248,3 +231,12 @@ def _described(owner: Mapping[str, Any] | None) -> str:
     if owner is None:
         return "the state of whole parameters"
     return f"the parts of rank {owner.get('rank')} of {owner.get('ranks')}"
+
+
+def _patch() -> Iterator[Undo]:
+    yield register_optimizer_step_pre_hook(_before_step).remove
+    yield hooks.around_method(torch.optim.Optimizer, "state_dict", _take)
+    yield hooks.around_method(torch.optim.Optimizer, "load_state_dict", _load)
+
+
+patches = Patch(_patch)

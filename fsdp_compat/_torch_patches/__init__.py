@@ -2,31 +2,30 @@
 
 ``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
 sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``; ``fully_shard`` installs only the last three. Each is a module with
-``patch()``, which does nothing if called again, and ``undo()``, which restores the previous state.
-"""
+every patch in ``PATCHES``; ``fully_shard`` installs only the last three. All of them
+are reverted by ``undo_torch_patches``."""
 
 from __future__ import annotations
-
-import types
 
 from torch import nn
 
 from .._engine import user_changes
+from .._engine.patches import Patch
 from .._front_ends import data_parallel
 from .._state import optimizer_patches
 from .._state.units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, local_parts
+from .on_import import PatchOnImport
 
-PATCHES: tuple[types.ModuleType, ...] = (
-    clip_grad,
-    dcp_adapter,
-    hugging_face_storage,
-    local_parts,
-    assignments,
-    optimizer_patches,
-    data_parallel,
-    user_changes,
+PATCHES: tuple[Patch | PatchOnImport, ...] = (
+    clip_grad.patches,
+    dcp_adapter.patches,
+    hugging_face_storage.patches,
+    local_parts.patches,
+    assignments.patches,
+    optimizer_patches.patches,
+    data_parallel.patches,
+    user_changes.patches,
 )
 
 

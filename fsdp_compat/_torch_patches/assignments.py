@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._engine import hooks
+from .._engine.patches import Patch, Undo
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
 from .._state import optimizer_patches
@@ -40,21 +41,6 @@ class _Place(typing.NamedTuple):
 
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: {attribute: _Place}}
-_undo: list[Callable[[], None]] = []
-
-
-def patch() -> None:
-    """Check every parameter that is assigned to a module of this process, and every
-    ``requires_grad_`` of a module."""
-    if not _undo:
-        _undo.append(hooks.on_assignment(_on_assignment).remove)
-        _undo.append(hooks.around_method(nn.Module, "requires_grad_", _on_requires_grad))
-
-
-def undo() -> None:
-    """Stop checking: an assignment to a sharded parameter is noticed at the next forward."""
-    while _undo:
-        _undo.pop()()
 
 
 def watch(unit: Unit) -> None:
@@ -191,3 +177,11 @@ def _refused(unit: Unit, module: nn.Module, name: str, got: str) -> StateError:
         "FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
         "parameter.copy_(value)`; what changes a model's structure belongs before wrapping",
     )
+
+
+def _patch() -> Iterator[Undo]:
+    yield hooks.on_assignment(_on_assignment).remove
+    yield hooks.around_method(nn.Module, "requires_grad_", _on_requires_grad)
+
+
+patches = Patch(_patch)

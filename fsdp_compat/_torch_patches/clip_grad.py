@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,23 +17,9 @@ from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.grad_norm import dtype_of_norm, norm_of, packed
 from .._engine.group import Group
+from .._engine.patches import Patch
 from .._engine.runtime import live_runtimes
 from .._front_ends.flat.calls import checked_norm_type
-
-_undo: list[Callable[[], None]] = []
-
-
-def patch() -> None:
-    """Make torch.nn.utils.clip_grad_norm_ and get_total_norm compute the norm of sharded gradients
-    over all ranks."""
-    if not _undo:
-        _undo.append(_torch_private.replace_clipping(_clip, _total_norm))
-
-
-def undo() -> None:
-    """Restore torch's functions."""
-    while _undo:
-        _undo.pop()()
 
 
 class _Clipped(threading.local):
@@ -125,3 +111,6 @@ def _split_over_ranks(
         split[id(grad)] for grad in grads if id(grad) in split
     ]
     return split, list(dict.fromkeys(in_order))
+
+
+patches = Patch(lambda: [_torch_private.replace_clipping(_clip, _total_norm)])

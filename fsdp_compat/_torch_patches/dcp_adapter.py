@@ -20,23 +20,14 @@ from typing import Any
 
 from torch import nn
 
+from .._engine.patches import Undo
 from .._front_ends.flat.flat_unit import is_wrapper
 from .dcp_options import mixed, unknown_argument
 from .dcp_state_dict import FUNCTIONS
-from .on_import import Undo, cancel, on_import
+from .on_import import PatchOnImport
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _ROUTE = "_fsdp_compat_route"  # the keyword whose default tells replaced code what to call
-
-
-def patch() -> None:
-    """Replace the functions' code, now or as soon as their module is imported."""
-    on_import(_MODULE, _route_all)
-
-
-def undo() -> None:
-    """Restore torch's functions."""
-    cancel(_MODULE)
 
 
 def _route_all(module: types.ModuleType) -> list[Undo]:
@@ -121,3 +112,6 @@ def _is_of_torch(module: nn.Module) -> bool:
         and cls.__module__.startswith("torch.distributed.fsdp")
         for cls in type(module).__mro__
     )
+
+
+patches = PatchOnImport(_MODULE, _route_all)

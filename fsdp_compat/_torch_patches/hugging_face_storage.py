@@ -18,8 +18,9 @@ from typing import Any
 from torch.futures import Future
 
 from .._engine import hooks
+from .._engine.patches import Undo
 from ..errors import CheckpointError
-from .on_import import Undo, cancel, on_import
+from .on_import import PatchOnImport
 
 if typing.TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -30,16 +31,6 @@ if typing.TYPE_CHECKING:
 _FILES_OF_FIRST_PIECES = 100_000
 
 _MODULE = "torch.distributed.checkpoint.hf_storage"
-
-
-def patch() -> None:
-    """Replace two methods of the writer's class, now or as soon as its module is imported."""
-    on_import(_MODULE, _replace)
-
-
-def undo() -> None:
-    """Restore the methods of the class."""
-    cancel(_MODULE)
 
 
 def _replace(module: types.ModuleType) -> list[Undo]:
@@ -113,3 +104,6 @@ def _without_repetition(
         parts[number].append(item)
         taken[number] |= own
     return parts
+
+
+patches = PatchOnImport(_MODULE, _replace)

@@ -40,7 +40,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._torch_patches import dcp_adapter, on_import
+from fsdp_compat._torch_patches import dcp_adapter
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.odd_model import (
     STEPS,
@@ -627,17 +627,8 @@ def test_a_module_imported_later_or_again_is_patched_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for _ in range(3):
-        dcp_adapter.patch()
-    assert (
-        len(
-            [
-                finder
-                for finder in sys.meta_path
-                if isinstance(finder, on_import._Finder) and finder.name == NAME
-            ]
-        )
-        == 1
-    )
+        dcp_adapter.patches.patch()
+    assert sys.meta_path.count(dcp_adapter.patches) == 1
     before = sys.modules[NAME]
     loader = type(before.__loader__)
     monkeypatch.delitem(sys.modules, NAME)
@@ -664,7 +655,7 @@ def test_a_module_imported_later_or_again_is_patched_once(
 
 def test_other_models_get_torchs_results_and_errors() -> None:
     model = nn.Linear(2, 3)
-    dcp_adapter.patch()
+    dcp_adapter.patches.patch()
     assert_same(get_model_state_dict(model), model.state_dict())
     assert get_model_state_dict(model=model).keys() == model.state_dict().keys()
     for wrong in (

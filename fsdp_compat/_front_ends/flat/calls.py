@@ -26,9 +26,12 @@ from ...errors import (
     require_bools,
     require_module,
     takes,
+    unusable,
     wrong_type,
 )
 from .flat_unit import FlatUnit, flat_unit_of, require_root
+
+_CLIPPING = "clip_grad_norm_"
 
 
 @contextlib.contextmanager
@@ -190,7 +193,7 @@ def checked_norm_type(norm_type: Any) -> float:
             return float(norm_type)
         except OverflowError:
             pass
-    raise _bad("norm_type", "a positive number, or inf", norm_type)
+    raise unusable("norm_type", "a positive number, or inf", norm_type, _CLIPPING)
 
 
 def _check_max_norm(max_norm: Any) -> None:
@@ -201,17 +204,7 @@ def _check_max_norm(max_norm: Any) -> None:
                 return
         except (OverflowError, RuntimeError, ValueError):
             pass  # several numbers, a complex number, or one that is too large
-    raise _bad("max_norm", "a number of at least 0", max_norm)
-
-
-def _bad(name: str, expected: str, got: object) -> UsageError:
-    return UsageError.of(
-        f"{name} cannot be used for clipping.",
-        expected=expected,
-        got=f"{got!r} of type {type(got).__name__}",
-        where=f"argument {name!r} of clip_grad_norm_",
-        fix=f"pass {expected}",
-    )
+    raise unusable("max_norm", "a number of at least 0", max_norm, _CLIPPING)
 
 
 def _gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:

@@ -188,16 +188,13 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
 def _require_alike(plan: Plan) -> None:
     """Raise UsageError, on all ranks, if these plan different units over the same mesh.
     Collective."""
-    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[Settings, list[str]]] = {}
     names = {module: name for name, module in plan.root.named_modules()}
+    parts = []
     for module, settings in plan.settings.items():
-        mesh = settings.mesh
-        key = mesh.shard.members, mesh.replica.members
-        _, facts = by_mesh.setdefault(key, (settings, []))
-        facts += [agreement.unit(names[module]), *_facts(settings, plan.params[module])]
+        facts = [agreement.unit(names[module]), *_facts(settings, plan.params[module])]
+        parts.append((settings.mesh, settings.device, facts))
     where = f"FullyShardedDataParallel of a {type(plan.root).__name__}"
-    for settings, facts in by_mesh.values():
-        agreement.require_alike(facts, settings.mesh, settings.device, where)
+    agreement.require_all_alike(parts, where)
 
 
 def _facts(settings: Settings, params: Iterable[OrigParam]) -> list[str]:

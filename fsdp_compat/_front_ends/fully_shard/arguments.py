@@ -18,6 +18,7 @@ from ..._comm.mesh import the_group
 from ..._engine.dtypes import Precision, is_packed
 from ..._stores.placement import DataMesh, SpmdMesh
 from ..._torch_private import dtensor as torch_dtensor
+from ...api import as_ours
 from ...errors import (
     AssertedUsageError,
     NotImplementedUsageError,
@@ -50,19 +51,11 @@ class Offload:
     pin: bool = False
 
 
-def _as_ours(given: Any, cls: type, name: str) -> Any:
-    """Return a record of ours or of torch as one of ``cls``, which has the fields of torch's."""
-    if isinstance(given, cls):
-        return given
-    if not any(base.__name__ == cls.__name__ for base in type(given).__mro__):
-        raise wrong_type(name, f"a {cls.__name__}", given, WHERE)
-    fields = [field.name for field in dataclasses.fields(cls) if hasattr(given, field.name)]
-    return cls(**{field: getattr(given, field) for field in fields})
-
-
 def policy_of(given: Any) -> MixedPrecisionPolicy:
     """Return a mixed-precision policy, of ours or of torch, with its fields checked."""
-    policy: MixedPrecisionPolicy = _as_ours(given, MixedPrecisionPolicy, "mp_policy")
+    policy = as_ours(given, MixedPrecisionPolicy, "mp_policy")
+    if policy is None:
+        raise wrong_type("mp_policy", "a MixedPrecisionPolicy", given, WHERE)
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
         if dtype is not None and (not isinstance(dtype, torch.dtype) or is_packed(dtype)):

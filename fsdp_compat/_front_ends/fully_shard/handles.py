@@ -9,18 +9,12 @@ from ..._engine.unit import Residency, Unit
 class UnshardHandle:
     """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
-    def wait(self) -> None:
-        """Make the unsharded parameters readable, and show them in the modules. Collective."""
-
-
-class UnitHandle(UnshardHandle):
-    """The handle of one unit."""
-
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """See UnshardHandle. A second call does nothing."""
+        """Make the unsharded parameters readable, and show them in the modules. A second call does
+        nothing. Collective."""
         unit, self._unit = self._unit, None
         if unit is None:
             return
@@ -36,19 +30,13 @@ class UnitHandle(UnshardHandle):
 class GradientReductionHandle:
     """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
-    def wait(self) -> None:
-        """Wait for the reductions: gradients are complete then. Collective."""
-
-
-class RuntimeReductionHandle(GradientReductionHandle):
-    """The handle of one runtime."""
-
     def __init__(self, runtime: Runtime | None) -> None:
-        """runtime: whose reductions were started; None: there are none."""
+        """runtime: that reduces the gradients; None: there are none."""
         self._runtime = runtime
 
     def wait(self) -> None:
-        """See GradientReductionHandle. A second call does nothing."""
+        """Wait for the reductions: gradients are complete then. A second call does nothing.
+        Collective."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.end_finalize()

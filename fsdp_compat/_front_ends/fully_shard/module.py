@@ -27,7 +27,7 @@ from ...errors import (
     wrong_type,
 )
 from .api import AllGather, ReduceScatter
-from .handles import GradientReductionHandle, RuntimeReductionHandle, UnitHandle, UnshardHandle
+from .handles import GradientReductionHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
 
@@ -124,7 +124,7 @@ class FSDPModule:
             unit.reshard()
         unit.unshard()
         state.conduct.pinned = True
-        handle = UnitHandle(unit)
+        handle = UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()
@@ -243,7 +243,7 @@ class FSDPModule:
         _require_finalizable(state, self._states(True))
         if state.runtime is not None:
             state.runtime.begin_finalize()
-        handle = RuntimeReductionHandle(state.runtime)
+        handle = GradientReductionHandle(state.runtime)
         if async_op:
             return handle
         handle.wait()

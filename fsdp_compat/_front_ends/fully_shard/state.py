@@ -7,7 +7,7 @@ import dataclasses
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ class ShardedModules:
         compiler = _torch_private.set_compiler(None)  # for what is called here
         try:
             states = named_states_in(self.modules)
-            _require_alike(states, f"fully_shard of {self.label}")
+            agreement.require_all_alike(_facts_of(states), f"fully_shard of {self.label}")
             units = [state.ready_unit() for state in states]
             _leave_stale_runtimes(units)
             for state in states:
@@ -427,30 +427,28 @@ def _leave_stale_runtimes(units: Sequence[Unit]) -> None:
                 unit.runtime = None
 
 
-def _require_alike(states: Mapping[ShardedModules, str], where: str) -> None:
-    """Raise UsageError, on all ranks, if these are to make different units over the same mesh. Only
-    those without a unit are compared. Collective."""
-    by_mesh: dict[tuple[tuple[int, ...], ...], tuple[Mesh, torch.device, list[str]]] = {}
+def _facts_of(
+    states: Mapping[ShardedModules, str],
+) -> Iterator[tuple[Mesh, torch.device, list[str]]]:
+    """Yield what must be alike on all ranks of each mesh: the units that ``states`` will make."""
     for state in states:
-        seen: set[tuple[tuple[int, ...], ...]] = set()
         if state.unit is not None:
             continue
         state.follow_params()
+        seen: list[DataMesh] = []
         for own in state.stores:
             mesh, store = own.mesh.engine_mesh(), own.store
-            key = mesh.shard.members, mesh.replica.members
-            facts = by_mesh.setdefault(key, (mesh, state.plan.device, []))[-1]
-            if key not in seen:
+            facts = []
+            if own.mesh not in seen:
                 facts += [agreement.unit(states[state]), *state.facts()]
-                seen.add(key)
+                seen.append(own.mesh)
             facts += [
                 agreement.parameter(param.name, store.shape(index), store.dtype, requires_grad)
                 for index, param in enumerate(store.orig_params)
                 for requires_grad in [store.sharded_params[index].parameter.requires_grad]
             ]
             facts.append(f"{store.numel} elements of {store.dtype} on each rank")
-    for mesh, device, facts in by_mesh.values():
-        agreement.require_alike(facts, mesh, device, where)
+            yield mesh, state.plan.device, facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -553,8 +551,8 @@ def apply(plan: Plan) -> ShardedModules:
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
     optimizer_patches.note_replaced(param.parameter for param in plan.managed.params)
-    optimizer_patches.patch()  # optimizers that hold the replaced parameters raise an error
-    data_parallel.patch()
+    optimizer_patches.patches.patch()  # optimizers that hold the replaced parameters raise an error
+    data_parallel.patches.patch()
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in plan.managed.holders:

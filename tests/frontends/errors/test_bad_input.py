@@ -627,7 +627,7 @@ sets(m, SHARDED, config("Full")) | state_dict_config; ShardedStateDict | UsageEr
 sets(m, FULL, config("")) | state_dict_config; FullStateDictConfig | UsageError RuntimeError
 sets(m, FULL, config("Local")) | state_dict_config; FullStateDict | UsageError RuntimeError
 sets(m, FULL, config("FullOptim")) | state_dict_config; FullOptimStateDictConfig
-sets(m, FULL, {"rank0_only": True}) | state_dict_config; rank0_only
+sets(m, FULL, {"rank0_only": True}) | state_dict_config; StateDictConfig
 sets(m, FULL, FullStateDictConfig) | state_dict_config
 sets(m, FULL, config("Full", rank0_only="yes")) | rank0_only; 'yes'
 sets(m, SHARDED, config("Sharded", offload_to_cpu="cpu")) | offload_to_cpu; 'cpu'
