@@ -21,7 +21,7 @@ from ._engine.unit import Unit
 from ._front_ends.flat import calls, construction, conversion, copying
 from ._front_ends.flat.client_attributes import ClientAttributes
 from ._front_ends.flat.flat_unit import require_root
-from ._front_ends.fully_shard.fully_shard import register_forward_method
+from ._front_ends.fully_shard.fully_shard import not_registrable, register_forward_method
 from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_loading, model_state
 from ._state import optim_calls as optim
@@ -30,7 +30,6 @@ from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatParameter
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .errors import (
-    UsageError,
     ValueStateError,
     require_bools,
     require_module,
@@ -413,16 +412,12 @@ def register_fsdp_forward_method(
     All ranks must call the method the same number of times and, if it is a generator, consume the
     same number of items. Collective: each call of the method, not the registration.
     """
-    if not isinstance(module, nn.Module) or not isinstance(method_name, str):
-        raise UsageError.of(
-            "register_fsdp_forward_method needs a module and a method name.",
-            expected="an nn.Module, and the name of one of its methods",
-            got=f"({type(module).__name__}, {method_name!r})",
-            where="register_fsdp_forward_method(module, method_name)",
-            fix="register_fsdp_forward_method(model, 'generate')",
-        )
+    where = "register_fsdp_forward_method"
+    require_module(module, where)
+    if not isinstance(method_name, str):
+        raise wrong_type("method_name", "the name of a method of the module", method_name, where)
     if synced is not None:
-        synced = truth("synced", synced, "register_fsdp_forward_method")
+        synced = truth("synced", synced, where)
     if isinstance(module, FSDPModule):
         register_forward_method(module, method_name, bool(synced))
     if not isinstance(module, FullyShardedDataParallel):
@@ -431,11 +426,5 @@ def register_fsdp_forward_method(
     if not callable(getattr(inner, method_name, None)) or hasattr(
         FullyShardedDataParallel, method_name
     ):
-        raise UsageError.of(
-            f"{method_name!r} cannot be registered.",
-            expected="a method of the wrapped module that FullyShardedDataParallel does not have",
-            got=f"{method_name!r} of a {type(inner).__name__}",
-            where="register_fsdp_forward_method(module, method_name)",
-            fix="check the name; forward needs no registration",
-        )
+        raise not_registrable(method_name, inner)
     module._forward_methods[method_name] = synced

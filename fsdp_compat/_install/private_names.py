@@ -70,11 +70,11 @@ def handles_of(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def finish_backward(state: nn.Module, module: nn.Module) -> None:
-    """Clients call it after an exception in backward. The next step begins with what it did."""
+    """Clients call it after an exception in backward; the next forward does the same by itself."""
 
 
 def post_backward_hook(*unused: Any) -> NoReturn:
-    """Clients read it, to put a function around it in its place. Nothing calls either."""
+    """Clients replace it by a wrapper around it; nothing calls either."""
     raise StateError.of(
         "_post_backward_hook() was called.",
         expected="no call: backward reduces gradients and reshards by itself",
@@ -117,7 +117,7 @@ def unshard_params(
 def summoned(
     module: nn.Module, state: FullyShardedDataParallel, **options: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """The same for the parameters of one wrapper."""
+    """Do so for the parameters of one wrapper."""
     return unshard_params(state, recurse=False, **options)
 
 

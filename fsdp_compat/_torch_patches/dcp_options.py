@@ -4,7 +4,6 @@ they cannot mean here."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -63,10 +62,9 @@ def unknown_argument(name: str, call: str) -> UsageError:
     """Return the error for an argument of the installed torch's function that ours does not
     know."""
     return UsageError.of(
-        f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
-        f"{name}.",
-        expected=f"a call without {name}, or a {_PACKAGE} that was made for this torch",
-        got=f"{name}, for a model with a FullyShardedDataParallel of {_PACKAGE} in it",
+        f"torch {torch.__version__} has an argument that {_PACKAGE} does not know: {name}.",
+        expected=f"a call without {name} for a model with units of {_PACKAGE}",
+        got=name,
         where=call,
         fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with "
         "state_dict()",
@@ -83,10 +81,3 @@ def mixed(call: str) -> UsageError:
         fix="import FullyShardedDataParallel from one place, or take the state dicts of the "
         "parts one by one",
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version(_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:  # it is imported from where its sources are
-        return "(not installed)"

@@ -21,7 +21,6 @@ from ..._state.units import is_lazy, model_unit_of, model_units_in, refuse_exten
 from ...errors import (
     AssertedStateError,
     NotImplementedUsageError,
-    UsageError,
     ValueStateError,
     require_bools,
     require_module,
@@ -131,7 +130,10 @@ def _refuse_hook(hook: Any, split: set[bool]) -> None:
 @torch.no_grad()
 def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
     """Implement ``FullyShardedDataParallel.clip_grad_norm_``. Collective."""
-    _refuse_in_place(wrapper)
+    if is_lazy(wrapper):
+        where = "FullyShardedDataParallel.clip_grad_norm_"
+        fix = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+        raise unusable("The module", "a FullyShardedDataParallel", wrapper, where, fix)
     own = flat_unit_of(wrapper)
     runtime = own.runtime
     require_root(own.unit, "clip_grad_norm_()")
@@ -167,17 +169,6 @@ def _expects_gradients(groups: Iterable[Group]) -> bool:
         for group in groups
         for param, _ in group.store.sharded_params
     )
-
-
-def _refuse_in_place(module: nn.Module) -> None:
-    if is_lazy(module):
-        raise UsageError.of(
-            "Modules that fully_shard was applied to have no clip_grad_norm_().",
-            expected="a FullyShardedDataParallel",
-            got=f"a {type(module).__name__}",
-            where="FullyShardedDataParallel.clip_grad_norm_",
-            fix="call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-        )
 
 
 def checked_norm_type(norm_type: Any) -> float:

@@ -46,8 +46,7 @@ def root_pre_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Torch's ``_root_pre_forward``, which clients call before they run a part of the model. It
-    does nothing here: forward needs no preparation."""
+    """Torch's ``_root_pre_forward``; forward needs no preparation here."""
     return args, kwargs
 
 

@@ -143,8 +143,8 @@ def _warn_of_containers(units: Iterable[nn.Module]) -> None:
             type(unit).forward is nn.Module.forward
         ):
             warnings.warn(
-                f"A {type(unit).__name__} is wrapped that has no forward, so nothing unshards the "
-                "parameters of the modules in it. Wrap these modules, or one around them.",
+                f"A wrapped {type(unit).__name__} has no forward, so nothing unshards the "
+                "parameters of its modules. Wrap these modules, or one around them.",
                 stacklevel=4,
             )
 
@@ -153,9 +153,9 @@ def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
     below = (p for child in module.children() for p in child.parameters())
     if any(parameter not in settings.ignored_parameters for parameter in below):
         warnings.warn(
-            f"auto_wrap_policy chooses no module in the {type(module).__name__}, so that it is one "
-            "unit: all its parameters are unsharded at the same time. Name classes of modules in "
-            "the model, such as its layers, or leave the policy out.",
+            f"auto_wrap_policy chooses no module in the {type(module).__name__}, so all its "
+            "parameters are unsharded at the same time. Name classes of modules in the model, such "
+            "as its layers, or leave the policy out.",
             stacklevel=4,
         )
 

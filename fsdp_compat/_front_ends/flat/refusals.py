@@ -10,20 +10,13 @@ from torch import nn
 from ..._engine.unit import Unit
 from ..._state import optimizer_patches
 from ..._state.units import clean_name, is_lazy
-from ...errors import UsageError
+from ...errors import UsageError, require_module
 from .flat_unit import is_wrapped, is_wrapper
 
 
 def refuse_module(module: nn.Module) -> None:
     """Raise UsageError for a module that cannot be wrapped."""
-    if not isinstance(module, nn.Module):
-        raise UsageError.of(
-            "FullyShardedDataParallel wraps modules only.",
-            expected="a torch.nn.Module",
-            got=f"a {type(module).__name__}",
-            where="FullyShardedDataParallel(module, ...)",
-            fix="pass the module itself",
-        )
+    require_module(module, "FullyShardedDataParallel")
     if is_wrapped(module) and not is_wrapper(module):
         raise UsageError.of(
             "The module is already wrapped.",
@@ -58,13 +51,18 @@ def refuse_module(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         refuse_unusable(clean_name(name), parameter, owner, where, "wrapping")
+    refuse_output_projection(module, where)
+
+
+def refuse_output_projection(module: nn.Module, where: str) -> None:
+    """Raise UsageError for a module whose forward is never called."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise UsageError.of(
             "The output projection of nn.MultiheadAttention cannot be a unit.",
             expected="a module whose forward is called",
             got="a module whose weight the attention reads directly",
-            where="FullyShardedDataParallel(module, ...)",
-            fix="wrap the nn.MultiheadAttention, or a module around it",
+            where=where,
+            fix="shard the nn.MultiheadAttention, or a module around it",
         )
 
 

@@ -87,14 +87,11 @@ def ignored_of(given: Any) -> frozenset[nn.Parameter]:
     """Return the parameters to leave alone."""
     if given is None:
         return frozenset()
-    listed = list(given) if isinstance(given, Iterable) and not _is_one(given) else None
+    is_one = isinstance(given, (nn.Module, torch.Tensor, str))
+    listed = list(given) if isinstance(given, Iterable) and not is_one else None
     if listed is None or not all(isinstance(item, nn.Parameter) for item in listed):
         raise wrong_type("ignored_params", "a set of parameters, or None", given, WHERE)
     return frozenset(listed)
-
-
-def _is_one(given: Any) -> bool:
-    return isinstance(given, (nn.Module, torch.Tensor, str))
 
 
 def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
@@ -171,12 +168,8 @@ def placed(
     if answer is None:
         return Placed(0, info, mesh)
     if type(answer).__name__ != "Shard":
-        raise unusable(
-            "An answer of shard_placement_fn",
-            "None, a Shard or a ShardPlacementResult",
-            answer,
-            where,
-        )
+        expected = "None, a Shard or a ShardPlacementResult"
+        raise unusable("An answer of shard_placement_fn", expected, answer, where)
     ndim = max(parameter.dim(), 1)
     if not -ndim <= answer.dim < ndim:
         raise AssertedUsageError.of(

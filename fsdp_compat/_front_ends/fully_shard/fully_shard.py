@@ -130,13 +130,7 @@ def register_forward_method(module: FSDPModule, name: str, synced: bool) -> None
     model = typing.cast(nn.Module, module)
     method = getattr(model, name, None)
     if not callable(method):
-        raise UsageError.of(
-            f"{name!r} cannot be registered.",
-            expected="the name of a method of the module",
-            got=f"{name!r} of a {type(model).__name__}",
-            where="register_fsdp_forward_method(module, method_name)",
-            fix="check the name; forward needs no registration",
-        )
+        raise not_registrable(name, model)
     own = state.state_of(model)
     assert own is not None
 
@@ -144,3 +138,13 @@ def register_forward_method(module: FSDPModule, name: str, synced: bool) -> None
         return own.ready_runtime(), own.ready_unit()
 
     setattr(model, name, run_as_forward(locate, method, synced=synced))
+
+
+def not_registrable(name: str, module: nn.Module) -> UsageError:
+    return UsageError.of(
+        f"{name!r} cannot be registered.",
+        expected="a method of the module that FullyShardedDataParallel does not have itself",
+        got=f"{name!r} of a {type(module).__name__}",
+        where="register_fsdp_forward_method(module, method_name)",
+        fix="check the name; forward needs no registration",
+    )

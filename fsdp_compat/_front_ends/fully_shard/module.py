@@ -147,12 +147,8 @@ class FSDPModule:
         """Set whether parameters are resharded after forward, instead of what ``fully_shard`` was
         called with."""
         if not isinstance(reshard_after_forward, bool):
-            raise wrong_type(
-                "reshard_after_forward",
-                "True or False",
-                reshard_after_forward,
-                "set_reshard_after_forward",
-            )
+            where = "set_reshard_after_forward"
+            raise wrong_type("reshard_after_forward", "a bool", reshard_after_forward, where)
         for state in self._states(recurse):
             state.is_auto = False
             conduct = state.conduct
@@ -332,15 +328,10 @@ class FSDPModule:
         """Set how many units' gradient buffers may be in flight at once. The value of the root
         counts. On devices with streams there is one buffer, whatever is set."""
         where = "set_reduce_scatter_max_input_buffers"
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise wrong_type("max_input_buffers", "a whole number", max_input_buffers, where)
-        if max_input_buffers < 1:
-            raise UsageError.of(
-                "At least one buffer is needed.",
-                expected="max_input_buffers of 1 or more",
-                got=repr(max_input_buffers),
-                where=where,
-                fix="pass 1 for the least memory",
+        is_number = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_number or max_input_buffers < 1:
+            raise wrong_type(
+                "max_input_buffers", "a whole number above 0", max_input_buffers, where
             )
         for state in self._states(recurse):
             if state.max_inflight_reductions != max_input_buffers - 1:
@@ -422,24 +413,19 @@ def _require_finalizable(root: ShardedModules, states: Iterable[ShardedModules])
             fix="leave out the call, or turn on manual finalization",
         )
     all_states = list(states)
-    without = next((state for state in all_states if not state.conduct.reduction.sync), None)
-    if without is not None:
-        raise StateError.of(
-            "finalize_backward() was called while gradient synchronisation is off.",
-            expected="set_requires_gradient_sync(True) before it",
-            got="set_requires_gradient_sync(False)",
-            where=without.label,
-            fix="turn synchronisation on again after the last backward",
-        )
-    partial = next((each for each in all_states if each.holds_all_reduce), None)
-    if partial is not None:
-        raise StateError.of(
-            "finalize_backward() was called while the all-reduce is off.",
-            expected="set_requires_all_reduce(True) before it",
-            got="set_requires_all_reduce(False) on a mesh with replicas",
-            where=partial.label,
-            fix="turn the all-reduce on again before the last backward",
-        )
+    for setter, what, is_off in (
+        ("set_requires_gradient_sync", "synchronisation", lambda s: not s.conduct.reduction.sync),
+        ("set_requires_all_reduce", "the all-reduce", lambda s: s.holds_all_reduce),
+    ):
+        off = next(filter(is_off, all_states), None)
+        if off is not None:
+            raise StateError.of(
+                f"finalize_backward() was called while {what} is off.",
+                expected=f"{setter}(True) before it",
+                got=f"{setter}(False)",
+                where=off.label,
+                fix=f"call {setter}(True) before the last backward",
+            )
 
 
 def _require_one_mesh(state: ShardedModules, where: str) -> None:
@@ -455,12 +441,8 @@ def _require_one_mesh(state: ShardedModules, where: str) -> None:
 
 def _require_comm(comm: Any, expected: str, where: str) -> None:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise wrong_type(
-            "comm",
-            f"{expected}: callable, with a method allocate(size, *, dtype, device)",
-            comm,
-            where,
-        )
+        expected = f"{expected}: callable, with a method allocate(size, *, dtype, device)"
+        raise wrong_type("comm", expected, comm, where)
 
 
 def _refuse_allocator(where: str, what: str) -> typing.NoReturn:

@@ -14,7 +14,7 @@ from ..._state import optimizer_patches
 from ..._stores.placement import SpmdMesh
 from ...errors import AssertedUsageError, UsageError, wrong_type
 from ..flat.flat_unit import is_wrapped, is_wrapper
-from ..flat.refusals import refuse_unusable
+from ..flat.refusals import refuse_output_projection, refuse_unusable
 from .arguments import WHERE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -27,15 +27,9 @@ def modules_of(given: Any) -> list[nn.Module]:
     elif isinstance(given, (list, tuple)) and all(isinstance(m, nn.Module) for m in given):
         listed = list(given)
     else:
-        raise wrong_type("module", "a torch.nn.Module, or a list of them", given, WHERE)
+        listed = []
     if not listed:
-        raise UsageError.of(
-            "There is nothing to shard.",
-            expected="at least one module",
-            got="an empty list",
-            where="argument 'module' of fully_shard",
-            fix="leave out the call if the list is empty",
-        )
+        raise wrong_type("module", "a torch.nn.Module, or a list of at least one", given, WHERE)
     for module in listed:
         if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
             raise UsageError.of(
@@ -63,14 +57,7 @@ def refuse_modules(roots: Sequence[nn.Module], is_sharded: Callable[[nn.Module],
                 where="argument 'module' of fully_shard",
                 fix="shard each module once, inner modules first",
             )
-        if isinstance(root, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            raise UsageError.of(
-                "The output projection of nn.MultiheadAttention cannot be sharded by itself.",
-                expected="a module whose forward is called",
-                got="a module whose weight the attention reads directly",
-                where="argument 'module' of fully_shard",
-                fix="apply fully_shard to the nn.MultiheadAttention, or to a module around it",
-            )
+        refuse_output_projection(root, "argument 'module' of fully_shard")
         for name, module in root.named_modules():
             other = None if is_sharded(module) else _other_owner(module)
             if other is not None:

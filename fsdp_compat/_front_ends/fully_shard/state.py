@@ -1,5 +1,5 @@
 """What one call of ``fully_shard`` keeps: stores at once; a unit and a runtime when the modules are
-first used, and again when their parameters have got another dtype or device."""
+first used, and again when the dtype or device of their parameters has changed."""
 
 from __future__ import annotations
 
@@ -92,15 +92,13 @@ class ShardedModules:
         self.conduct.reduction = dataclasses.replace(self.conduct.reduction, **changes)
 
     @property
-    def is_root(self) -> bool:
-        """False if another call's modules contain these."""
-        return self._outermost is self
-
-    @property
     def _outermost(self) -> ShardedModules:
         """The outermost call whose modules contain these, as long as it exists."""
-        root = None if self.root is None else self.root()
-        return root or self
+        return (None if self.root is None else self.root()) or self
+
+    @property
+    def is_root(self) -> bool:
+        return self._outermost is self
 
     @property
     def label(self) -> str:
@@ -121,8 +119,8 @@ class ShardedModules:
     # -- a unit, and a runtime
 
     def ready_unit(self) -> Unit:
-        """Return the unit, made of the present parameters. Collective the first time, and after
-        these have got another dtype or device."""
+        """Return the unit of the present parameters. Collective the first time, and after their
+        dtype or device has changed."""
         if self.unit is not None and not self.is_dirty:
             return self.unit
         if self.unit is not None:
@@ -143,8 +141,8 @@ class ShardedModules:
         return any(changed + [own.store.adopt() for own in self.stores])
 
     def _take_extensions(self) -> bool:
-        """Let parameters whose local tensors have got fsdp_pre_all_gather since the call of
-        ``fully_shard`` have stores of their own. Returns True if there are some."""
+        """Give parameters whose local tensors have got fsdp_pre_all_gather since the call of
+        ``fully_shard`` stores of their own. Returns True if there are any."""
         stores: list[_OwnStore] = []
         for own in self.stores:
             store, late = own.store, list[int]()
@@ -333,8 +331,8 @@ class ShardedModules:
         return taken(self.model_unit(), named, module, take, destination, prefix)
 
     def before_taking(self, module: nn.Module) -> None:
-        """A module's part of a state dict is taken, maybe on this rank only. So a unit that is kept
-        stays unsharded: the ranks would not agree on whether the next forward gathers it."""
+        """Prepare for a module's part of a state dict, which may be taken on this rank only: an
+        unsharded unit stays so, or ranks would disagree on whether the next forward gathers it."""
         if self.unit is not None and self.unit.residency is Residency.UNSHARDED:
             self._refuse_in_pass("state_dict")
             self.unit.view.show_sharded()

@@ -249,7 +249,7 @@ def test_likely_mistakes_of_wrapping_are_warned_of(num_ranks: int) -> None:
 
     for container in (nn.ModuleList([Block()]), nn.ModuleDict({"one": Block()})):
         [text] = _warnings_of(container)
-        assert text.startswith(f"A {type(container).__name__} is wrapped that has no forward")
+        assert text.startswith(f"A wrapped {type(container).__name__} has no forward")
     assert not _warnings_of(nn.ModuleList([FSDP(Block())]))
 
     with pytest.MonkeyPatch.context() as patch:
