@@ -146,8 +146,8 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether parameters are resharded after forward, instead of what ``fully_shard`` was
         called with."""
+        where = "set_reshard_after_forward"
         if not isinstance(reshard_after_forward, bool):
-            where = "set_reshard_after_forward"
             raise wrong_type("reshard_after_forward", "a bool", reshard_after_forward, where)
         for state in self._states(recurse):
             state.is_auto = False
