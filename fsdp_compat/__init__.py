@@ -46,7 +46,7 @@ from fsdp_compat.fully_sharded_data_parallel import (
     register_fsdp_forward_method,
 )
 
-# last, as it reads what stands above
+# last: it reads the names above
 from fsdp_compat._install import install, uninstall  # isort: skip
 
 __all__ = [

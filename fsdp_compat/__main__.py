@@ -25,9 +25,9 @@ _TOOLS = {
     "convert": "write a checkpoint in another format",
     "merge": "write a checkpoint of many files as one",
     "reshard": "write a checkpoint for another number of ranks",
-    "shapes": "write the shapes of a model, which flat checkpoints lack",
+    "shapes": "write a model's parameter shapes, for --shapes (FSDP1 LOCAL_STATE_DICT)",
 }
-_NEEDED = ("click", "rich")  # by the tools
+_NEEDED = ("click", "rich")  # by _TOOLS
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _use_tool(arguments: list[str]) -> NoReturn:
-    """Run a command of checkpoints, and exit with its status."""
+    """Run a checkpoint command and exit with its status."""
     if not all(map(_is_installed, _NEEDED)):
         print(
             f"{_program()} {arguments[0]} needs {' and '.join(_NEEDED)}: "
@@ -73,12 +73,12 @@ def _use_tool(arguments: list[str]) -> NoReturn:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # sys.modules says that it cannot be imported
+    except ValueError:  # sys.modules blocks the import
         return False
 
 
 def _program() -> str:
-    """Return how the user called this."""
+    """Return the command that the user typed."""
     name = os.path.basename(sys.argv[0])
     return "fsdp-compat" if name.startswith("fsdp-compat") else "python -m fsdp_compat"
 
@@ -92,19 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
-        help="run a program, with fsdp_compat in the place of torch.distributed.fsdp",
-        description="Run a Python program, unchanged, with fsdp_compat in the place of "
+        help="run a program with fsdp_compat instead of torch.distributed.fsdp",
+        description="Run an unchanged Python program with fsdp_compat instead of "
         "torch.distributed.fsdp. See fsdp_compat.install().",
         epilog="torchrun --nproc-per-node 2 -m fsdp_compat run train.py --lr 1e-4\n"
         "accelerate launch --module fsdp_compat run train.py\n\n"
-        "FSDP_COMPAT_LOG=install logs what is replaced, and which private names the program reads.",
+        "FSDP_COMPAT_LOG=install logs replacements and the private names that the program reads.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument(
         "--no-fix-clients",
         dest="fix_clients",
         action="store_false",
-        help="leave defects of client libraries as they are",
+        help="do not fix bugs of client libraries",
     )
     run.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     run.add_argument(
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     migrate = commands.add_parser("migrate", help="rewrite source that uses torch's FSDP, or DDP")
     command.add_arguments(migrate)
-    for name, text in _TOOLS.items():  # `main` has taken them; here they are only listed
+    for name, text in _TOOLS.items():  # only listed here: `main` runs them
         commands.add_parser(name, help=text, add_help=False)
     return parser
 

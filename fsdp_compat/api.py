@@ -291,7 +291,7 @@ def _translated(value: Any, expected: type, argument_name: str) -> Any:
 def _has_no_equivalent(what: str, argument_name: str) -> UsageError:
     return UsageError.of(
         f"{argument_name}: fsdp_compat has no equivalent of {what}.",
-        expected="a value that fsdp_compat has, too",
+        expected="a value that fsdp_compat knows",
         got=f"{what} of torch {torch.__version__}",
         where=f"argument {argument_name!r}",
         fix="choose another value",

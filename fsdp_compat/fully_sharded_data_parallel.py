@@ -373,8 +373,8 @@ class FullyShardedDataParallel(ClientAttributes):
           gradient in the reduce dtype; the hook fills output [S] with this rank's part.
         - If they are not (NO_SHARD, one rank): ``hook(state, grad)`` changes grad [S] in place.
 
-        The hook divides by the number of ranks, too. Hybrid strategies average over the replicas
-        afterwards. The hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` work.
+        The hook must also divide by the number of ranks. Hybrid strategies then average over the
+        replicas. The hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` work.
 
         Call it once, on the root, on all ranks, before the first backward.
         """

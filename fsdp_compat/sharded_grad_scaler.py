@@ -280,12 +280,8 @@ def _has_cpu_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _as_unfused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the scaler unscale and skip for a fused optimizer; only a private attribute controls
-    this.
-
-    For gradients on the CPU and a scale elsewhere: the fused kernel would not wait for its copies
-    of the scale and of ``found_inf``.
-    """
+    """Let the scaler unscale and skip for a fused optimizer: its kernel would not wait for copies
+    of the scale and ``found_inf`` from another device. Only a private attribute controls this."""
     attributes = vars(optimizer)
     name = "_step_supports_amp_scaling"
     if not attributes.get(name):

@@ -1,5 +1,5 @@
-"""Refuse DistributedDataParallel around sharded parameters: at once it broadcasts rank 0's shards
-over those of the other ranks, and in backward it waits for gradients that never come to it."""
+"""Refuse DistributedDataParallel around sharded parameters: it would overwrite the other ranks'
+shards with rank 0's, and wait in backward for gradients that it never gets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _refuse_sharded(module: nn.Module) -> None:
                 "their parameters in _ddp_params_and_buffers_to_ignore",
                 got=f"the sharded parameter {name!r}",
                 where=f"DistributedDataParallel({type(module).__name__})",
-                fix="leave out DistributedDataParallel: sharding averages the gradients, too; "
+                fix="leave out DistributedDataParallel: sharding already averages gradients; "
                 "to replicate shards over groups of ranks, use HYBRID_SHARD or a 2-D mesh",
             )
 

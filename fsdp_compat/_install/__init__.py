@@ -1,11 +1,11 @@
 """``install()``: programs written for torch.distributed.fsdp run on fsdp_compat.
 
-contents         every module of torch.distributed.fsdp that clients use, and its names
-private_names    what torch's private modules offered, in terms of ours
-modules          module objects in sys.modules, and names that other modules had imported before
-refusals         what cannot be replaced any more
+contents         the modules of torch.distributed.fsdp that clients use, and their names
+private_names    our versions of names in torch's private modules
+modules          puts our modules into sys.modules and wherever torch's were imported before
+refusals         raises if install() comes too late
 torch_internals  parts of torch that compare classes
-client_fixes     defects of clients that make results wrong
+client_fixes     bugs of clients that make results wrong
 log              FSDP_COMPAT_LOG=install
 """
 
@@ -29,12 +29,12 @@ def install(*, fix_clients: bool = True) -> None:
     fix_clients: also fix known bugs of PEFT and Accelerate that make results wrong with any FSDP1,
     in the affected versions only. A later call may enable it.
 
-    With the environment variable ``FSDP_COMPAT_LOG=install`` it is logged (logger
-    "fsdp_compat.install", on stderr) what is replaced, and which private names a program reads.
+    The environment variable ``FSDP_COMPAT_LOG=install`` logs (logger "fsdp_compat.install", on
+    stderr) replacements and the private names that a program reads.
 
     Raises StateError, with nothing changed, if a class was already derived from torch's
     FullyShardedDataParallel, if a model is already sharded by torch, or if this torch is too old.
-    Warns of classes derived from other classes of torch's FSDP. Process groups may exist already.
+    Warns about classes derived from other classes of torch's FSDP.
     """
     global _installed
     with _lock:
@@ -53,9 +53,8 @@ def install(*, fix_clients: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install()``: modules and names are torch's again, also the names that were imported
-    while it was in effect. Models that were wrapped stay as they are. Without ``install()`` it does
-    nothing."""
+    """Revert ``install()``, including for names that were imported since. Wrapped models stay as
+    they are. Does nothing without ``install()``."""
     global _installed
     with _lock:
         if _installed is None:

@@ -1,5 +1,5 @@
-"""Defects of clients that make results wrong with any FSDP1, fixed when the client's module is
-imported, in the affected versions only.
+"""Fixes of client bugs that make results wrong with any FSDP1, applied to the affected versions
+when the client's module is imported.
 
 PEFT saves empty adapters of models whose inner modules are wrapped, and loads nothing into them.
 Accelerate takes the wrapper out of a compiled model when it unwraps it, for good, and saves and

@@ -25,10 +25,10 @@ INSTEAD = {
     "_unshard_param_utils": "FullyShardedDataParallel.summon_full_params",
 }
 
-# Modules that stay torch's: parts of torch need them, and they have nothing of FSDP1.
+# Modules that stay torch's: parts of torch need them, and FSDP1 does not.
 KEPT = ("_fully_shard", "_fsdp_extensions", "_shard_utils")
 
-# Empty, so that torch's files of these names are not loaded beside ours.
+# Empty, so that torch's files of these names are never loaded.
 _EMPTY = (
     *("_debug_utils", "_dynamo_utils", "_exec_order_utils", "_limiter_utils", "_optim_utils"),
     *("_state_dict_utils", "_trace_utils"),

@@ -24,7 +24,7 @@ ROOT = "torch.distributed.fsdp"
 
 _PUBLIC = "public names of torch.distributed.fsdp"
 
-# Parts of torch that need torch's own classes, as they look into them.
+# Parts of torch that need torch's own classes.
 _OF_TORCH = (
     "torch.distributed._composable.replicate_with_fsdp",
     "torch.distributed._tools.fsdp2_mem_tracker",
@@ -79,7 +79,7 @@ class Modules:
                 log.changed("in module %s: %s", name, ", ".join(found))
 
     def remove(self) -> None:
-        """Let imports find torch's again, also where ours were imported meanwhile."""
+        """Let imports find torch's again, including where ours were imported meanwhile."""
         for name, module in self.made.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
@@ -195,7 +195,7 @@ class FsdpModule(types.ModuleType):
         )
         caller = sys._getframe(1)
         if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
-            raise ImportError(text, name=self.__name__)  # of an AttributeError the text is lost
+            raise ImportError(text, name=self.__name__)  # the text of an AttributeError is lost
         raise AttributeError(text)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,7 +222,7 @@ def _reader() -> dict[str, Any]:
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives the module that exists, also when it is reloaded."""
+    """Returns the existing module, even when it is reloaded."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module

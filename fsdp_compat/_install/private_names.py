@@ -1,4 +1,4 @@
-"""What torch's private FSDP modules offered to parts of torch and to clients, in terms of ours."""
+"""Our versions of what torch's private FSDP modules offer to parts of torch and to clients."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def is_flattened(tensor: torch.Tensor) -> bool:
 def named_parameters_with_duplicates(
     module: nn.Module, **options: Any
 ) -> list[tuple[str, nn.Parameter]]:
-    """Also for modules whose ``named_parameters`` does not know ``remove_duplicate``."""
+    """Works for modules whose ``named_parameters`` lacks ``remove_duplicate``, too."""
     try:
         return list(module.named_parameters(remove_duplicate=False, **options))
     except (AssertionError, TypeError):

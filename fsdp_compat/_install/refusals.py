@@ -1,4 +1,4 @@
-"""What ``install()`` cannot replace any more."""
+"""Refuses ``install()`` when it comes too late."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _warn_of_derived_classes(
     )
     if derived:
         warnings.warn(
-            "fsdp_compat.install(): classes that were derived from classes of torch's FSDP before "
-            f"stay as they are, and may not work with fsdp_compat: {', '.join(derived)}. To avoid "
-            "it, call install() earlier, or start the program with python -m fsdp_compat run.",
+            "fsdp_compat.install(): classes derived earlier from classes of torch's FSDP stay as "
+            f"they are, and may not work with fsdp_compat: {', '.join(derived)}. To avoid "
+            "this, call install() earlier, or start the program with python -m fsdp_compat run.",
             stacklevel=3,
         )
 

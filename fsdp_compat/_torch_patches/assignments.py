@@ -1,14 +1,11 @@
 """``module.weight = nn.Parameter(...)`` on a wrapped model copies the value at once, or raises.
 
-With use_orig_params=True an assignment is a write. This rank's part of the value is copied into the
-shard. The existing parameter stays, with its gradient and optimizer state, and takes
-``requires_grad`` of the new one. The new one does not become part of the model: an optimizer that
-holds it raises at its next step. Values of another shape or dtype, tied parameters (the assignment
-might untie them), DTensors, and assignments while the model runs or keeps whole parameters for
-backward raise. With use_orig_params=False every assignment raises. Inside of summon_full_params
-both forms copy a value that fits.
-
-Every rank makes the assignment, and copies its own part of the value that it was given.
+With use_orig_params=True every rank copies its own part of the value into its shard. The existing
+parameter stays, with its gradient and optimizer state, and takes ``requires_grad`` of the new one;
+an optimizer that holds the new one raises at its next step. Values of another shape or dtype, tied
+parameters, DTensors, and assignments while the model runs or is unsharded for backward raise. With
+use_orig_params=False every assignment raises, except that inside summon_full_params both settings
+accept a value that fits.
 
 With use_orig_params=False ``layer.requires_grad_(...)`` inside a unit raises: between steps the
 layer has no parameters, so torch's method would change nothing."""
@@ -129,11 +126,11 @@ def _why_not(
         return ""
     assert unit.runtime is not None
     if unit.runtime.runs:
-        return "an assignment from inside of forward or backward"
+        return "an assignment inside forward or backward"
     if unit.residency is Residency.UNSHARDED:
-        return "an assignment between forward and backward, while the unit stays whole"
+        return "an assignment between forward and backward, while the unit is unsharded"
     if optimizer_patches.is_held(value):
-        return "a parameter that a FullyShardedDataParallel holds already"
+        return "a parameter that already belongs to a FullyShardedDataParallel"
     whole, part = store.local_shape(index), tuple(store.local_part(index).shape)
     shape = part if tuple(value.shape) == part else whole
     return _does_not_fit(store, index, value, (shape, store.dtype))
@@ -168,14 +165,13 @@ def _does_not_fit(
 def _refused(unit: Unit, module: nn.Module, name: str, got: str) -> StateError:
     return StateError.of(
         "A sharded parameter cannot be replaced like this.",
-        expected="with use_orig_params=True, between steps: a Parameter of the whole shape and "
-        "the same dtype, for one that is "
-        "not tied",
+        expected="use_orig_params=True, and between steps a Parameter of the whole shape and the "
+        "same dtype, for one that is not tied",
         got=got,
         where=f"{unit.label}, {type(module).__name__}.{name}",
         fix="write the values in place: `with "
         "FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
-        "parameter.copy_(value)`; what changes a model's structure belongs before wrapping",
+        "parameter.copy_(value)`; change the structure of a model before wrapping",
     )
 
 

@@ -81,8 +81,8 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``ours`` if the argument ``model`` contains a wrapper of ours, else ``original``, which
-    knows the DTensors of ``fully_shard``."""
+    """Call ``ours`` if ``model`` contains one of our wrappers, else ``original``, which handles the
+    DTensors of ``fully_shard``."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:

@@ -1,5 +1,5 @@
-"""The names that the functions of torch.distributed.checkpoint.state_dict use, and the flattened
-form of an optimizer's state dict, whose keys are made of them."""
+"""The names that the functions of torch.distributed.checkpoint.state_dict use, and flattened
+optimizer state dicts, whose keys contain them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..errors import explain
 
 
 class Names:
-    """The names that torch's functions use, which are without the parts of compilers and
-    DistributedDataParallel, and our own."""
+    """Translates between our names and torch's, which lack the prefixes of compilers and
+    DistributedDataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of_module: dict[nn.Module, str] = {}

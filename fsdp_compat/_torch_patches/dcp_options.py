@@ -1,5 +1,5 @@
-"""The options of the functions of torch.distributed.checkpoint.state_dict, and the errors for what
-they cannot mean here."""
+"""The options of the functions of torch.distributed.checkpoint.state_dict, and errors for
+unsupported ones."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from .dcp_options import Options, resolve
 
 @contextlib.contextmanager
 def _form(model: nn.Module, options: Options, model_on_rank0: bool) -> Generator[None, None, None]:
-    """Inside of it, our state dicts have the form that was asked for."""
+    """Give our state dicts the requested form inside the context."""
     if options.full_state_dict:
         kind = StateDictType.FULL_STATE_DICT
         config: Any = FullStateDictConfig(
@@ -71,7 +71,7 @@ def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
     """Finish values that our state dicts pass on unchanged: parameters that no unit manages.
     Collective if one is a DTensor.
 
-    live: the storages of which nothing goes out with ``cpu_offload``, only copies.
+    live: storages whose tensors are copied if ``cpu_offload`` is set.
     """
     if options.full_state_dict and _torch_private.is_dtensor(value):
         value = value.full_tensor()
@@ -307,7 +307,7 @@ def _set_model(model: nn.Module, state: Mapping[Any, Any], options: Options) -> 
 
 
 def _by_names(state: Mapping[Any, Any], names: Names) -> dict[str, Any]:
-    """``state`` may be by modules, too: {module: its state dict}."""
+    """Return values by name; ``state`` may also map modules to their state dicts."""
     found: dict[str, Any] = {}
     for key, value in (state or {}).items():
         if isinstance(key, nn.Module):

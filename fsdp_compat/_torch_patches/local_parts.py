@@ -1,7 +1,7 @@
-"""Let torch.distributed.checkpoint leave out the parts of parameters in local state dicts.
+"""Make torch.distributed.checkpoint leave out the parts of parameters in local state dicts.
 
-It takes tensors for the same on all ranks: it would save one rank's part, and load that into every
-rank's shard. The flat parameters beside them hold the same elements, and are sharded values."""
+It assumes that tensors are equal on all ranks, so it would load one rank's part into every rank's
+shard. The flat parameters in these state dicts hold the same elements as sharded values."""
 
 from __future__ import annotations
 

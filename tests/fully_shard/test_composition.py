@@ -178,7 +178,7 @@ def test_a_checkpoint_saves_what_its_policy_says(
     ("part", "message"),
     [
         (None, "use the module as it is: fully_shard has sharded it"),
-        (2, "apply fully_shard to this module, too"),
+        (2, "apply fully_shard to this module as well"),
     ],
 )
 @on_ranks(1)

@@ -53,7 +53,7 @@ def summon_full_params(
         rank0_only: only rank 0 sees full parameters, the other ranks still see their shards.
             Requires ``writeback=False``; with several ranks, changes on rank 0 are dropped.
         offload_to_cpu: put the full parameters on the CPU.
-        with_grads: expose full gradients, too.
+        with_grads: expose full gradients as well.
 
     Collective: all ranks.
     """

@@ -105,7 +105,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     owned = assign_owners(module, units, settings.ignored_parameters, closed)
     _warn_of_containers(unit for unit, params in owned.items() if params)
     warn_of_large_unit({unit: [each.parameter for each in its] for unit, its in owned.items()})
-    # A policy that chooses the root may well choose nothing in it.
+    # A policy that chooses the root may choose nothing inside it.
     is_chosen = isinstance(module, tuple(getattr(policy, "_module_classes", ())))
     if policy is not None and not (chosen or wrappers or is_chosen):
         _warn_of_policy(module, settings)
@@ -306,7 +306,7 @@ def plan_wrapping(
 
     The choice equals torch's. A module that is registered several times is one unit. If
     ``root_kwargs["mixed_precision"]`` is not None, instances of its `_module_classes_to_ignore`
-    are chosen as well, with ``mixed_precision=None``. A policy function then cannot stop the
+    are also chosen, with ``mixed_precision=None``. A policy function then cannot stop the
     descent, as in torch.
 
     Never chosen, whatever the policy returns:
@@ -376,8 +376,7 @@ def plan_wrapping(
 def _or_instances(
     function: Callable[..., bool], classes: tuple[type[nn.Module], ...]
 ) -> Callable[..., bool]:
-    """Return a policy function that also chooses the instances of ``classes``, wherever they
-    are."""
+    """Return a policy function that also chooses all instances of ``classes``."""
 
     def either(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         chosen = function(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)

@@ -28,7 +28,7 @@ from ...errors import StateError
 from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .settings import Settings
 
-# True while an outer wrapper is being pickled; it has withdrawn the parameters of inner ones, too.
+# True while an outer wrapper, which withdraws the parameters of inner ones, is being pickled.
 _pickling = False
 
 
@@ -125,7 +125,7 @@ def _build(
 def _restore_order(
     module: nn.Module, order: Mapping[str, Sequence[str]], stores: Iterable[FlatStore]
 ) -> None:
-    """Restore the order of parameters: reserve an entry for each missing one in its module."""
+    """Restore the order of parameters by reserving an entry for each missing one."""
     slots = {
         (id(holder), name)
         for store in stores

@@ -1,7 +1,5 @@
-"""The handle of a flat parameter, as torch's FSDP1 has it, for client libraries.
-
-Composer, verl and litgpt read, cast and move parameters through it. Training never calls it, so
-that replacing one of its methods changes nothing there."""
+"""The handle of a flat parameter in torch's FSDP1: Composer, verl and litgpt read, cast and move
+parameters through it. Training never calls it, so replacing its methods has no effect."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def handle_of(own: FlatUnit) -> FlatParamHandle | None:
 
 
 class FlatParamHandle:
-    """Stands for torch's handle of a flat parameter."""
+    """Replaces torch's handle of a flat parameter."""
 
     def __init__(self, own: FlatUnit, store: FlatStore) -> None:
         self._unit, self._store = weakref.ref(own), weakref.ref(store)

@@ -77,7 +77,7 @@ def make_flat_unit(
     optimizer_patches.note(originals, stores)
     for store in stores:
         for param, _ in store.sharded_params:
-            if not isinstance(param, FlatParameter):  # clients recognize those by their class
+            if not isinstance(param, FlatParameter):  # clients recognize FlatParameters by class
                 param.__dict__["_fsdp_flattened"] = True
     groups = [group_around(store, settings, options) for store in stores]
     rendezvous.register(groups)

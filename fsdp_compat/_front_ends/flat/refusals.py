@@ -36,7 +36,7 @@ def refuse_module(module: nn.Module) -> None:
             where="FullyShardedDataParallel(module, ...)",
             fix="use the module as it is: fully_shard has sharded it"
             if is_done
-            else "apply fully_shard to this module, too",
+            else "apply fully_shard to this module as well",
         )
     has_units = any(is_wrapper(child) for child in module.modules())
     if not has_units and next(iter(module.parameters()), None) is None:
@@ -86,8 +86,8 @@ def refuse_unusable(
 
 
 def refuse_ignored_units(given: Any) -> None:
-    """Raise UsageError if a wrapper is among the ignored modules. given: as ``listed`` returns
-    it."""
+    """Raise UsageError if a wrapper is among the ignored modules. given: a list, or
+    an invalid argument."""
     if isinstance(given, list) and any(is_wrapper(item) for item in given):
         raise UsageError.of(
             "A wrapped module cannot be ignored.",

@@ -1,5 +1,5 @@
-"""What the engine and the stores need to know about a unit of FullyShardedDataParallel, and how
-the constructor's keyword arguments are checked and resolved into it."""
+"""The settings of a unit of FullyShardedDataParallel, checked and resolved from the constructor's
+keyword arguments."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
             "device_id", "an int, a torch.device or the name of one, or None", device_id
         ) from error
     if device.type == "meta":
-        # Only the simulated ranks of the backend "fake" can do without values.
+        # Only simulated ranks (backend "fake") work without values.
         if dist.get_backend(group) != "fake":
             raise _wrong_type("device_id", "a device that holds values", device)
         return device

@@ -1,4 +1,5 @@
-"""The records that ``fully_shard`` takes, and the interfaces of a user's own collectives."""
+"""The policies and mesh descriptions that ``fully_shard`` takes, and the interfaces of user-defined
+collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class MixedPrecisionPolicy:
             None: the parameters' own.
         reduce_dtype: of the gradient reduction, and of gradients that are accumulated without one.
             None: ``param_dtype``; from torch 2.15 on the parameters' own.
-        output_dtype: that floating-point outputs of forward are cast to. None: as they are.
+        output_dtype: to which floating-point outputs of forward are cast. None: not cast.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
         param_dtype_override_fn: called once for each parameter when ``fully_shard`` is applied.
             Returns the dtype that this parameter computes in: its original one, ``param_dtype``, or
@@ -69,8 +70,8 @@ class DataParallelMeshDims:
     Several names are flattened into one dimension. Raises UsageError if neither is given.
 
     Attributes:
-        shard: that parameters are sharded over.
-        replicate: that parameters are replicated over.
+        shard: over which parameters are sharded.
+        replicate: over which parameters are replicated.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -204,7 +205,7 @@ _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class Comm(abc.ABC):
-    """A collective of the user, which also provides the buffers that it works on."""
+    """A user-defined collective that allocates its own buffers."""
 
     @abc.abstractmethod
     def allocate(
@@ -214,7 +215,7 @@ class Comm(abc.ABC):
 
 
 class AllGather(Comm):
-    """An all-gather of the user, see ``FSDPModule.set_custom_all_gather``."""
+    """A user-defined all-gather, see ``FSDPModule.set_custom_all_gather``."""
 
     @abc.abstractmethod
     def __call__(
@@ -228,7 +229,7 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of the user, see ``FSDPModule.set_custom_reduce_scatter``."""
+    """A user-defined reduce-scatter, see ``FSDPModule.set_custom_reduce_scatter``."""
 
     @abc.abstractmethod
     def __call__(

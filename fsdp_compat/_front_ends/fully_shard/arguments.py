@@ -52,7 +52,7 @@ class Offload:
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:
-    """Return a mixed-precision policy, of ours or of torch, with its fields checked."""
+    """Return a mixed-precision policy as ours, with its fields checked."""
     policy = as_ours(given, MixedPrecisionPolicy, "mp_policy")
     if policy is None:
         raise wrong_type("mp_policy", "a MixedPrecisionPolicy", given, WHERE)
@@ -72,7 +72,7 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
 
 
 def offload_of(given: Any) -> Offload:
-    """Return what an offload policy, of ours or of torch, says."""
+    """Resolve an offload policy, ours or torch's."""
     bases = {base.__name__ for base in type(given).__mro__}
     if CPUOffloadPolicy.__name__ in bases:
         return Offload(True, truth("CPUOffloadPolicy.pin_memory", given.pin_memory, WHERE))
@@ -112,7 +112,7 @@ def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
         )
     if not 1 <= given <= ranks or ranks % given:
         raise UsageError.of(
-            "The ranks cannot be divided like this.",
+            "reshard_after_forward does not divide the number of ranks.",
             expected=f"a factor of {ranks}, the number of ranks that parameters are sharded over",
             got=repr(given),
             where="argument 'reshard_after_forward' of fully_shard",
@@ -133,7 +133,7 @@ class Placed:
     """Where one parameter is to be sharded."""
 
     dim: int  # of the parameter
-    info: Any  # the mesh information, of ours or of torch: the default's, or that of the answer
+    info: Any  # FSDPMeshInfo, ours or torch's: the default, or that of the answer
     mesh: DataMesh
 
 
@@ -145,7 +145,7 @@ def placed(
 ) -> Placed:
     """Return where ``function`` (shard_placement_fn) puts a parameter.
 
-    default: where it goes without an answer.
+    default: where it goes if the answer is None.
     """
     answer = None if function is None else function(parameter)
     if answer is None:
@@ -351,7 +351,7 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataPar
 
 
 def data_mesh_of(info: Any) -> DataMesh:
-    """Return the mesh that ``info``, a mesh information of ours or of torch, describes."""
+    """Return the mesh that an FSDPMeshInfo, ours or torch's, describes."""
     spmd = None
     if info.dp_mesh_dims is not None:
         names = info.spmd_mesh.mesh_dim_names

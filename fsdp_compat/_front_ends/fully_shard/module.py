@@ -267,7 +267,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: collectives always sum, and divide apart from that."""
+        """Accepted for compatibility: collectives always sum, and division is separate."""
         truth("enable", enable, "set_force_sum_reduction_for_comms")
 
     def set_all_reduce_hook(
@@ -280,8 +280,8 @@ class FSDPModule:
         and may change it in place: after division and, on a 2-D mesh, after the all-reduce.
         Parameters that no rank has used get gradients of zeros then.
 
-        stream: that it runs on; not on a 2-D mesh. None: on devices with streams, the one that
-        reduces gradients, beside computation.
+        stream: the stream that the hook runs on; not supported on a 2-D mesh. None: on devices with
+        streams, the one that reduces gradients.
         """
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_all_reduce_hook")
@@ -309,14 +309,14 @@ class FSDPModule:
     # -- collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Let ``comm`` allocate the buffers of this module's all-gathers, and run these."""
+        """Let ``comm`` run this module's all-gathers, and allocate their buffers."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_all_gather")
         _require_comm(comm, "an AllGather", "set_custom_all_gather")
         state.conduct.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Let ``comm`` allocate the buffers of this module's reduce-scatters, and run these."""
+        """Let ``comm`` run this module's reduce-scatters, and allocate their buffers."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_reduce_scatter")
         _require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
@@ -370,7 +370,7 @@ class FSDPModule:
                 expected="a module that fully_shard was applied to",
                 got=f"a {type(self).__name__} without them",
                 where=type(self).__name__,
-                fix="build the module anew, and apply fully_shard to it",
+                fix="build a new module, and apply fully_shard to it",
             )
         return state
 
@@ -389,7 +389,7 @@ class FSDPModule:
         return states_in(module.modules() if recurse else [module])
 
 
-# -- checks of their arguments and of the moment
+# -- checks of arguments and of the moment
 
 
 def _require_root(state: ShardedModules, call: str) -> None:
@@ -399,7 +399,7 @@ def _require_root(state: ShardedModules, call: str) -> None:
             expected="a call on the outermost sharded module",
             got=f"a call on {state.label}",
             where=call,
-            fix="call it on the module that the forward of the whole model begins with",
+            fix="call it on the module whose forward runs the whole model",
         )
 
 
@@ -431,11 +431,11 @@ def _require_finalizable(root: ShardedModules, states: Iterable[ShardedModules])
 def _require_one_mesh(state: ShardedModules, where: str) -> None:
     if not state.has_one_mesh:
         raise UsageError.of(
-            "The parameters of the module lie on several meshes.",
+            "The module's parameters are on several meshes.",
             expected="a module whose parameters are on one mesh",
             got="other meshes from shard_placement_fn",
             where=where,
-            fix="apply fully_shard to the modules with these parameters apart",
+            fix="apply fully_shard separately to the modules with these parameters",
         )
 
 

@@ -1,5 +1,5 @@
-"""What one call of ``fully_shard`` will make: everything is checked and decided here, and nothing
-has changed yet."""
+"""The plan of one call of ``fully_shard``: everything is checked and decided before anything
+changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlannedStore:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call will make."""
+    """What a call of ``fully_shard`` will make."""
 
     managed: Managed
     mesh: DataMesh  # of parameters that shard_placement_fn puts nowhere else
@@ -77,7 +77,7 @@ class Plan:
     allow_unused_units: bool
 
     def without_parameters(self) -> Plan:
-        """Return what is still needed when the stores were made."""
+        """Return what is still needed once the stores exist."""
         managed = dataclasses.replace(self.managed, params=(), buffers=())
         return dataclasses.replace(self, managed=managed, stores=())
 
@@ -218,7 +218,7 @@ def _stores(
     default: Placed,
     policy: MixedPrecisionPolicy,
 ) -> list[PlannedStore]:
-    """Return the parameters by what they can share a store with, in order of first appearance."""
+    """Group the parameters into stores, in order of first appearance."""
     infos: dict[tuple[object, ...], Placed] = {}  # by the process groups of a mesh
     stores: dict[object, PlannedStore] = {}
     for param in params:
@@ -245,7 +245,7 @@ def _stores(
 def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Placed]) -> Placed:
     """Return ``placed`` with the one DataMesh that all parameters on its process groups share.
 
-    infos: the first placement on each, is added to.
+    infos: the first placement on each; updated here.
     """
     mesh = placed.mesh
     groups = tuple(
@@ -255,9 +255,9 @@ def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Plac
     first = infos.setdefault(groups, placed)
     if first.info is not placed.info:
         raise UsageError.of(
-            "shard_placement_fn gave two mesh informations with the same process groups.",
+            "shard_placement_fn returned two FSDPMeshInfos with the same process groups.",
             expected="one FSDPMeshInfo object for all parameters on a mesh",
-            got=f"another one for {name!r} than for an earlier parameter",
+            got=f"another object for {name!r} than for an earlier parameter",
             where="argument 'shard_placement_fn' of fully_shard",
             fix="make each FSDPMeshInfo once, outside the function",
         )

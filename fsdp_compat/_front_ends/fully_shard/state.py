@@ -54,7 +54,7 @@ class _OwnStore(typing.NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class ShardedModules:
-    """The modules of one call, their parameters, and what the user has set for them."""
+    """The modules of one call, their parameters, and the settings of the user."""
 
     modules: tuple[nn.Module, ...]
     plan: Plan
@@ -62,8 +62,8 @@ class ShardedModules:
     stores: list[_OwnStore] = dataclasses.field(default_factory=list)
     unit: Unit | None = None  # made at the first use
     runtime: Runtime | None = None  # of the root that was used first, or of one around it
-    is_dirty: bool = False  # the stores must look whether parameters were replaced
-    # The user has not said whether to reshard after forward: all but the root do.
+    is_dirty: bool = False  # parameters may have been replaced
+    # reshard_after_forward=None: all but the root reshard.
     is_auto: bool = False
     finalizes_by_hand: bool = False  # of the root: the end of backward reduces nothing
     max_inflight_reductions: int = 0  # of the root: see RuntimeOptions
@@ -135,8 +135,8 @@ class ShardedModules:
         return self.unit
 
     def follow_params(self) -> bool:
-        """Let the stores follow parameters that were replaced or changed. Returns True if the unit
-        must be made anew."""
+        """Let the stores follow replaced or changed parameters. Returns True if a new unit is
+        needed."""
         changed = [self._take_extensions()]
         return any(changed + [own.store.adopt() for own in self.stores])
 
@@ -181,7 +181,7 @@ class ShardedModules:
         dtype, policy = own.store.dtype, self.plan.policy
         if not isinstance(own.store, ExtensionStore):
             return precision_of(dtype, own.gather_dtype, policy)
-        # Bytes travel, whatever the dtype of the values and their gradients.
+        # Bytes are sent, whatever the dtype of the values and gradients.
         values = precision_of(own.store.reduce_form().dtype, own.gather_dtype, policy)
         return dataclasses.replace(values, gather=dtype)
 
@@ -218,12 +218,12 @@ class ShardedModules:
             )
 
     def ready_runtime(self) -> Runtime:
-        """Return the runtime that runs these modules. Without one, they become the root of a new
-        one, with all sharded modules in them. Collective then."""
+        """Return the runtime of these modules. Without one, they become the root of a new runtime
+        for all sharded modules in them; collective then."""
         if self.runtime is not None and not self.runtime.stale:
             return self.runtime
         made = self._outermost._make_runtime()
-        if self.runtime is not made:  # taken out of the root's modules since
+        if self.runtime is not made:  # no longer among the root's modules
             made = self._make_runtime()
         return made
 
@@ -300,7 +300,7 @@ class ShardedModules:
 
     @property
     def _state_ctx(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(all_states=())  # whose gradients it would reduce one by one
+        return types.SimpleNamespace(all_states=())  # torch would reduce the gradients of each
 
     def _root_post_backward_final_callback(self) -> None:
         """Collective. Reduce the gradients that the backwards have left, and reshard."""
@@ -346,7 +346,7 @@ class ShardedModules:
         put_rows_in(state_dict, prefix, module, [own.store for own in self.stores])
 
     def look_again(self) -> None:
-        """Parameters may have been replaced: follow that at the next use."""
+        """Follow parameters that may have been replaced, at the next use."""
         self.is_dirty = True
         if self.runtime is not None:
             self.runtime.stale = True

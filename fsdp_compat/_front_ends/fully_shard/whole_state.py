@@ -1,5 +1,5 @@
-"""Whole values in the state dicts of sharded modules: taken where the state dict type of the
-modules is set so, and loaded in any case."""
+"""Full values in the state dicts of sharded modules: returned if FULL_STATE_DICT is set, and always
+loadable."""
 
 from __future__ import annotations
 

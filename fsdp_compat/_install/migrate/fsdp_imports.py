@@ -22,8 +22,8 @@ _NAME = re.compile(r"torch\.distributed\.(fsdp|_composable\.fsdp)(\.\w+)*")
 _CODE = re.compile(r"(from|import)\s+torch\.distributed\.(fsdp|_composable\.fsdp)\b")
 _PARENTS = {"torch", FSDP.rpartition(".")[0], IN_PLACE.rpartition(".")[0]}
 
-_NOT_HERE = "fsdp_compat has no such name, or it is assigned to, and torch's own does not know our \
-classes; replace it, or leave the program as it is and start it with: python -m fsdp_compat run"
+_NOT_HERE = "fsdp_compat has no such name, or it is assigned to; replace it, or start \
+the unchanged program with: python -m fsdp_compat run"
 
 # Chains that begin with the name that an import binds: what that is, and what the chain is.
 Uses = dict[ast.alias, list[tuple[Chain, str, str]]]
@@ -181,7 +181,7 @@ def is_of_fsdp(name: str) -> bool:
 
 
 def is_module(name: str) -> bool:
-    """True for the name of our package, or of one of its modules that torch has, too."""
+    """True for the name of our package, or of one of its modules that torch also has."""
     return name in {PACKAGE, *(f"{PACKAGE}.{each}" for each in _MODULES)}
 
 

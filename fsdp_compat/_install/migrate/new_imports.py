@@ -12,7 +12,7 @@ PACKAGE = "fsdp_compat"
 
 
 class Imports:
-    """Names of ours that a file uses after the migration."""
+    """Our names that a file uses after the migration."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -1,7 +1,7 @@
 """What a function does with a model that it has wrapped: saving, loading, clipping, generating.
 
-Only the function that wraps a model is looked at. What may concern the model elsewhere is reported:
-the module inside of a model, an optimizer's state, state dicts under a condition."""
+Only the function that wraps a model is looked at. Possible uses elsewhere are reported:
+the module inside a model, optimizer state, state dicts under a condition."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CLASSES = {
     "ZeroRedundancyOptimizer": "use the optimizer in it",
 }
 _REGISTER = "register_fsdp_forward_method"
-_INSIDE = "the module inside of a wrapped model has only this rank's part of the parameters"
+_INSIDE = "the module inside a wrapped model has only this rank's part of the parameters"
 _ON_ALL = "on all ranks, above any condition"
 
 
@@ -86,7 +86,7 @@ class Uses:
         """Report calls that do not work beside FSDP, and give advice on those that do."""
         what, names = dotted(call.func), self._source.imported(call.func)
         if names & _CLIP and call.func not in self._imports.replaced:
-            why = "torch's function clips sharded gradients, too, if all ranks call it; it can stay"
+            why = "torch's function also clips sharded gradients if all ranks call it; it can stay"
             self._source.note(call, what, why)
         for name in names:
             fix = _CLASSES.get(name.rpartition(".")[2]) if name.startswith("torch.") else None
@@ -279,7 +279,7 @@ class Uses:
             at = rest.index("module")
             self._inside(chain, call, ".".join([first, *rest[:at]]), rest[at + 1 :], None)
         elif "grad" in rest and rest[-1] in _OF_VALUES:
-            why = "outside of backward each rank has its part of a gradient; sum over the ranks"
+            why = "outside backward each rank has only its part of a gradient; sum over the ranks"
             self._source.leave(chain, dotted(chain), why)
         elif call is not None and rest:
             self._unknown_state(call, rest[-1], ".".join([first, *rest[:-1]]))
@@ -309,7 +309,7 @@ def _is_optimizer(source: Source, value: ast.AST | None) -> bool:
 
 
 # -- Conditions that may hold on some ranks only. The rank is whatever is called ``...rank``. For a
-# state dict, which programs save on one rank, other conditions count, too, except for comparisons
+# state dict, which programs save on one rank, other conditions count as well, but not comparisons
 # that are not with zero: ``if is_main():`` and ``if device == 0:``, but not ``if epoch % 5 == 0:``.
 
 

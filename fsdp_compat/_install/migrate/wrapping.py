@@ -51,7 +51,7 @@ def wrap_models(source: Source, imports: Imports) -> list[Model]:
         if len(rewritten) == len(calls) and not isinstance(source.parent(use), ast.ClassDef):
             _rename(source, use, imports)
         else:
-            why = "it is not known whether this means a model that was rewritten; compare with"
+            why = "it is unknown whether this means a rewritten model; compare with"
             source.leave(use, dotted(use), f"{why}, or use, {fsdp(imports)}")
     return [_model(source, call) for call in rewritten]
 
@@ -75,7 +75,7 @@ def _model(source: Source, call: ast.Call) -> Model:
         module = module.func.value if isinstance(module.func, ast.Attribute) else None
     name, inner = dotted(target), dotted(module)
     if not name:
-        why = "it is returned or stored here, and not followed; look at its optimizer and its state"
+        why = "it is returned or stored here, and not followed; check its optimizer and state dicts"
         source.note(call, "the wrapped model", why)
     statement = source.nearest(call, ast.stmt)
     assert statement is not None

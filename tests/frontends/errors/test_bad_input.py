@@ -568,15 +568,15 @@ m.clip_grad_norm_(nan) | max_norm; nan
 m.clip_grad_norm_(-1.0) | max_norm; -1.0
 m.clip_grad_norm_(True) | max_norm; True
 m.clip_grad_norm_(1j) | max_norm; 1j
-m.clip_grad_norm_(ones(2)) | max_norm; tensor
-m.clip_grad_norm_(torch.tensor(1j)) | max_norm; tensor
+m.clip_grad_norm_(ones(2)) | max_norm; Tensor
+m.clip_grad_norm_(torch.tensor(1j)) | max_norm; Tensor
 m.clip_grad_norm_(10**400) | max_norm
 m.clip_grad_norm_(1.0, 0) | norm_type; 0
 m.clip_grad_norm_(1.0, -2.0) | norm_type; -2.0
 m.clip_grad_norm_(1.0, nan) | norm_type; nan
 m.clip_grad_norm_(1.0, "2") | norm_type; '2'
 m.clip_grad_norm_(1.0, None) | norm_type; None
-m.clip_grad_norm_(1.0, ones(2)) | norm_type; tensor
+m.clip_grad_norm_(1.0, ones(2)) | norm_type; Tensor
 m.clip_grad_norm_(1.0, [2.0]) | norm_type; [2.0]
 m.clip_grad_norm_(1.0, "fro") | norm_type; 'fro'
 m.clip_grad_norm_(1.0, -inf) | norm_type; -inf
