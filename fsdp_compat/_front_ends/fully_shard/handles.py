@@ -9,12 +9,18 @@ from ..._engine.unit import Residency, Unit
 class UnshardHandle:
     """Returned by ``FSDPModule.unshard(async_op=True)``."""
 
+    def wait(self) -> None:
+        """Make the unsharded parameters readable, and show them in the modules. Collective."""
+
+
+class UnitHandle(UnshardHandle):
+    """The handle of one unit."""
+
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable, and show them in the modules. A second call does
-        nothing. Collective."""
+        """See UnshardHandle. A second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is None:
             return

@@ -27,7 +27,7 @@ from ...errors import (
     wrong_type,
 )
 from .api import AllGather, ReduceScatter
-from .handles import GradientReductionHandle, UnshardHandle
+from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
 
@@ -124,7 +124,7 @@ class FSDPModule:
             unit.reshard()
         unit.unshard()
         state.conduct.pinned = True
-        handle = UnshardHandle(unit)
+        handle = UnitHandle(unit)
         if async_op:
             return handle
         handle.wait()
