@@ -20,11 +20,8 @@ _States = dict[nn.Parameter, Mapping[Any, Any]]
 
 
 def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
-    """Return the optimizer's states by parameter. Parameters without state get what the first step
-    would create, tried out once for those that are alike.
-
-    Raises StateError if that step fails.
-    """
+    """Return the optimizer's states by parameter; for parameters without state, what the first step
+    would create, tried once for all that are alike. Raises StateError if that step fails."""
     states: _States = {}
     alike: dict[object, list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -40,12 +37,10 @@ def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
 
 
 def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
-    """Return what an optimizer without state would make in its first step, by parameter, with no
-    step counted yet.
+    """Return what the first step of an optimizer without state would create, by parameter, with no
+    step counted.
 
-    Gradients and weight decay of that step are zero. If it fails, a warning says so, and the answer
-    is empty.
-    """
+    Gradients and weight decay of that step are zero. If it fails, warn and return nothing."""
     trainable = [p for p in ownership.numbers if p.requires_grad and not ownership.is_vacant(p)]
     try:
         states = _after_one_step(ownership, optimizer, trainable)
@@ -89,8 +84,7 @@ def _tried_alone(
 def _after_one_step(
     ownership: ParamOwnership, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, dict[Any, Any]]:
-    """Return the states of a copy of the optimizer that made one step with zero gradients on copies
-    of ``parameters`` alone."""
+    """Return a copied optimizer's states after one step with zero gradients on copies."""
     optimizer = _innermost(optimizer)
     stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
     left_out = nn.Parameter(torch.empty(0))

@@ -28,15 +28,15 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the state dict type of all units in ``module``, which need not be a unit itself. Returns
-    the previous settings: where some modules are wrapped, theirs."""
+    """Set the state dict type of all units in ``module``, which need not be a unit itself, and
+    return the previous settings; of a mixed model, those of the wrapped modules."""
     require_module(module, "set_state_dict_type")
     kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
     if kind is None:
         raise wrong_type("state_dict_type", "a StateDictType", kind, "set_state_dict_type")
     if kind is StateDictType.LOCAL_STATE_DICT and any(map(is_lazy, module.modules())):
         raise UsageError.of(
-            "There are no local state dicts of modules that fully_shard was applied to.",
+            "Modules that fully_shard was applied to have no local state dicts.",
             expected="SHARDED_STATE_DICT or FULL_STATE_DICT",
             got=kind.name,
             where="set_state_dict_type(module, state_dict_type)",
@@ -61,8 +61,7 @@ def set_state_dict_type(
 
 
 def _require_config(name: str, given: Any, kind: type, units: Sequence[ModelUnit]) -> None:
-    """Raise UsageError for a configuration that is not a ``kind``, or that wants DTensors without a
-    mesh."""
+    """Raise UsageError unless it is a ``kind``, with a mesh if it wants DTensors."""
     where = f"set_state_dict_type(..., {name})"
     for field in dataclasses.fields(given):
         truth(f"{name}.{field.name}", getattr(given, field.name), "set_state_dict_type")
@@ -96,8 +95,7 @@ def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the state dict settings of the units in ``module``; raises UsageError if they differ
-    or if there are no units."""
+    """Return the one state dict type of all units; raises UsageError if there is none."""
     require_module(module, "get_state_dict_type")
     return _one_form(model_units_in(module), module)
 
@@ -107,9 +105,10 @@ def _one_form(units: Sequence[ModelUnit], module: nn.Module) -> StateDictSetting
     if not forms or any(settings != forms[0] for settings in forms):
         kinds = sorted({settings.state_dict_type.name for settings in forms})
         raise AssertedUsageError.of(
-            "The module does not have one state dict type.",
-            expected="at least one unit in the module, all with the same state dict type and "
-            "configurations",
+            "The units of this module have different state dict types."
+            if forms
+            else "The module has no units.",
+            expected="units with the same state dict type and configurations",
             got=f"{len(forms)} units with the types {kinds}",
             where=type(module).__name__,
             fix="call FullyShardedDataParallel.set_state_dict_type(module, ...)",

@@ -1,5 +1,5 @@
-"""Loading the state dict of a wrapper, and all that is below it: checked as a whole before anything
-changes, from every rank or from rank 0 alone."""
+"""Loading the state dict of a wrapper and all below it: checked as a whole before anything changes,
+from every rank or from rank 0 alone."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ def _without_ddp_prefix(inner: nn.Module, state_dict: Any) -> Any:
 
 
 def _groups_to_gather(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the groups whose values in a state dict are sharded in another way than the groups. The
-    first sharded value of a group decides."""
+    """Yield the groups whose first sharded value is sharded in another way."""
     for named in units_of(module) if any(map(is_sharded, state_dict.values())) else ():
         for group in named.unit.groups if not named.unit.summoned else ():
             for index, member in enumerate(store_of(group).orig_params):
@@ -125,8 +124,7 @@ def follow_loading(wrapper: nn.Module) -> None:
 
 
 def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load this unit's parameters out of ``state_dict``, and rename the rest for the wrapped
-    module."""
+    """Load this unit's parameters, and rename the rest for the wrapped module."""
     own = registered_unit(wrapper)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         clean = prefix + clean_name(key[len(prefix) :])
@@ -148,8 +146,8 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *r
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
-    """Report names before wrapping, and no sharded forms of parameters. The outermost wrapper
-    cleans the names: it has to recognise its own sharded forms in inner modules (ties) before."""
+    """Report names before wrapping, without sharded forms of parameters. Only the outermost wrapper
+    cleans names: before that it has to recognise its sharded forms in inner modules (ties)."""
     own = registered_unit(wrapper)
     own.unit.view.in_state_dict = False
     if own.unit.buffers is not None:
@@ -181,7 +179,7 @@ def _refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
     """Raise CheckpointError, before anything changes, if a parameter's value is missing
-    (``strict``) or cannot be its value. model: a unit, or a module around units."""
+    (``strict``) or does not fit. model: a unit, or a module around units."""
     missing: list[str] = []
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
@@ -222,10 +220,9 @@ def _refuse_values(
 
 
 def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return what a module's state dict holds beside the units' parameters, by clean name.
+    """Return what a state dict holds beside the units' parameters, by clean name.
 
-    None for extra state, and for an entry of a module whose class loads in its own way.
-    """
+    None for extra state, and for modules whose class loads in its own way."""
     return {
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
@@ -233,8 +230,7 @@ def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """True if no module's own method or hook changes keys, so that missing and unknown keys can be
-    reported before loading."""
+    """True if no method or hook changes keys: missing and unknown ones can be reported first."""
     return all(
         not loads_in_own_way(child)
         and all(
@@ -300,8 +296,8 @@ class _UnitPlan:
             self.loads.append(functools.partial(_load_params, group, values, own.takes_parts))
 
     def load_out_of(self, entries: MutableMapping[str, Any]) -> None:
-        """Take the unit's entries, and copy this rank's parts into its shards; nothing if a value
-        does not fit. Collective if a value is sharded in another way, or is `Rank0Value`."""
+        """Take the unit's entries, and copy this rank's parts into its shards, if all fit.
+        Collective if a value is sharded in another way, or is a `Rank0Value`."""
         for key in self.keys:
             del entries[key]
         with torch.no_grad():
@@ -375,8 +371,7 @@ def _wrong_flat(
 
 
 def _is_part_of(flat: torch.Tensor, value: Any, place: Interval) -> bool:
-    """True if ``value`` holds what this rank's shard of a flat parameter, which fits the unit, has
-    of the parameter at ``place``."""
+    """True if ``value`` is this rank's part of the parameter at ``place`` in a flat one."""
     first, shard = 0, torch.empty(0, dtype=dtype_of(flat))
     if isinstance(flat, ShardedTensor) and (own := flat.local_shards()):
         first, shard = own[0].metadata.shard_offsets[0], own[0].tensor.detach()
@@ -400,8 +395,7 @@ def _other_layout(key: str, here: str) -> str:
 
 
 def _wrong(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-    """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; [] if it can. A
-    lazy value stays lazy."""
+    """Say why ``value`` cannot be loaded into such a tensor; []: it can. It may stay lazy."""
     if isinstance(value, Rank0Value):  # the first rank has looked at it
         return []
     got = shape_of(value) if is_tensor(value) else shape
@@ -425,8 +419,7 @@ def is_on(settings: StateDictSettings) -> bool:
 
 
 def follow(module: nn.Module) -> None:
-    """Let a module that is not a unit, but contains units that load from rank 0, complete the state
-    dict that is loaded; or let it no longer."""
+    """Hook a module around units that load from rank 0, to complete its dict; or unhook it."""
     is_wanted = model_unit_of(module) is None and any(
         is_on(unit.form) for unit in model_units_in(module)
     )
@@ -457,12 +450,11 @@ def _before_load_around(
 
 def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
     """Return the state dict for this rank to load, with values from rank 0 on ranks without one;
-    ``given`` as it is if all ranks have one, or none has.
+    ``given`` if all ranks have one, or none has.
 
     A unit's parameters are sent when the unit is loaded (`Rank0Value`), so that only one unit is in
     memory at a time; other tensors one by one: unless ``assign``, into the model's own memory.
-    Collective. Raises CheckpointError, on all ranks and before anything changes, for a bad dict.
-    """
+    Collective. Raises CheckpointError, on all ranks and before anything changes, for a bad dict."""
     units, own = model_units_in(model), model_unit_of(model)
     rendezvous.require_all_ranks(
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
@@ -519,8 +511,8 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
 
 
 def _outlined(given: Mapping[str, Any], managed: Collection[str], label: str) -> tuple[Any, Any]:
-    """Return (a state dict without lazy values of unmanaged entries, what rank 0 tells of it: the
-    entries, with stand-ins for tensors, and the metadata)."""
+    """Return (a state dict without lazy values of unmanaged entries, what rank 0 tells of it:
+    entries with stand-ins for tensors, and the metadata)."""
     found, told = dict[str, Any](given), dict[str, Any](given)
     for key, value in given.items():
         if isinstance(value, torch.Tensor) and is_sharded(value):

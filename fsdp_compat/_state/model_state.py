@@ -1,6 +1,5 @@
-"""The state dict of a wrapper and all that is below it, full, sharded or local.
-
-A form chooses keys and tensor types; it has no gathering of its own."""
+"""The state dict of a wrapper and all below it: full, sharded or local. A form chooses keys and
+tensor types; it does not gather by itself."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def _arguments(destination: Any = None, prefix: Any = "", keep_vars: Any = False
 def _taken(
     wrapper: nn.Module, own: ModelUnit, destination: Any, prefix: str, keep_vars: bool
 ) -> dict[str, Any]:
-    """Let torch collect the state dict, and put the entries of the unit's parameters in place of
-    their sharded form."""
+    """Let torch collect the state dict, and replace the sharded form of parameters by entries."""
     described: dict[str, Any] = getattr(destination, "_metadata", {})
     first, first_described = len(destination), len(described)
     own.unit.view.in_state_dict = True
@@ -114,8 +112,8 @@ def _taken(
 def _values_beside(
     wrapper: nn.Module, own: ModelUnit, collected: dict[str, Any], base: str, keep_vars: bool
 ) -> dict[str, Any]:
-    """Return the entries beside the unit's own parameters by clean name, finished: those of inner
-    units, and the unmanaged ones of this unit's modules, of which the filter chooses."""
+    """Return the finished entries beside the unit's own parameters, by clean name: those of inner
+    units, and this unit's unmanaged ones that the filter chooses."""
     # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
     # the inner wrapper has cleaned their names.
     parts = {base + clean_name(key) for key in sharded_keys(wrapper, own.unit)}
@@ -144,9 +142,9 @@ def _values_beside(
 
 
 def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The keys under which the modules hold, or miss, the unit's parameters in their sharded form:
-    none while the unit is summoned. Activation checkpointing's wrapper takes itself out of the
-    names at one time and not at another: both are here."""
+    """The keys under which the modules hold, or miss, the unit's parameters in sharded form; none
+    while summoned. Activation checkpointing's wrapper is in some names and not in others: both are
+    here."""
     if unit.summoned:
         return set()
     keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}
@@ -154,8 +152,7 @@ def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
 
 
 def unmanaged_state(model: nn.Module) -> dict[str, Any]:
-    """Return what a state dict of the model holds beside the parameters of units, by clean name:
-    what the modules' own methods and hooks make of it. Nothing is sent."""
+    """Return what modules save beside the parameters of units, by clean name. Sends nothing."""
     managed = managed_names(model)
     form = default_form(StateDictType.LOCAL_STATE_DICT)
     # Not every parameter of a unit has a local form.
@@ -198,8 +195,7 @@ def _compact(value: Any) -> Any:
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
-    """Return the clean names of the parameters that are wanted, by index. prefixes: of the names;
-    several where modules hold the unit under several names."""
+    """Return the wanted names of parameters by index, under each of the unit's prefixes."""
     trainable = {
         index: param.requires_grad for param, indices in store.sharded_params for index in indices
     }
@@ -212,12 +208,10 @@ def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[
 
 
 class _Gathered:
-    """Some of a group's parameters, whole. One gather brings them; where only some are wanted, only
-    those travel."""
+    """Some of a group's parameters, whole, from one gather that sends only the wanted ones."""
 
     def __init__(self, group: Group, indices: Sequence[int]) -> None:
-        """Collective: all ranks ask for the same. So is taking one, where parameters are
-        DTensors."""
+        """Collective: all ranks ask for the same. So is taking one, if parameters are DTensors."""
         self._store = store = store_of(group)
         self._wholes: Sequence[torch.Tensor] = []
         self._runs: dict[int, tuple[torch.Tensor, ...]] = {}  # by index, where only some travel
@@ -253,8 +247,8 @@ class _Gathered:
 def _gathered(
     groups: Iterable[Group], prefixes: Sequence[str], wanted: Wanted
 ) -> Iterator[tuple[list[str], _Gathered, int]]:
-    """Yield (names, gathered parameters, the index of one of them) for all that is wanted. Whoever
-    drops what was gathered holds one group at a time. Collective: all ranks, to the end."""
+    """Yield (names, gathered parameters, the index of one) for all that is wanted, one group in
+    memory at a time if the caller drops it. Collective: all ranks, to the end."""
     for group in groups:
         if names := _chosen(store_of(group), prefixes, wanted):
             gathered = _Gathered(group, list(names))
@@ -265,8 +259,8 @@ def _gathered(
 
 def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, copy of the whole tensor) of a unit's parameters, one group gathered at a time;
-    nothing on ranks that are to have none. A tied parameter comes under all its names, with one
-    tensor. Collective: all ranks, to the end."""
+    nothing on ranks that keep none. A tied parameter comes under all its names. Collective: all
+    ranks, to the end."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
@@ -280,9 +274,9 @@ def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tenso
 def gathered_unit(
     unit: Unit, prefixes: Sequence[str], wanted: Wanted
 ) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
-    """Return (names, what gives the whole parameter, a copy on the CPU) for what is wanted of a
-    unit; all groups are gathered, and held by what is returned. Collective, and so is what gives
-    parameters that are DTensors."""
+    """Return (names, function that returns the whole parameter, a copy on the CPU) for what is
+    wanted of a unit. All groups are gathered, and held by the result. Collective, and so are the
+    functions for DTensors."""
     return [
         (names, functools.partial(gathered.copy, index, torch.device("cpu")))
         for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
@@ -290,9 +284,9 @@ def gathered_unit(
 
 
 def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value with this rank's part) of a unit's parameters: boxes, and nothing is sent;
-    with a mesh DTensors, copies, and this is collective: all ranks, to the end, one group gathered
-    at a time."""
+    """Yield (name, value with this rank's part) of a unit's parameters: boxes, for which nothing is
+    sent, or with a mesh DTensors, copies. These are collective: all ranks, to the end, one group
+    gathered at a time."""
     config: Any = own.form.state_dict_config
     for group in own.unit.groups:
         if own.device_mesh is None or group.shard.ranks == 1:
@@ -309,8 +303,8 @@ def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.T
 def _shard_entries(
     own: ModelUnit, group: Group, prefix: str, as_views: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the boxes of one group's parameters. They are copies, no larger than themselves;
-    ``as_views``: they view the shard, unless they go to the CPU or some parameters are left out."""
+    """Yield the boxes of one group's parameters, as compact copies; ``as_views``: views of the
+    shard, unless they go to the CPU or some parameters are left out."""
     store, to_cpu = store_of(group), own.form.state_dict_config.offload_to_cpu
     is_view = as_views and not to_cpu and own.wanted is everything
     for index, names in _chosen(store, [prefix], own.wanted).items():
@@ -324,10 +318,10 @@ def _shard_entries(
 
 
 def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold
-    anything wanted; with use_orig_params=True first (name of a parameter, this rank's elements of
-    it), which share the memory: views of the shard, or of a copy on the CPU or with a filter. Where
-    one rank holds all, parameters come under their own names, as in torch. Nothing is sent."""
+    """Yield (name of a flat parameter, this rank's shard of it) where anything in it is wanted;
+    with use_orig_params=True first (name of a parameter, this rank's elements), which share the
+    memory: views of the shard, or of a copy on the CPU or with a filter. If one rank holds all,
+    parameters have their own names, as in torch. Nothing is sent."""
     to_cpu = own.form.state_dict_config.offload_to_cpu
     for flat_name, group, section in named_sections(own.unit):
         store = store_of(group)
@@ -338,7 +332,7 @@ def _local_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Ten
             continue
         if store.parallel[0] is not None:
             raise UsageError.of(
-                "There is no local state dict of tensor-parallel parameters.",
+                "Tensor-parallel parameters have no local state dict.",
                 expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
                 got=f"LOCAL_STATE_DICT, and a DTensor {clean_name(store.orig_params[0].name)!r}",
                 where=own.unit.label,

@@ -1,12 +1,11 @@
-"""Checks that the optimizers of all ranks hold the same parameters. Ranks exchange what theirs
-holds before anything is gathered or sent.
+"""Checks that the optimizers of all ranks hold the same parameters, before anything is gathered or
+sent.
 
-At first each rank takes for granted that it treats parameters of which it has no element as the
-others do. Then the facts of all ranks are usually equal, and a digest is enough. Only if they
-differ the ranks exchange the exact facts.
+First each rank describes parameters of which it has no element like the others; then all facts are
+usually equal, and a digest is enough. Only if they differ are exact facts exchanged.
 
-Optimizers may hold their parameters in different orders, and may lack parameters that their rank
-has no part of. Any other difference raises the same error on all ranks."""
+Optimizers may order their parameters differently, and lack parameters that their rank has no part
+of. Any other difference raises the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -66,11 +65,9 @@ def require_alike(
     *,
     unmanaged: bool,
 ) -> None:
-    """Raise UsageError unless the exact facts of all ranks match. All ranks come to the same
-    result.
+    """Raise UsageError, alike on all ranks, unless the exact facts of all ranks match.
 
-    by_rank: by global rank. unmanaged: whether to compare parameters that no unit manages, too.
-    """
+    by_rank: by global rank. unmanaged: also compare parameters that no unit manages."""
     different = _other_size(groups, by_rank) or _missing(ownership, groups, by_rank)
     own = by_rank[global_rank()].unmanaged
     others = [rank for rank, facts in by_rank.items() if facts.unmanaged != own]
@@ -103,8 +100,7 @@ def _other_size(groups: Sequence[Group], by_rank: Mapping[int, OptimizerFacts]) 
 def _missing(
     ownership: ParamOwnership, groups: Sequence[Group], by_rank: Mapping[int, OptimizerFacts]
 ) -> str:
-    """Describe the first parameter that some optimizers hold, and others do not although their
-    ranks have elements of it; "" if there is none."""
+    """Describe the first parameter that is missing where its rank has elements of it, or ""."""
     marks = zip(*(facts.held for facts in by_rank.values()), strict=False)
     found = [(number, its) for number, its in enumerate(marks) if "+" in its and "-" in its]
     if not found:

@@ -1,5 +1,5 @@
-"""The calls for optimizer state that `FullyShardedDataParallel` has. The six older ones, which
-newer releases of torch remove one by one, run the same algorithm."""
+"""The calls for optimizer state of `FullyShardedDataParallel`; the six older ones run the same
+algorithm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .optim_contents import (
 )
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
-from .optimizer_patches import convert
+from .optimizer_patches import cut_state
 from .rank_local import rank_local_names
 from .units import clean_name, names_before, require_idle, units_of
 
@@ -131,7 +131,7 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     where = "check_optimizer(model, optim)"
     require_model_and_optimizer(model, optim, where)
     require_idle(model, "check_optimizer")
-    convert(optim)
+    cut_state(optim)
     label, units = f"the state of {type(optim).__name__}", units_of(model)
     require_units(units, model, label)
     ownership = ownership_of(optim.param_groups, label, units, model)
@@ -179,8 +179,7 @@ def shard_full_optim_state_dict(
     optim_input: _Input = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return the dict that the optimizer loads on this rank, from a full dict that every rank has.
-    Collective: one small exchange."""
+    """Return what this rank loads from a full dict on every rank. Collective: a small exchange."""
     where = _called("shard_full_optim_state_dict", "optim_state_dict_to_load", model, optim)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 
@@ -271,8 +270,7 @@ def rekey_optim_state_dict(
 def _numbering(
     model: nn.Module, groups: list[dict[str, Any]], where: str
 ) -> tuple[dict[int, str], dict[str, int]]:
-    """Return the names of parameters by their numbers in an optimizer, and the numbers by all
-    names."""
+    """Return names by the numbers that an optimizer gives parameters, and numbers by all names."""
     ownership = ownership_of(groups, where, units_of(model), model)
     by_group = numbered_names(ownership, names_before(model))
     names = dict(enumerate(name for of_group in by_group for name in of_group))
@@ -287,11 +285,9 @@ def _numbering(
 def _groups_of(
     optim_input: Any, optim: Optimizer | None, model: nn.Module, where: str
 ) -> list[dict[str, Any]]:
-    """Return parameter groups in the order in which an optimizer numbers its parameters.
-
-    They are those of ``optim_input``, the argument that an optimizer is created from; without it,
-    those of the optimizer; without either, one group with all the model's parameters.
-    """
+    """Return parameter groups in the order in which an optimizer numbers its parameters: those of
+    ``optim_input``, from which one is created; else the optimizer's; else one group of all the
+    model's parameters."""
     if optim_input is None:
         return optim.param_groups if optim is not None else [{"params": list(model.parameters())}]
     try:
@@ -321,13 +317,12 @@ def _to_load(
     from_rank0: bool = False,
 ) -> dict[str, Any]:
     groups = _groups_of(optim_input, optim, model, where)
-    wanted = LoadOptions(optim, from_rank0, as_saved=True)
+    wanted = LoadOptions(optim, from_rank0, is_older_call=True)
     return import_optim_state(model, groups, state_dict, wanted, where)
 
 
 def _called(old: str, new: str, model: Any, optim: Any, group: Any = None) -> str:
-    """Warn of a call, check its arguments (``optim`` may be None where the call allows it), and
-    return what errors say of it."""
+    """Warn of a deprecated call, check its arguments, and return its name for errors."""
     warnings.warn(
         f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} "
         "instead.",

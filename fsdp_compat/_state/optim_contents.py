@@ -1,5 +1,5 @@
-"""What an optimizer holds: the user's parameters in each of its parameters, one, or the many of a
-FlatParameter; the kinds of state that it keeps for them; and the form of its state dict."""
+"""What an optimizer holds: the user's parameters in each of its parameters, the kinds of state that
+it keeps for them, and the form of its state dict."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ class ParamOwnership:
 
     @functools.cached_property
     def by_key(self) -> dict[Any, nn.Parameter]:
-        """The optimizer's parameters by their keys in its state dict: numbers, or in a named
-        optimizer the model's current names."""
+        """The parameters by their keys in the optimizer's dict: numbers, or names if named."""
         by_name = {self.names[p]: p for p in self.numbers if p in self.names}
         return {**{number: p for p, number in self.numbers.items()}, **by_name}
 
@@ -74,8 +73,7 @@ class ParamOwnership:
 
     @functools.cached_property
     def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
-        """The optimizer's parameters that no unit manages, with their names, in the model's
-        order."""
+        """The optimizer's parameters that no unit manages, with names, in the model's order."""
         return [
             (p, contents.names[0][1])
             for p, contents in self.held.items()
@@ -87,19 +85,15 @@ class ParamOwnership:
         return [name for _, name in self.held[parameter].names]
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
-        """True for a parameter that has elements, but none on this rank. Its optimizer state on
-        this rank is meaningless.
-
-        False for a DTensor, which has state on every rank.
-        """
+        """True for a parameter with elements, but none on this rank, whose optimizer state here is
+        meaningless. False for a DTensor, which has state on every rank."""
         contents = self.held[parameter]
         if contents.group is None or _torch_private.is_dtensor(parameter):
             return False
         return not store_of(contents.group).has_part([*contents.all_names])
 
     def name_before(self, name: object) -> str:
-        """Return the name of a parameter before anything was wrapped, without the ``module.`` that
-        DistributedDataParallel adds."""
+        """Return a parameter's name before wrapping, and without DDP's ``module.``."""
         clean = clean_name(str(name))
         inner = clean.removeprefix("module.")
         return inner if clean not in self.by_name and inner in self.by_name else clean
@@ -130,11 +124,10 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
 def begin(
     model: nn.Module, call: str, where: str, copies: bool = False
 ) -> tuple[list[NamedUnit], list[Group]]:
-    """Return the model's units and their groups. Collective: every rank has made the call.
+    """Return the model's units and their groups, once every rank has made the call. Collective.
 
-    copies: whether replicas, too. Raises StateError in the middle of a step, and UsageError for a
-    model without units.
-    """
+    copies: replicas as well. Raises StateError in the middle of a step, and UsageError for a model
+    without units."""
     require_idle(model, call)
     units = units_of(model)
     require_units(units, model, where)
@@ -144,8 +137,7 @@ def begin(
 
 
 def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, ParamContents]:
-    """Return the contents of each parameter that an optimizer may hold: first the units' sharded
-    parameters, then those that no unit manages."""
+    """Return the contents of each parameter that an optimizer may hold: those of units first."""
     held: dict[nn.Parameter, ParamContents] = {}
     for named in units:
         for group in named.unit.groups:
@@ -163,8 +155,7 @@ def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Paramet
 def ownership_of(
     groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
 ) -> ParamOwnership:
-    """Return the contents of every parameter in an optimizer's groups. Raises UsageError for a
-    parameter that is not the model's."""
+    """Return the contents of an optimizer's parameters. Raises UsageError for a foreign one."""
     held = contents_of(units, model)
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
@@ -181,12 +172,11 @@ def ownership_of(
 
 
 def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
-    """Return, group by group, the names of parameters in the order in which the optimizer of an
-    unwrapped model numbers them.
+    """Return, group by group, parameter names in the order of the numbers in the optimizer of an
+    unwrapped model.
 
-    order: the model's names before wrapping, in order. It numbers the parameters of a
-    FlatParameter. With use_orig_params=True, the order of the optimizer's own parameters does.
-    """
+    order: the model's names before wrapping, which number the parameters of a FlatParameter. With
+    use_orig_params=True, the order of the optimizer's own parameters does."""
     position = {name: number for number, name in enumerate(order)}
     found = []
     for group in ownership.groups:
@@ -207,8 +197,7 @@ def is_whole(group: Group) -> bool:
 
 
 class StateKind(enum.Enum):
-    """How a value of an optimizer's state relates to the (sharded) parameter that it is kept
-    for."""
+    """How a value of an optimizer's state relates to its (sharded) parameter."""
 
     PER_ELEMENT = enum.auto()  # of the parameter's shape: sharded and gathered like it
     SCALAR = enum.auto()  # a count or a setting: the same on all ranks and for any layout
@@ -219,8 +208,8 @@ Kinds = dict[nn.Parameter, dict[Any, StateKind]]  # of the states of some parame
 
 
 def classify(value: object, param: nn.Parameter) -> StateKind:
-    """Return the kind of a value that an optimizer keeps for ``param``. A 0-d tensor is a scalar,
-    even if the parameter is 0-d; a tensor subclass that wraps others is rank-local."""
+    """Return the kind of a state of ``param``. A 0-d tensor is a scalar, also for a 0-d parameter;
+    a tensor subclass that wraps others is rank-local."""
     if not isinstance(value, torch.Tensor):
         is_scalar = value is None or isinstance(value, (numbers.Number, str))
         return StateKind.SCALAR if is_scalar else StateKind.RANK_LOCAL
@@ -233,8 +222,8 @@ def classify(value: object, param: nn.Parameter) -> StateKind:
 
 
 def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
-    """Return the kinds of all states of several parameters. A rank-local state (a scale per block
-    of elements) may have the shape of a parameter of one element by chance: others decide."""
+    """Return the kinds of all states of several parameters. A rank-local state may have the shape
+    of a one-element parameter by chance: other parameters decide."""
     kinds = {
         param: {key: classify(value, param) for key, value in state.items()}
         for param, state in states.items()
@@ -250,14 +239,12 @@ def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
 
 
 def is_count(key: Any, shape: tuple[int, ...]) -> bool:
-    """True for the state of a 0-d parameter that counts steps. Its name alone tells: in shape it is
-    like the states that have one element per element."""
+    """True for a 0-d parameter's step count, which only its name tells from other states."""
     return shape == () and key == "step"
 
 
 def snapshot(value: Any, to_cpu: bool = False) -> Any:
-    """Return a copy of a state that later steps do not change. A value that cannot be copied is
-    returned as it is."""
+    """Return a copy that later steps do not change, or the value if it cannot be copied."""
     if isinstance(value, torch.Tensor):
         return copied(value, to_cpu)
     if type(value) is dict:
@@ -270,7 +257,7 @@ def snapshot(value: Any, to_cpu: bool = False) -> Any:
 
 
 class _DeepCopies(TorchFunctionMode):
-    """Lets deepcopy copy tensors one by one: of itself it copies whole storages."""
+    """Lets deepcopy copy tensors one by one, not whole storages."""
 
     def __init__(self, to_cpu: bool) -> None:
         super().__init__()
@@ -291,10 +278,8 @@ def require_state_dict(
     kind: type[FsdpCompatError],
     is_user_key: Callable[[Any], bool] = lambda key: isinstance(key, str),
 ) -> None:
-    """Raise ``kind`` for an object that is not an optimizer's state dict.
-
-    "param_groups" may be missing, and keys that name no parameter may have any value.
-    """
+    """Raise ``kind`` for an object that is not an optimizer's state dict. "param_groups" may be
+    missing, and keys that name no parameter may have any value."""
     wrong = _wrong_part(state_dict, is_user_key)
     if wrong is not None:
         expected, got = wrong

@@ -1,8 +1,7 @@
 """Exports the optimizer's state dict, keyed by parameter names, full or sharded.
 
-The optimizer holds sharded parameters: FlatParameters, each with parts of many parameters, or a
-part of a single parameter each. A state tensor of the same shape has one element per element of the
-shard, so the layout of the parameters applies to it too."""
+A state with the shape of a sharded parameter has one element per element of the shard, so the
+layout of the parameters applies to it."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from .optim_contents import (
     require_state_dict,
     snapshot,
 )
-from .optimizer_patches import convert
+from .optimizer_patches import cut_state
 from .rank_local import gather_states, rank_local_names, rank_state, warn_of_layout
 from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions
@@ -93,17 +92,15 @@ def export_optim_state(
     """Return the optimizer's state by names. Collective: one small exchange, and gathers unless the
     values are boxes.
 
-    groups: the optimizer's parameter groups. state_dict: what ``optim.state_dict()`` returned;
-    None: it is called. group: its rank 0 keeps the result if ``rank0_only``; None: the model's
-    group.
-    """
+    groups: the optimizer's parameter groups. state_dict: of ``optim``; None: take it. group: its
+    rank 0 keeps the result if ``rank0_only``; None: the model's group."""
     call, label = where.partition("(")[0], f"the state of {type(optim).__name__}"
     units, all_groups = begin(model, call, label)
     if form.values is Values.WHOLE:
         refuse_extensions(all_groups, call)
     source, problem = None, None
     try:
-        convert(optim)
+        cut_state(optim)
         ownership = ownership_of(groups, label, units, model)
         given = optim.state_dict() if state_dict is None else state_dict
         source = _source_of(ownership, given, where)
@@ -127,8 +124,8 @@ def export_optim_state(
 
 
 def _result(source: _Source, state: dict[str, Any], to_cpu: bool) -> dict[str, Any]:
-    """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}, given the states
-    of all managed parameters; those of the optimizer come first, in its order."""
+    """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}, with the states
+    of managed parameters, in the optimizer's order."""
     names_in = source.ownership.names_in
     for parameter, name in source.ownership.unmanaged:
         if parameter in source.states:
@@ -162,8 +159,8 @@ class _Source:
         return classify_all(self.states)
 
     def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
-        """Return this rank's description of its states of a group. If it is not exact, parameters
-        of which this rank has no element are described as the others, where these are alike."""
+        """Return this rank's description of its states of a group. Unless exact, parameters without
+        elements here are described as the others, if these are alike."""
         params = self.ownership.in_group(group)
         described = [
             {
@@ -183,8 +180,7 @@ class _Source:
 
 
 def _source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> _Source:
-    """Return the contents of ``optimizer.state_dict()``, which is keyed by numbers or the model's
-    current names. Raises UsageError for any other dict."""
+    """Return the contents of ``optimizer.state_dict()``. Raises UsageError for another dict."""
     require_state_dict(state_dict, where, UsageError, ownership.is_user_key)
     groups, by_key = state_dict.get("param_groups"), ownership.by_key
     user_states = {k: v for k, v in state_dict["state"].items() if ownership.is_user_key(k)}
@@ -251,8 +247,7 @@ def _facts_of_state(value: Any, kind: StateKind) -> _StateFacts:
 
 
 def _agreed(by_rank: Sequence[Mapping[Any, _StateFacts]]) -> dict[Any, _StateFacts]:
-    """Return a description of a sharded parameter's states that holds on all ranks. A state is
-    rank-local if any rank describes it so, or if scalars or dtypes differ."""
+    """Return the description that holds on all ranks. States that differ are rank-local."""
     agreed: dict[Any, _StateFacts] = {}
     for states in by_rank:
         for key, described in states.items():
@@ -268,9 +263,8 @@ def _agree(
     group, in rank order.
 
     Collective: one small exchange for each set of ranks, smaller sets first, so that an error in
-    one reaches the sets around it. problem: why this rank cannot go on, and has no ``source``; it
-    is raised here, and as UsageError on all other ranks, as if ranks hold different parameters.
-    """
+    one reaches the sets around it. problem: why this rank has no ``source``; it is raised here, and
+    as UsageError on all other ranks."""
     text = ""
     if problem is not None:
         text = explain(
@@ -333,11 +327,9 @@ class _GroupStates:
     def __init__(
         self, group: Group, source: _Source, all_facts: Sequence[_Facts], form: ExportForm
     ) -> None:
-        """all_facts: of all ranks of the shard axis, so that they come to the same result, or raise
-        the same error.
+        """all_facts: of all ranks of the shard axis, so that all get the same result or error.
 
-        An optimizer may keep no state for an empty part, or different states on different ranks.
-        """
+        An optimizer may keep no state for an empty part, or different states on different ranks."""
         self.group, self.ownership, self.form = group, source.ownership, form
         self.store, params = store_of(group), source.ownership.in_group(group)
         # States of a dry run count only if no rank has made a step.
@@ -356,8 +348,7 @@ class _GroupStates:
                     self._require_everywhere(param, key, [key in its for its in by_rank])
 
     def _require_everywhere(self, param: nn.Parameter, key: Any, present: list[bool]) -> None:
-        """Raise UsageError if a rank lacks a state for its part of a parameter, which would
-        otherwise be zeros in the whole."""
+        """Raise UsageError if a rank lacks a state of its part: it would become zeros."""
         names, members = self.ownership.held[param].names, self.group.shard.members
         for rank, has in enumerate(present):
             shapes = [self.store.sharded_shape(index, rank) for index, _ in names]
@@ -372,8 +363,9 @@ class _GroupStates:
                 )
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
-        """Add the group's states. Boxes send nothing. Other values are collective: one gather per
-        state name and dtype, and for whole values one more if there is rank-local state."""
+        """Add the group's states. Nothing is sent for boxes. Other values are collective: one
+        gather per state name and dtype, and one more for whole values if there is rank-local
+        state."""
         form, whole = self.form, is_whole(self.group)
         rank_local: list[tuple[nn.Parameter, Any]] = []
         # By dtype too: the states of parameters of one group may differ in it.
@@ -421,8 +413,7 @@ class _GroupStates:
         return store.whole(self.group.gather_full(buffer))
 
     def _whole(self, index: int, gathered: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return a gathered state: a copy that keeps no other memory alive, or a DTensor over the
-        model's mesh. Collective for tensor-parallel parameters."""
+        """Return a gathered state, or DTensor. Collective for tensor-parallel parameters."""
         form, value, parallel = self.form, gathered[index], self.store.parallel[index]
         value = value if parallel is None else parallel.whole(value)
         if form.values is Values.WHOLE or form.mesh is None:
@@ -431,8 +422,7 @@ class _GroupStates:
         return value.cpu() if form.to_cpu else value
 
     def _own(self, param: nn.Parameter, index: int, key: Any, dtype: Any) -> torch.Tensor:
-        """Return the boxes of a state, or the state of a DTensor. A rank without a part of a
-        parameter has boxes without elements, as in torch."""
+        """Return the boxes of a state, empty on ranks without a part, or that of a DTensor."""
         store, form, value = self.store, self.form, self.states[param].get(key)
         if _torch_private.is_dtensor(param):
             value = torch.zeros_like(param.detach(), dtype=dtype) if value is None else value

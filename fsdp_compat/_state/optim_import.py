@@ -1,7 +1,7 @@
 """Loads an optimizer's state dict, keyed by parameter names or numbers, full or sharded.
 
-It is first read by the names before wrapping and checked, which sends nothing and changes nothing.
-Then every rank cuts its part out of its own dict, or out of what rank 0 sends."""
+It is first checked by the names before wrapping, which sends and changes nothing. Then every rank
+cuts its part out of its own dict, or out of what rank 0 sends."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ class LoadOptions:
     optimizer: torch.optim.Optimizer | None  # None: not known
     from_rank0: bool  # all ranks load rank 0's dict if any of them has None or {}
     is_named: bool = False  # the optimizer's state is keyed by the model's current names
-    # Groups list the parameters that were saved. All parameters of a FlatParameter must have state,
-    # or none of them.
-    as_saved: bool = False
+    # Groups list saved parameters only, and all or none in a FlatParameter must have state.
+    is_older_call: bool = False
 
 
 def import_optim_state(
@@ -67,14 +66,13 @@ def import_optim_state(
 ) -> dict[str, Any]:
     """Return the dict that ``optimizer.load_state_dict`` takes.
 
-    groups: the parameter groups of the optimizer. state_dict: keyed by names, full or sharded, or
-    keyed by numbers, as the optimizer of an unwrapped model returns it.
+    groups: of the optimizer. state_dict: keyed by names, full or sharded, or by numbers, as the
+    optimizer of an unwrapped model returns it.
 
-    Collective: one small exchange, in which ranks agree that each has a dict that fits, and an
-    optimizer of the same parameters. After it only values that are sharded differently are sent;
-    with ``from_rank0``, if any rank has None or {}, rank 0's dict, one (group, state) at a time.
-    Raises UsageError or CheckpointError on every rank, before anything else is sent.
-    """
+    Collective: one small exchange, in which ranks agree that each dict fits and the optimizers hold
+    the same parameters. Then only values that are sharded differently are sent; with
+    ``from_rank0``, if any rank has None or {}, rank 0's dict, one (group, state) at a time. Raises
+    UsageError or CheckpointError on every rank, before anything else is sent."""
     optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
     label = f"the state of {optimizer}"
     units, all_groups = begin(model, call.partition("(")[0], label, copies=True)
@@ -100,8 +98,7 @@ def import_optim_state(
     have, texts, kinds, digests = (list(each) for each in zip(*answers, strict=True))
     _refuse_together(texts, kinds, call)
     if not all(have):
-        _refuse_missing(have, wanted.from_rank0, call)
-        _refuse_other_ranks(all_groups, rank0, call)
+        _require_senders(have, wanted.from_rank0, all_groups, rank0, call)
     if len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
         require_alike(ownership, shared, dict(exact), call, unmanaged=not all(have))
@@ -132,8 +129,14 @@ def _refuse_together(
             )
 
 
-def _refuse_missing(have: Sequence[bool], from_rank0: bool, call: str) -> None:
-    """Raise unless the ranks that have a dict are enough. have: by rank."""
+def _require_senders(
+    have: Sequence[bool],
+    from_rank0: bool,
+    groups: Iterable[Group],
+    rank0: Rank0Broadcast,
+    call: str,
+) -> None:
+    """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank."""
     missing = [rank for rank, has in enumerate(have) if not has]
     if not from_rank0 or 0 in missing:
         raise UsageError.of(
@@ -145,12 +148,7 @@ def _refuse_missing(have: Sequence[bool], from_rank0: bool, call: str) -> None:
             "arguments. To load a dict that only rank 0 has, set "
             "FullOptimStateDictConfig(rank0_only=True) for the model",
         )
-
-
-def _refuse_other_ranks(groups: Iterable[Group], rank0: Rank0Broadcast, call: str) -> None:
-    """Raise if a unit is sharded over only some of the ranks, because others then hold different
-    parameters under the same names."""
-    for group in groups:
+    for group in groups:  # the parameters of other ranks would differ
         if _num_ranks(group) != rank0.num_ranks:
             raise UsageError.of(
                 "Units that are sharded over different ranks cannot be loaded from one rank.",
@@ -190,11 +188,10 @@ class _Given:
 def _read(
     ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, order: Sequence[str], call: str
 ) -> _Given:
-    """Check a state dict. order: the names of all parameters before the model was wrapped.
+    """Check a state dict. order: the names of all parameters before wrapping.
 
-    Raises UsageError for an object that is not an optimizer's state dict, CheckpointError for a
-    state dict that does not fit.
-    """
+    Raises UsageError for an object that is not an optimizer's state dict, CheckpointError for one
+    that does not fit."""
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
     error = CheckpointError if is_damaged else UsageError
     require_state_dict(state_dict, call, error, ownership.is_user_key)
@@ -212,7 +209,7 @@ def _read(
     }
     entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
     _refuse_unknown(ownership, entries)
-    if wanted.as_saved:
+    if wanted.is_older_call:
         _refuse_uncounted(ownership, entries, call)
     cut = _cut_states(entries, ownership)
     states: dict[StateKind, Any] = {kind: {name: {} for name in entries} for kind in StateKind}
@@ -244,8 +241,7 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
 def _refuse_uncounted(
     ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
 ) -> None:
-    """Raise CheckpointError for a parameter without state in a FlatParameter whose other parameters
-    have counts: one count would be wrong for some of them."""
+    """Raise CheckpointError if a count would be wrong for some of a FlatParameter."""
     for param in ownership.numbers:
         names = ownership.names_in(param)
         missing = [name for name in names if name not in entries]
@@ -264,8 +260,7 @@ def _refuse_uncounted(
 def _names_of_numbers(
     saved: Sequence[Mapping[str, Any]] | None, ownership: ParamOwnership, order: Sequence[str]
 ) -> dict[int, str]:
-    """Return the names of the parameters that the saved groups have by number, or without groups
-    those of the optimizer, in the order of ``numbered_names``."""
+    """Return names by the numbers of the saved groups, or else of the optimizer's."""
     by_group = numbered_names(ownership, order)
     names = [name for of_group in by_group for name in of_group]
     if saved is None:
@@ -287,8 +282,7 @@ def _names_of_numbers(
 def _cut_states(
     entries: Mapping[str, Mapping[Any, Any]], ownership: ParamOwnership
 ) -> set[tuple[str, Any]]:
-    """Return (name, state) of the values that have one element per element of a parameter which a
-    unit manages."""
+    """Return (name, state) of the values with one element per element of a managed parameter."""
     by_key: dict[Any, dict[str, Any]] = {}
     for name, entry in entries.items():
         if ownership.held[ownership.by_name[name][0]].group is not None:
@@ -299,13 +293,12 @@ def _cut_states(
 
 
 def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
-    """Return the parameters whose state ``key`` has one element per element. values: of all managed
+    """Return the parameters whose state ``key`` has one element per element. values: of managed
     parameters, by name.
 
-    For a 0-d parameter such a state looks like a count: other parameters decide, or the name of the
-    state. Raises CheckpointError unless the state is of one kind everywhere, and fits; parameters
-    that the optimizer holds as a whole may have any.
-    """
+    For a 0-d parameter such a state looks like a count: other parameters decide, or the state's
+    name. Raises CheckpointError unless the state fits and is of one kind everywhere; parameters
+    that are not sharded may have any."""
     shapes, whole = dict[str, tuple[int, ...]](), set[str]()
     for name in values:
         param, index = ownership.by_name[name]
@@ -368,7 +361,7 @@ class _Loading:
     wanted: LoadOptions
 
     def result(self, groups: Iterable[Group]) -> dict[str, Any]:
-        """groups: of the model. Return what ``optimizer.load_state_dict`` takes."""
+        """Return what ``optimizer.load_state_dict`` takes. groups: of the model."""
         ownership, plan, named = self.ownership, self.plan, self.wanted.optimizer
         state: dict[nn.Parameter, dict[Any, Any]] = {}
         for group in groups:
@@ -422,8 +415,7 @@ class _Loading:
         key: Any,
         found: Sequence[tuple[nn.Parameter, int, Any]],
     ) -> None:
-        """Add one per-element state. Parameters that the dict has no such state for get
-        zeros."""
+        """Add one per-element state; zeros for parameters that the dict has no such state for."""
         store = store_of(group)
         values = [value for _, _, value in found]
         if self.sender is not None:
@@ -442,8 +434,7 @@ class _Loading:
     def _groups(
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
     ) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the settings of the saved groups that hold the same
-        parameters."""
+        """Return the optimizer's groups with the settings of saved groups of its parameters."""
         by_name = {name: group for group in saved for name in group["params"]}
         groups = []
         for position, group in enumerate(self.ownership.groups):
@@ -453,7 +444,7 @@ class _Loading:
             }
             in_place = saved[position] if position < len(saved) else {}
             match = next((found[0] for found in matches.values() if found), in_place)
-            listed = [p for p in group["params"] if matches[p] or not self.wanted.as_saved]
+            listed = [p for p in group["params"] if matches[p] or not self.wanted.is_older_call]
             settings = {key: copied(value) for key, value in match.items()}
             present = {key: value for key, value in group.items() if key not in settings}
             groups.append({**present, **settings, "params": [keys[p] for p in listed]})
@@ -461,7 +452,7 @@ class _Loading:
 
 
 def _own_elements(value: Any, own: Any, group: Group, index: int) -> torch.Tensor:
-    """Return this rank's elements of a state of parameter ``index``, which is loaded into ``own``.
+    """Return this rank's elements of a state of parameter ``index``, to be loaded into ``own``.
     Collective if the value is sharded in another way."""
     store, are_dtensors = store_of(group), all(map(_torch_private.is_dtensor, (value, own)))
     if are_dtensors and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):

@@ -1,16 +1,15 @@
 """What fsdp_compat checks in every optimizer of the process.
 
-*Before a step*: optimizers that were created before their model was wrapped. With
-use_orig_params=True they keep working: the parameters are the same objects, and existing state of
-unsharded parameters is cut to this rank's parts before it is used. With use_orig_params=False they
-hold parameters that are no longer trained, so the first step raises an error.
+*Before a step*: whether it was created before its model was wrapped. With use_orig_params=True it
+keeps working: the parameters are the same objects, and existing state is cut to this rank's parts
+first. With use_orig_params=False it holds parameters that are no longer trained, so the first step
+raises.
 
-*In its own state dict*, without ``FSDP.optim_state_dict``: it has this rank's parts alone. Another
-rank, or a model that is cut differently, would take them for the state of its own elements: they
-often have the same shape. So the dict gets a key beside "state" and "param_groups", which other
-readers ignore, with plain values that say whose it is, and ``load_state_dict`` compares. DTensors
-need none: torch.distributed.checkpoint can reshard them, and the mesh of an unpickled one still has
-the coordinates of the rank that saved it."""
+*In its own state dict*, without ``FSDP.optim_state_dict``: whose parts it has. Another rank, or a
+model that is cut differently, could take them for its own, as they often have the same shape. So
+the dict gets a key beside "state" and "param_groups", which other readers ignore, and
+``load_state_dict`` compares it. DTensors need none: torch.distributed.checkpoint reshards them, and
+an unpickled mesh keeps the coordinates of the rank that saved it."""
 
 from __future__ import annotations
 
@@ -43,10 +42,9 @@ class _Lost(typing.NamedTuple):
     fix: str
 
 
-# The parameters of all units. For a sharded parameter: (weak reference to its store, index of the
-# first of the model's parameters in it). For a parameter that another one has replaced: a _Lost.
+# {sharded parameter: (weak reference to its store, its first index), replaced one: a _Lost}
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# {a parameter whose value, but not the object, became part of a unit: a _Lost}
+# {parameter whose value alone became part of a unit: a _Lost}
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # An attribute of sharded parameters. Unlike an entry in `_managed`, it is pickled with them.
 _MARK = "_fsdp_compat_part"
@@ -83,8 +81,7 @@ def _lose(originals: Iterable[nn.Parameter], now: str, fix: str) -> None:
 
 
 def note_assigned(parameter: nn.Parameter, name: str) -> None:
-    """Record that the value of ``parameter``, but not the object, was assigned to the attribute
-    ``name`` of a unit."""
+    """Record that the value of ``parameter`` alone became attribute ``name`` of a unit."""
     _checked.clear()
     _assigned[parameter] = _Lost(
         f"a parameter that was assigned to the attribute {name!r} of a sharded module, which "
@@ -110,7 +107,7 @@ def store_of_param(parameter: nn.Parameter) -> StateStore | None:
     return place[0]() if type(place) is tuple else None
 
 
-def convert(optimizer: torch.optim.Optimizer) -> None:
+def cut_state(optimizer: torch.optim.Optimizer) -> None:
     """Cut optimizer state of unsharded parameters to this rank's parts. Raises UsageError if the
     optimizer holds a parameter that is no longer trained."""
     for number, group in enumerate(optimizer.param_groups):
@@ -133,10 +130,9 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step while the optimizer's parameters are unsharded: it would miss gradients, and
-    its writes could be lost or corrupt backward."""
+    """Refuse a step with unsharded parameters: gradients or writes could be lost."""
     if optimizer not in _checked:
-        convert(optimizer)
+        cut_state(optimizer)
     unsharded: dict[object, str] = {
         group.store: "inside forward or backward"
         for runtime in live_runtimes()
@@ -202,7 +198,7 @@ def _owner_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
 
 
 def _require_own(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the parts of another rank, or of another layout."""
+    """Raise CheckpointError for the parts of another rank or layout."""
     saved = state_dict.get(_KEY)
     owner = None if saved is None else _owner_of(optimizer)
     expected, got = "this rank's parts", ""

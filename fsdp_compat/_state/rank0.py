@@ -1,7 +1,7 @@
 """Values that only rank 0 of a mesh has, sent to all ranks along its two axes.
 
-Names and small values are told first; tensors follow one group of parameters at a time, so that no
-rank holds more of them than that."""
+Names and small values are sent first, then tensors, one group of parameters at a time, so that no
+rank holds more."""
 
 from __future__ import annotations
 
@@ -58,10 +58,7 @@ class Rank0Broadcast:
         return self._shard.broadcast_object(value)
 
     def send(self, values: Sequence[torch.Tensor | Outline], what: str) -> list[torch.Tensor]:
-        """Return rank 0's tensors, on the device. Collective.
-
-        values: tensors on rank 0, their outlines on the others.
-        """
+        """Return rank 0's tensors, on the device. values: elsewhere outlines. Collective."""
         tensors = [
             value.detach().to(self.device).contiguous()
             if isinstance(value, torch.Tensor)
@@ -114,11 +111,10 @@ class Rank0Value:
 
 
 def received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
-    """Return the values of a group's parameters, by index, with tensors in the place of those that
-    only rank 0 has. Collective if there are any.
+    """Return a group's values by index, with tensors for those that only rank 0 has. Collective if
+    there are any.
 
-    Raises CheckpointError, on all ranks, if a lazy value there does not load.
-    """
+    Raises CheckpointError, on all ranks, if a lazy value there does not load."""
     awaited = {index: each for index, each in found.items() if isinstance(each, Rank0Value)}
     sender = next((each.sender for each in awaited.values()), None)
     if sender is None:

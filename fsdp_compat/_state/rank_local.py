@@ -1,9 +1,9 @@
-"""Rank-local optimizer state, which belongs to one rank's part of a parameter. It is saved per
-rank, and loaded by a rank that has the same part.
+"""Rank-local optimizer state, which belongs to one rank's part of a parameter: saved per rank, and
+loaded by a rank with the same part.
 
 Factored second moments, scales of 8-bit blocks and objects cannot be resharded. A state dict holds
-such a state under a key that no other rank uses, as one value that is not a tensor, so that
-torch.distributed.checkpoint keeps the states of all ranks."""
+them under a key per rank, as values other than tensors, so that torch.distributed.checkpoint keeps
+all ranks'."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from .rank0 import packed_bytes, unpacked
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The parts of the user's parameters that one of the optimizer's parameters holds on one rank.
-    Rank-local state fits only an equal Part."""
+    """The user's parameters in one of the optimizer's, on one rank. State fits an equal Part."""
 
     rank: int  # among the ranks that split the parameters
     ranks: int
@@ -61,8 +60,7 @@ torch.serialization.add_safe_globals([Part, RankState])
 
 
 def part_of(contents: ParamContents, rank: int) -> Part | None:
-    """Return the part that ``rank`` of the shard axis has of a parameter; None if there is no such
-    rank, or no unit manages the parameter."""
+    """Return the part of a parameter that ``rank`` of the shard axis has, if there is one."""
     if contents.group is None or rank >= store_of(contents.group).ranks:
         return None
     store = store_of(contents.group)
@@ -76,8 +74,7 @@ _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stacklevel: int) -> None:
-    """Warn, once per optimizer, of rank-local states. stacklevel: as the caller would pass it to
-    ``warnings.warn``."""
+    """Warn, once per optimizer, of rank-local states. stacklevel: as for ``warnings.warn``."""
     if names and optimizer not in _warned:
         _warned.add(optimizer)
         warnings.warn(
@@ -89,8 +86,7 @@ def warn_of_layout(names: Sequence[str], optimizer: torch.optim.Optimizer, stack
 
 
 def rank_local_names(ownership: ParamOwnership, kinds: Kinds) -> list[str]:
-    """Return ``"name.state"`` for each state that can only be loaded at an equal layout. Sends
-    nothing."""
+    """Return ``"name.state"`` for each state that needs an equal layout. Sends nothing."""
     return [
         f"{name}.{key}"
         for param, of_param in kinds.items()
@@ -117,11 +113,10 @@ def gather_states(
     group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu: bool, keep: bool
 ) -> list[tuple[str, RankState]]:
     """Return the states of all ranks of the group's shard axis, in rank order, with tensors on the
-    CPU or on the group's device.
+    CPU or the group's device.
 
-    Collective: all ranks of the axis, each with its own states. Ranks with ``keep=False`` get none.
-    An object that cannot be pickled is returned on its own rank only, with a warning.
-    """
+    Collective: each rank of the axis with its own. Ranks with ``keep=False`` get none. An object
+    that cannot be pickled stays on its rank, with a warning."""
     if group.shard.ranks == 1:
         return list(own) if keep else []
     sent, kept = [], []
@@ -145,8 +140,7 @@ def gather_states(
 
 
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Raise CheckpointError unless every rank that ``states`` (RankStates, by name and key) come
-    from has the same part now as when they were saved."""
+    """Raise CheckpointError unless the ranks of ``states`` have the parts they had when saved."""
     for name, state in ((name, state) for name, its in states.items() for state in its.values()):
         contents = ownership.held[ownership.by_name[name][0]]
         runs = [(ownership.name_before(run), start, stop) for run, start, stop in state.part.runs]
@@ -165,11 +159,9 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, An
 
 
 def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
-    """Return this rank's states by their names in the optimizer. states: of all ranks, with the
-    same layout as now.
+    """Return this rank's states by name. states: of all ranks, with the same layout as now.
 
-    If replicas have the same part, the state that this rank saved itself takes precedence.
-    """
+    If replicas have the same part, the state that this rank saved itself takes precedence."""
     own = group.shard.members[group.shard.rank]
     mine = [state for state in states if state.part.rank == group.shard.rank]
     mine.sort(key=lambda state: state.holder == own)

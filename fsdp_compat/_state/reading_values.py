@@ -1,5 +1,4 @@
-"""Reading any value of a state dict as a run of elements: a plain tensor, a sharded one, or a lazy
-one."""
+"""Reading any value of a state dict as a run of elements: plain, sharded or lazy."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from .sharded_values import BoxedTensor, Cut, FlatOfParameters
 
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
-    """True if ``value`` is the flat tensor of ``layout`` in a local state dict: of the same
-    parameters, over as many ranks. Its shards may be padded otherwise. Alike on all ranks."""
+    """True if it is the flat tensor of ``layout``, maybe padded otherwise. Alike on all ranks."""
     flat = FlatOfParameters.of(layout)
     [numel] = flat.params[0].shape
     if isinstance(value, BoxedTensor):
@@ -66,8 +64,7 @@ def is_sharded(value: object) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """True for a tensor, and for a lazy value: an object with a shape and a dtype that reads its
-    file later."""
+    """True for a tensor, or a lazy value with a shape and a dtype, which reads its file later."""
     if isinstance(value, torch.Tensor):
         return True
     has_dtype = isinstance(getattr(value, "dtype", None), torch.dtype)
@@ -75,8 +72,7 @@ def is_tensor(value: object) -> bool:
 
 
 def materialised(value: Any, name: str) -> torch.Tensor:
-    """Return a tensor as it is, and load a lazy value, by ``torch.detach``. Raises CheckpointError
-    if loading fails or gives another shape or dtype than announced."""
+    """Return a tensor, read if it is lazy. Raises CheckpointError if that fails or differs."""
     if isinstance(value, torch.Tensor):
         return value
     cause: Exception | None = None
@@ -91,19 +87,16 @@ def materialised(value: Any, name: str) -> torch.Tensor:
     except Exception as error:  # reading a file may fail in any way
         got, cause = f"{type(error).__name__}: {error}", error
     raise CheckpointError.of(
-        "A lazy value did not load.",
-        expected=f"a tensor of shape {tuple(value.shape)} and {value.dtype}, as it says of itself",
+        "A lazy tensor could not be read.",
+        expected=f"a tensor of shape {tuple(value.shape)} and {value.dtype}, as it announced",
         got=got,
-        where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are "
-        "loaded already",
-        fix="load the file as a whole (torch.load), and see whether it is complete and has not "
-        "changed",
+        where=f"load_state_dict, {name!r}, a {type(value).__name__}; earlier parameters are loaded",
+        fix="check that the file is complete and unchanged, or load it whole with torch.load",
     ) from cause
 
 
 def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> str | None:
-    """Describe a value that cannot be loaded into a tensor of this shape and dtype (None: any);
-    None if it can. A lazy value stays lazy."""
+    """Say why a value does not fit a tensor of this shape and dtype (None: any), or None."""
     if not is_tensor(value):
         return f"a {type(value).__name__}"
     if (wrong := misfit(value)) is not None:
@@ -138,8 +131,7 @@ def misfit(value: Any) -> str | None:
 
 
 def _rank_of_part(value: Any, rank: int) -> int:
-    """Return ``rank``, or another rank if that has saved the value with a part of its own, where
-    ``rank`` has another one."""
+    """Return ``rank``, or the rank that saved the value if its part is another one."""
     if isinstance(value, BoxedTensor):
         return value.cut.members[value.cut.rank] if rank in value.cut.members else rank
     if not _torch_private.is_dtensor(value) or not dist.is_initialized():
@@ -161,7 +153,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """Return its dtype. Torch's ShardedTensor warns, at this package's lines, when it is asked."""
+    """Return its dtype, without torch's warning for a ShardedTensor."""
     if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
         return value.metadata().tensor_properties.dtype
     dtype: torch.dtype = value.dtype
@@ -169,9 +161,9 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def read_part(value: Any, cut: Cut) -> torch.Tensor:
-    """Return this rank's elements, 1-D, out of a value of the whole parameter: plain, sharded in
-    any way, or lazy, which is loaded if the rank has a part. A view where possible. Collective if
-    ``value`` is sharded in another way than ``cut``, which all ranks see."""
+    """Return this rank's elements, 1-D, of a whole parameter's value: plain, sharded or lazy, which
+    is loaded if the rank has a part. A view if possible. Collective if ``value`` is sharded in
+    another way than ``cut``, which all ranks see."""
     part, parallel = cut.part, cut.parallel
     if not isinstance(value, torch.Tensor):
         if not part:
@@ -193,16 +185,14 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
 
 
 def is_readable(value: object, cut: Cut) -> bool:
-    """False for the shards of a tensor-parallel parameter, unless it has the same placement
-    here."""
+    """False for shards of a tensor-parallel parameter, unless it has the same placement here."""
     if not isinstance(value, BoxedTensor) or value.cut.is_of_whole:
         return True
     return (value.cut.shape, value.cut.place) == (cut.shape, cut.place)
 
 
 def _whole(value: ShardedTensor) -> torch.Tensor:
-    """Return a whole ShardedTensor, or what the ranks hold of a tensor-parallel parameter.
-    Collective over its process group: one all-gather."""
+    """Return a whole ShardedTensor, or its tensor-parallel part. Collective: one all-gather."""
     metadata, group = value.metadata(), value._process_group
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
     own_shards = [shard.tensor for shard in value.local_shards()]

@@ -1,7 +1,7 @@
 """The sharded values of state dicts: a rank's part of a parameter as boxes.
 
-A shard is one interval of every parameter, which is a few boxes, each a contiguous run of the
-shard: they are views of it, or of one copy, and nothing is sent for a sharded state dict."""
+A shard is one interval of every parameter: a few boxes, each a contiguous run. They are views of
+the shard, or of one copy, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ _COPIES = {torch.clone, torch.detach} | {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the part of a parameter that a unit shards lies in the whole. They differ for
-    tensor-parallel parameters, of which a unit shards this process's part."""
+    """Where the part of a parameter that a unit shards lies in the whole, a tensor-parallel one."""
 
     whole_shape: tuple[int, ...]
     origin: tuple[int, ...]  # offsets of the first element
@@ -77,15 +76,13 @@ def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
 
 @dataclasses.dataclass(frozen=True)
 class FlatOfParameters(FlatLayout):
-    """The layout of a flat tensor as one 1-D parameter; ``inside`` is the layout of the parameters
-    in it."""
+    """The layout of a flat tensor as one 1-D parameter. inside: of its parameters."""
 
     inside: FlatLayout
 
     @staticmethod
     def of(layout: FlatLayout) -> FlatOfParameters:
-        """Return the layout of the flat tensor of ``layout``, without the padding at its end, which
-        is not saved."""
+        """Return the layout of the flat tensor of ``layout``, without the padding at its end."""
         numel = max((param.place.stop for param in layout.params), default=0)
         flat = ParamSpec("flat", (numel,), 0)
         return FlatOfParameters((flat,), layout.ranks, layout.shard_numel, layout)
@@ -145,8 +142,7 @@ class Cut:
         return self.boxes(self.rank) or [Box((0,) * len(sizes), sizes)]
 
     def is_as(self, other: Cut) -> bool:
-        """True if every rank holds the same elements of the parameter. The same answer on all
-        ranks."""
+        """True if every rank holds the same elements of the parameter. Alike on all ranks."""
         last = self.layout.ranks - 1
         return (
             (self.layout.ranks, self.members) == (other.layout.ranks, other.members)
@@ -189,11 +185,10 @@ def _of_each_shard(name: str) -> Any:
 class BoxedTensor(ShardedTensor):
     """One parameter (or one optimizer state of its shape), sharded: this rank's boxes.
 
-    Its contents are its ``local_shards()``: a tensor that the user puts there is saved, copied and
-    loaded like the previous one. Copies (deepcopy, ``clone()``, pickle) have memory of their own.
-    The metadata of all ranks is computed on first use. A rank without a part has one empty shard,
-    because torch.distributed.checkpoint drops values without shards.
-    """
+    Its content is ``local_shards()``: a tensor that the user puts there is saved, copied and
+    loaded. Copies (deepcopy, ``clone()``, pickle) have memory of their own. The metadata of all
+    ranks is computed on first use. A rank without a part has one empty shard:
+    torch.distributed.checkpoint drops values without any."""
 
     cut: Cut
     is_view = False  # of memory that the process goes on using
@@ -247,9 +242,7 @@ class BoxedTensor(ShardedTensor):
         return EnumerableShardingSpec(self._metadata.shards_metadata)
 
     def elements(self) -> torch.Tensor:
-        """Return this rank's elements out of the local shards, 1-D and in order: a view where they
-        follow one another in memory. Raises CheckpointError for a tensor there that does not
-        fit."""
+        """Return this rank's elements, 1-D, if possible a view. Raises CheckpointError."""
         self._require_fitting_shards()
         tensors = [shard.tensor.detach() for shard in self._local_shards]
         first = tensors[0]
@@ -284,7 +277,7 @@ class BoxedTensor(ShardedTensor):
         for box, shard in zip(boxes, shards, strict=True):
             tensor: Any = shard.tensor
             if not isinstance(tensor, torch.Tensor) or not _torch_private.is_plain(tensor):
-                return f"a {type(tensor).__name__} in the place of a tensor of shape {box.sizes}"
+                return f"a {type(tensor).__name__} in place of a tensor of shape {box.sizes}"
             is_lossy = tensor.dtype.is_complex and not self.dtype.is_complex
             found = (tuple(tensor.shape), tensor.is_meta, tensor.layout)
             if is_lossy or found != (box.sizes, self.is_meta, torch.strided):
@@ -297,8 +290,7 @@ class BoxedTensor(ShardedTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions about dtype, shape etc. and make copies here; leave the rest to
-        ShardedTensor, which warns that it is deprecated."""
+        """Answer questions about metadata and make copies; leave the rest to ShardedTensor."""
         if func in _FACTS:
             return _torch_private.as_plain_tensor(func, args, kwargs or {})
         if func in _COPIES:
@@ -364,9 +356,9 @@ class BoxedTensor(ShardedTensor):
         return self._with([shard.tensor.detach().clone() for shard in self._local_shards])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle without the process group; unpickled values use the default one, if there is any.
-        Elements are copied first if pickle would write more than them, or may move them to shared
-        memory under a shard that is in use."""
+        """Pickle without the process group; unpickled values use the default one, if any. Elements
+        are copied first if pickle would write more than them, or move a shard in use to shared
+        memory."""
         run, cut = self.elements(), self.cut
         is_alone = run.untyped_storage().nbytes() == run.nbytes and not self.is_view
         run = run if self._is_flat or is_alone else run.clone()
@@ -395,7 +387,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class LocalPart(torch.Tensor):
-    """This rank's elements of one parameter in a local state dict: a 1-D view of its shard, marked
+    """This rank's elements of a parameter in a local state dict: a 1-D view of its shard, marked
     for ``_torch_patches/local_parts.py``. Results and pickles are plain tensors."""
 
     __torch_function__ = _torch_private.no_torch_function
@@ -423,17 +415,15 @@ def _rebuilt(
 for _named in (FlatOfParameters, Place, _rebuilt):
     _named.__module__ = f"{__package__}.formats"  # as saved files name them
 
-# torch.load(weights_only=True) reads files of sharded and local state dicts: they hold plain
-# descriptions, and a function that makes a value of them.
+# So that torch.load(weights_only=True) reads sharded and local state dicts.
 torch.serialization.add_safe_globals(
     [CopiedLayout, FlatLayout, FlatOfParameters, ParamSpec, Place, _rebuilt]
 )
 
 
 def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
-    """Return the value of a parameter for a sharded state dict, given this rank's elements of it,
-    1-D. A view of ``run``: with one rank, and for parameters without elements, a plain tensor in
-    the parameter's shape; otherwise boxes of the whole parameter."""
+    """Return the value of a parameter for a sharded state dict, a view of this rank's elements
+    ``run``: boxes, or a plain tensor if one rank has all or there are no elements."""
     shape = cut.place.whole_shape
     if not math.prod(shape) or (cut.layout.ranks == 1 and cut.is_of_whole):
         return run.view(shape)
@@ -442,8 +432,8 @@ def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
 
 def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return the value for a sharded state dict of a model with a device mesh: a DTensor, whose
-    dimension 0 the mesh's last dimension splits, while the others repeat it; a 0-d value is
-    repeated along all. This rank's part is a compact copy. Nothing is sent."""
+    dimension 0 the mesh's last dimension splits; other dimensions, and a 0-d value, are replicated.
+    This rank's part is a compact copy. Nothing is sent."""
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
     placements: list[Placement] = [Replicate()] * mesh.ndim

@@ -27,9 +27,9 @@ class Options:
     with_grads: bool
 
     def keeps_changes_of(self, group: Group) -> bool:
-        """Return whether changes are kept. As in torch, they are kept without ``writeback`` if
-        nothing is sharded, because the parameters shown are the only ones; but not if only one of
-        several replicas would have them."""
+        """Return whether changes are kept. As in torch, also without ``writeback`` if nothing is
+        sharded, because the parameters shown are the only ones; but not if only one of several
+        replicas would have them."""
         return self.writeback or (
             group.shard.ranks == 1 and (group.replica.ranks == 1 or not self.rank0_only)
         )
@@ -79,8 +79,7 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
 def _shown(
     group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeback: bool
 ) -> Iterator[None]:
-    """Show whole parameters in the modules; at the end write changes back, and make the user's own
-    parameters sharded again."""
+    """Show whole parameters in the modules; at the end, write changes back and reshard."""
     store = store_of(group)
     wholes = store.whole(full.detach())
     shown: list[nn.Parameter] = []
@@ -132,8 +131,7 @@ def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
 def _write_back_grads(
     store: StateStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> None:
-    """Copy this rank's part of whole gradients into the ``.grad`` of each sharded parameter that
-    has one."""
+    """Copy this rank's part of whole gradients into existing ``.grad`` of sharded parameters."""
     changed = torch.zeros_like(store.shard)
     store.take_from_whole(wholes, changed)
     for grad, part in zip(grads, store.grads(changed), strict=True):

@@ -1,9 +1,8 @@
 """The registry of a model's units, and names without the parts that wrappers add.
 
-A front end registers one ``ModelUnit`` per unit, on the module whose name in the model is the
-unit's name: a wrapper, or the unit's module itself. State dicts, optimizer state and checkpoints
-do not depend on which front end made a unit.
-"""
+A front end registers one ``ModelUnit`` per unit, on the module whose name is the unit's: a wrapper,
+or the unit's module. State dicts, optimizer state and checkpoints do not depend on the front
+end."""
 
 from __future__ import annotations
 
@@ -41,16 +40,14 @@ from ..errors import UsageError, takes, wrong_type
 # (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it
 Wanted = Callable[[str, bool], bool]
 
-# The child that holds the wrapped module, named as in torch; and that of torch's wrapper of
-# activation checkpointing.
+# The children that hold the wrapped module, of FSDP and of activation checkpointing.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
 _WRAPPERS = (FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE)
 
 
 def clean_name(name: str, wrappers: Collection[str] = _WRAPPERS) -> str:
-    """Return a parameter's, buffer's or module's name as it was before FSDP and activation
-    checkpointing wrapped anything."""
+    """Return a name as it was before FSDP and activation checkpointing wrapped anything."""
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
@@ -60,8 +57,7 @@ def everything(name: str, trainable: bool) -> bool:
 
 
 def wanted_by(given: Any, where: str) -> Wanted:
-    """Return what a ``filter`` chooses: a function of a name, the string "trainable", or None for
-    everything; raises UsageError for anything else."""
+    """Return what a ``filter`` chooses: by name, "trainable", or None: all. Raises UsageError."""
     if given is None:
         return everything
     if given == "trainable":
@@ -73,8 +69,7 @@ def wanted_by(given: Any, where: str) -> Wanted:
 
 
 def named_sections(unit: Unit) -> list[tuple[str, Group, Section]]:
-    """Return the sections of the shards of a unit's groups, with the names of their flat parameters
-    in local state dicts."""
+    """Return the sections of a unit: (name of the flat parameter in dicts, group, section)."""
     sections = [(group, section) for group in unit.groups for section in store_of(group).sections]
     return [(flat_param_name(number), *found) for number, found in enumerate(sections)]
 
@@ -90,8 +85,7 @@ def is_flat_name(name: str) -> bool:
 
 
 def names_of(param: ParamSlots, prefix: str) -> list[str]:
-    """Return the names in a model of a parameter of the unit with this prefix; a tied one has
-    several."""
+    """Return a parameter's names in a model, with its unit's prefix; tied ones have several."""
     return list(dict.fromkeys(prefix + clean_name(name) for name in param.names))
 
 
@@ -165,8 +159,8 @@ def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def register(module: nn.Module, unit: ModelUnit | Callable[[], ModelUnit]) -> None:
-    """Register ``unit`` on ``module``, whose name in the model becomes the unit's name; or a
-    function that returns it, which may be collective and is called each time it is asked for."""
+    """Register ``unit`` on ``module``, whose name becomes the unit's; or a function that returns
+    it, maybe collectively, each time it is asked for."""
     module.__dict__[ATTRIBUTE] = unit
 
 
@@ -176,8 +170,7 @@ def is_lazy(module: nn.Module) -> bool:
 
 
 def model_unit_of(module: nn.Module) -> ModelUnit | None:
-    """Return the unit registered on a module, or None. Collective if the front end makes its units
-    when they are used, and this one was not used yet."""
+    """Return the unit registered on a module, or None. Collective on first use of some."""
     found = module.__dict__.get(ATTRIBUTE)
     if found is None or isinstance(found, ModelUnit):
         return found
@@ -217,8 +210,8 @@ def require_idle(model: nn.Module, what: str) -> None:
 
 
 def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
-    """Return the units in a model with the prefix of their parameter names, outer ones first;
-    those whose module has several names ``once`` or under each."""
+    """Return the units with the prefixes of their parameter names, outer ones first; ``once``, or
+    under each name of a module."""
     found = []
     for name, child in model.named_modules(remove_duplicate=once):
         if (registered := model_unit_of(child)) is not None:
@@ -231,8 +224,7 @@ def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
 
 
 def managed_names(model: nn.Module) -> set[str]:
-    """Return the clean names of all parameters of units, and of flat parameters; without units that
-    show whole parameters now."""
+    """Return the clean names of parameters of units that are not summoned, and of flat ones."""
     found: set[str] = set()
     for named in units_of(model, once=False):
         for flat_name, group, _ in named_sections(named.unit) if not named.unit.summoned else ():
@@ -243,8 +235,7 @@ def managed_names(model: nn.Module) -> set[str]:
 
 
 def owners_in(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by the path of each module in ``model``, the innermost module around it, itself
-    included, that a unit is registered on; the model where there is none."""
+    """Return, by path of each module, the innermost module with a unit around it, or the model."""
     found: dict[str, nn.Module] = {}
     for path, child in model.named_modules(remove_duplicate=False):
         is_owner = not path or model_unit_of(child) is not None
@@ -296,12 +287,9 @@ def loads_in_own_way(module: nn.Module) -> bool:
 
 
 def names_in_order(model: nn.Module, base: str) -> list[str]:
-    """Return the keys of a module's state dict in their order before sharding, including the keys
-    of flat parameters in local state dicts: as in torch, before everything else in their unit, or
-    with use_orig_params=True after it.
-
-    base: the prefix of the keys.
-    """
+    """Return the keys of a module's state dict, prefixed with ``base``, in the order before
+    sharding, with flat parameters as in torch: before everything else in their unit, or with
+    use_orig_params=True after it."""
     return [*_names_below(model, base, {})]
 
 
@@ -347,8 +335,7 @@ class NamedUnit:
 
 
 def refuse_extensions(groups: Iterable[Group], where: str) -> None:
-    """Raise UsageError for parameters that all-gather in their own way: their whole values can be
-    computed with, not saved."""
+    """Raise UsageError for parameters with their own all-gather, which cannot be saved."""
     for group in groups:
         if group.store.has_extension:
             raise UsageError.of(

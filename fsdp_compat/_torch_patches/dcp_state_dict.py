@@ -26,7 +26,7 @@ from .._state.forms import state_dict_type
 from .._state.optim_calls import optim_state_dict_to_load
 from .._state.optim_contents import ParamContents, contents_of
 from .._state.optim_export import export_optim_state, form_set
-from .._state.optimizer_patches import convert
+from .._state.optimizer_patches import cut_state
 from .._state.rank0 import Rank0Broadcast
 from .._state.sharded_values import BoxedTensor, copied
 from .._state.units import model_unit_of, model_units_in, units_of
@@ -217,7 +217,7 @@ def _get_optimizers(
     names = Names(model)
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
-        convert(optimizer)
+        cut_state(optimizer)
         with _form(model, options, model_on_rank0=options.on_rank0):
             get = _torch_private.unpatched(optimizer, "state_dict")
             where = "get_optimizer_state_dict(model, optimizers)"
@@ -335,7 +335,7 @@ def _loadable(
     ranks = Rank0Broadcast(first.mesh, first.device)
     found = []
     for optimizer in optimizers:
-        convert(optimizer)
+        cut_state(optimizer)
         part, refused = None, None
         try:
             if state:

@@ -21,12 +21,8 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
 
 
 def _is_floating(value: Any) -> bool:
@@ -49,15 +45,18 @@ def _are_patterns(value: Any) -> bool:
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "folder": ("a path", _is_path),
     "path": ("a path; latest(folder) returns None without a complete checkpoint", _is_path),
-    "optimizer": ("a torch.optim.Optimizer, or None", _is_optimizer),
-    "step": ("a whole number, at least 0", lambda v: _is_count(v, 0)),
-    "keep_last": ("a whole number, at least 1, or None", lambda v: _is_count(v, 1)),
+    "optimizer": (
+        "a torch.optim.Optimizer, or None",
+        lambda value: isinstance(value, torch.optim.Optimizer),
+    ),
+    "step": ("a whole number, at least 0", _at_least(0)),
+    "keep_last": ("a whole number, at least 1, or None", _at_least(1)),
     "rename": ("a function of a name, or None", callable),
     "dtype": ("a floating-point dtype, or None", _is_floating),
-    "max_file_nbytes": ("a number of bytes, at least 1", lambda v: _is_count(v, 1)),
-    "memory": ("a number of bytes, at least 1 MiB", lambda v: _is_count(v, 1 << 20)),
-    "workers": ("a number of threads, at least 1", lambda v: _is_count(v, 1)),
-    "world_size": ("a number of ranks, at least 1, or None", lambda v: _is_count(v, 1)),
+    "max_file_nbytes": ("a number of bytes, at least 1", _at_least(1)),
+    "memory": ("a number of bytes, at least 1 MiB", _at_least(1 << 20)),
+    "workers": ("a number of threads, at least 1", _at_least(1)),
+    "world_size": ("a number of ranks, at least 1, or None", _at_least(1)),
     "rtol": ("a finite number of at least 0", _is_tolerance),
     "atol": ("a finite number of at least 0", _is_tolerance),
     "include": ("regular expressions", _are_patterns),
@@ -84,8 +83,8 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
 
 
 def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str, str]:
-    """Return the new name of each name, by the old one; those of which it is None are left out.
-    Raises UsageError for what is not a name, and if two get the same one."""
+    """Return the new name of each name; those renamed to None are left out. Raises UsageError for
+    what is not a name, and if two get the same."""
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in dict.fromkeys(names):
@@ -112,8 +111,7 @@ def _compiled(patterns: Collection[str]) -> list[re.Pattern[str]]:
 
 
 def selection(include: Collection[str], exclude: Collection[str]) -> Callable[[str], bool]:
-    """Return whether a name has a match of any of ``include``, if there is one, and of none of
-    ``exclude``."""
+    """Return a function that tells whether a name matches ``include``, and not ``exclude``."""
     wanted, unwanted = _compiled(include), _compiled(exclude)
 
     def is_selected(name: str) -> bool:

@@ -1,5 +1,4 @@
-"""Saves that a thread writes: the current one, and those that failed without the caller having been
-told.
+"""Saves that a thread writes: the current one, and failed ones that were not reported.
 
 A failure is reported once: by ``wait``; otherwise by the next save or load, on all ranks; otherwise
 on stderr when the process ends."""
@@ -98,8 +97,7 @@ def _print_unreported() -> None:
 
 
 def _reset() -> None:
-    """Forget the parent's saves in a forked process: threads are not inherited, and their errors
-    are the parent's to report."""
+    """Forget the parent's saves in a forked process: their threads and errors are the parent's."""
     global _saves
     _saves = _Saves()
 

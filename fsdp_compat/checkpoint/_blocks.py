@@ -1,7 +1,5 @@
-"""Writing files in blocks, with a checksum of each block, and making them durable.
-
-The checksum is zlib's CRC-32 of every 4 MiB of the file, from its first byte on. A second thread
-computes it in parallel with the system calls; both release the interpreter's lock."""
+"""Writing files in blocks of 4 MiB, with zlib's CRC-32 of each, and making them durable. A second
+thread computes the checksums, as they and system calls release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ import contextlib
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 
@@ -23,6 +21,9 @@ WRITEBACK_NBYTES = 32 << 20  # written out to disk while the following bytes are
 _advise = getattr(os, "posix_fadvise", None)  # not on every system
 
 Tick = Callable[[int], object]  # called with the number of bytes just done
+
+
+def no_tick(nbytes: int) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,17 @@ def make_directories(path: Path) -> None:
             sync_directory(each.parent)
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, whose content is durable at the end. Never overwrites."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class SecondThread:
-    """Runs calls in order on a second thread, with a short queue. Runs them in place if no thread
-    can be started any more."""
+    """Runs calls in order on a second thread; in place if no thread can be started."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "fsdp_compat checksums")
@@ -99,10 +108,8 @@ class SecondThread:
 
 
 class BlockWriter:
-    """Writes a new file from start to end and computes its checksums. Never overwrites.
-
-    The memory passed to ``write`` must not change before ``finish``.
-    """
+    """Writes a new file from start to end and computes its checksums. Never overwrites. Memory
+    passed to ``write`` must not change before ``finish``."""
 
     def __init__(self, path: Path, tick: Tick) -> None:
         """Raises OSError, FileExistsError among them."""
@@ -155,8 +162,7 @@ class BlockWriter:
 
 
 def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
-    """Return the error for files that were intact when they were checked, and no longer are:
-    ``error`` says why."""
+    """Return the error for files that were intact when they were checked, and no longer are."""
     result = CheckpointError.of(
         "The files changed while they were being loaded.",
         expected="files that do not change before the load returns",
@@ -172,7 +178,7 @@ def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:
     """Return the error for a file that was damaged or replaced."""
     return CheckpointError.of(
-        f"{path.name} is not what was saved.",
+        f"{path.name} is damaged, or has changed since it was saved.",
         expected=expected,
         got=got,
         where=str(path),

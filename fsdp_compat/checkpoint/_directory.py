@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: a directory ``step-00000042`` per step, complete if it has a
+"""The folder of a run's checkpoints: a directory ``step-00000042`` per step, complete with a
 manifest of this step."""
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def _manifest_in(path: Path, step: int) -> Manifest | str:
-    """Return the manifest of the complete checkpoint of a step. For any other directory, return why
-    it is not one: "" if its save did not finish."""
+    """Return the manifest of a complete checkpoint, or a reason: "" for an unfinished save."""
     try:
         if not (path / MANIFEST).is_file():
             return ""
@@ -86,9 +85,7 @@ def remove_older(folder: Path, step: int, keep_last: int) -> None:
     """Remove the oldest complete checkpoints before ``step``, so that ``keep_last`` are left with
     it. Raises OSError.
 
-    Directories without a manifest of their step are not checkpoints, and stay. So do links: a save
-    makes none, and what they lead to is not this folder's.
-    """
+    Directories without a manifest of their step stay, and so do links: a save makes none."""
     older = [
         path
         for number, path in sorted(steps_in(folder).items())

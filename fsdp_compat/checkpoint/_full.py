@@ -1,5 +1,5 @@
-"""Whole tensors of a model, gathered one unit at a time: for any file format, and for models of
-which no process can hold a second copy."""
+"""Whole tensors of a model, gathered one unit at a time: for any file format, and for models too
+large to hold twice."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
 
 @dataclasses.dataclass
 class _Owned:
-    """The modules of one unit without those of inner units, or the modules outside of all
-    units."""
+    """The modules of one unit without those of inner units, or the modules outside of all units."""
 
     owner: nn.Module
     paths: list[str]  # clean names of the owner

@@ -1,12 +1,12 @@
 """The header of a safetensors file: where each tensor lies.
 
-The format, according to the safetensors library: 8 bytes with the length of the JSON text,
-little-endian; the JSON text, which maps each tensor's name to its dtype, shape and offsets behind
-the text, and ``__metadata__`` to texts; then the tensors, without gaps. The library writes whole
-tensors from memory. Here each process writes its own bytes, so the header is made separately.
+The format: 8 bytes with the length of the JSON text, little-endian; the text, which maps each
+tensor's name to dtype, shape and offsets behind the text, and ``__metadata__`` to texts; then the
+tensors, without gaps. The library writes whole tensors from memory, but here each process writes
+its own bytes, so the header is made separately.
 
-Files whose tensors do not lie without gaps are refused, as by the library, and so are those in
-which a name occurs twice in one object. Of other JSON, what Python's parser reads is read."""
+Gaps, and names that occur twice in one object, are refused. Other JSON is read as Python's parser
+reads it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..errors import CheckpointError
 from ._texts import (
     MAX_TEXT_NBYTES,
     brief,
+    count_in,
     open_file,
     parse_json,
     parsed,
     require_readable,
     shape_in,
-    size,
     text_in,
 )
 
@@ -92,8 +92,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: object, of_tensor: bool = True) -> torch.dtype:
-    """Return the dtype of one of torch's names; raises ValueError for anything else. of_tensor: its
-    bytes are the values, so that it is not a quantized one."""
+    """Return the dtype that torch gives a name; raises ValueError for any other name. of_tensor:
+    also refuse quantized dtypes, whose bytes are not the values."""
     found = vars(torch).get(str(name))  # getattr would import modules that torch loads lazily
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of this version of torch")
@@ -115,11 +115,10 @@ def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[TensorInfo]]:
     """Return the header of a file of ``tensors`` (name, dtype, shape), and where each will lie.
-    Wide dtypes come first, so that all are aligned. The header's length is a multiple of 8 bytes.
+    Wide dtypes come first, and the length is a multiple of 8 bytes, so that all are aligned.
 
-    A dtype that the format does not know is described as bytes; the reader has to know it. Raises
-    UsageError if the header would be too large to be read again.
-    """
+    A dtype that the format does not know is described as bytes, and the reader has to know it.
+    Raises UsageError if the header would be too large to be read again."""
     order = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     if len({name for name, _, _ in order} | {METADATA}) < len(order) + 1:
         raise ValueError("two tensors have one name, or one has the name of the metadata")
@@ -146,8 +145,7 @@ def encode_header(
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return the tensors of a file by name, and its metadata. Raises CheckpointError if it is not a
-    safetensors file; OSError."""
+    """Return the tensors of a file by name, and its metadata. Raises CheckpointError; OSError."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         text = file.read(length_of_header(file.read(8), nbytes, path))
@@ -155,8 +153,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 
 def length_of_header(first: bytes, nbytes: int, path: Path) -> int:
-    """Return the length of the JSON text, from the first 8 bytes of a file of ``nbytes``. Raises
-    CheckpointError if it is impossible."""
+    """Return the length of the JSON text, from the first 8 bytes. Raises CheckpointError."""
     length = int.from_bytes(first, "little")
     if nbytes < 8 or length > min(nbytes - 8, MAX_TEXT_NBYTES):
         raise _not_safetensors(path, f"a header of {length} bytes in a file of {nbytes}")
@@ -166,7 +163,7 @@ def length_of_header(first: bytes, nbytes: int, path: Path) -> int:
 def parse_header(
     text: bytes, nbytes: int, path: Path
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
+    """Return what ``read_header`` does, of the JSON text in a file of ``nbytes``."""
     try:
         described = parse_json(text, parse_constant=_refuse_constant)
         return _parsed(described, 8 + len(text), nbytes)
@@ -174,12 +171,11 @@ def parse_header(
         raise _not_safetensors(path, brief(error)) from error
 
 
-_TENSOR = {"dtype": text_in, "shape": shape_in, "data_offsets": (size, size)}
+_TENSOR = {"dtype": text_in, "shape": shape_in, "data_offsets": (count_in, count_in)}
 
 
 def _parsed(content: Any, start: int, nbytes: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return tensors and metadata. start: where the tensors begin in a file of ``nbytes``. Raises
-    TypeError or ValueError."""
+    """Return tensors from byte ``start`` on, and metadata. Raises TypeError or ValueError."""
     described = parsed(content, {...: lambda facts: facts})
     metadata = described.pop(METADATA, None)
     metadata = parsed({} if metadata is None else metadata, {...: text_in})

@@ -1,14 +1,13 @@
 """``load`` and ``load_safetensors``: each rank reads, all ranks agree, each rank acts.
 
-Read: a rank works out what it needs of the checkpoint (`_LoadPlan`), and checks the checksums, if
-the format has any. Agree: all ranks report whether their files are present and valid and every
-value can be decoded. Act: only then is anything changed.
+Read: a rank plans what it needs (`_LoadPlan`), and compares checksums, if the format has any.
+Agree: all ranks report whether their files are valid and every value can be decoded. Only then is
+anything changed.
 
-Each block of a native checkpoint is read twice: once to check it, and once to copy values from it,
-when it is in the page cache. Keeping the first reading would double the memory, and take longer:
-allocating fresh memory is slower than reading. The checksum is compared again before anything is
-copied, so only values that were saved are loaded. If the files change between the two readings, the
-error says that a part was loaded before."""
+Each block of a native checkpoint is read twice: once to check it, and once, from the page cache, to
+copy values; keeping the first reading would double the memory and take longer. The checksum is
+compared again before anything is copied, so only values that were saved are loaded. If a file
+changes between the two, the error says that a part was loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from torch import nn
 from .. import errors
 from .._state.model_loading import load_unmanaged
 from .._state.model_state import unmanaged_state
-from .._state.optimizer_patches import convert
+from .._state.optimizer_patches import cut_state
 from .._state.units import names_before, units_of
 from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
@@ -44,12 +43,8 @@ from ._tools.shapes import Shape, Shapes
 @dataclasses.dataclass
 class LoadReport:
     """What a load with ``strict=False`` did not take. Pass an empty one as ``report``; the call
-    fills it before it changes anything.
-
-    It is an argument because ``load`` returns the ``extra`` of the checkpoint, whose type must not
-    depend on a flag. Without one, a warning has the same text, so that a load in which something
-    was left never goes unnoticed. True in a condition if anything was left; ``str`` is a summary.
-    """
+    fills it before it changes anything, and without one warns with the same text. True in a
+    condition if anything was left; ``str`` is a summary."""
 
     missing: list[str] = dataclasses.field(default_factory=list)  # in the model alone: unchanged
     unexpected: list[str] = dataclasses.field(default_factory=list)  # in the checkpoint alone
@@ -181,7 +176,7 @@ def _load(
                 raise errors.wrong_type("report", "a LoadReport, or None", report, call)
             require_rest(units, call)
             if optimizer is not None:
-                convert(optimizer)
+                cut_state(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
             plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
@@ -222,7 +217,7 @@ def _load(
 
 
 def _shapes_of(model: nn.Module) -> Shapes:
-    """Return the shapes of the model before it was wrapped, for formats that do not hold them."""
+    """Return the shapes of the model before wrapping, for formats that do not hold them."""
     order = {name: position for position, name in enumerate(names_before(model))}
     parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, False)]
     parts.sort(key=lambda held: order.get(held.names[0], len(order)))
@@ -237,9 +232,8 @@ class _LoadPlan:
     """The reads of a rank, and the changes made with them. Constructing it changes nothing;
     ``apply`` does.
 
-    A tensor is taken from wherever the checkpoint has it: its writer may not have known which
-    names are parameters of units, and which are buffers or unmanaged parameters.
-    """
+    A tensor is taken from wherever the checkpoint has it: its writer may have wrapped other
+    modules."""
 
     def __init__(
         self,
@@ -250,8 +244,7 @@ class _LoadPlan:
         strict: bool,
         through: torch.dtype | None = None,
     ) -> None:
-        """Raises CheckpointError for a checkpoint that cannot be loaded into the model and the
-        optimizer. through: round floating-point values of the model to this dtype."""
+        """Raises CheckpointError. through: round floating-point values to this dtype."""
         self.source, self.report = source, LoadReport()
         self._model, self._through = model, through
         self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
@@ -275,7 +268,7 @@ class _LoadPlan:
         self._extra = source.planned(source.extra(ranks))
 
     def apply(self, shown: bool) -> Any:
-        """Change the model and the optimizer; return ``extra``. shown: draw a progress bar."""
+        """Change the model and the optimizer; return ``extra``."""
         with torch.no_grad():
             self.source.read(shown)
         load_unmanaged(self._model, self._others)
@@ -291,7 +284,7 @@ class _LoadPlan:
         return next((name for name in names if name in self.source.names), names[0])
 
     def _takes(self, held: HeldPart) -> bool:
-        """Return whether the checkpoint has a tensor and it fits; report it if not."""
+        """Return whether the checkpoint has a tensor that fits; report it if not."""
         name = self._name(held.names)
         if name not in self.source.names:
             self.report.missing.append(held.names[0])
@@ -301,8 +294,7 @@ class _LoadPlan:
         return not how
 
     def _plan_others(self, others: dict[str, Any]) -> None:
-        """Plan what is not a parameter of a unit. A tensor with several names is in the checkpoint
-        under one of them, or under all."""
+        """Plan buffers, unmanaged parameters (saved under any of their names) and extra state."""
         for held in unmanaged_tensors(self._model, is_written_here=False):
             if self._takes(held):
                 # The state dict may hold a copy in another dtype than the module computes with.
@@ -319,8 +311,7 @@ class _LoadPlan:
                 self.report.missing.append(name)
 
     def _require_fit(self, strict: bool, takes_any: bool) -> None:
-        """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
-        buffers, in their shapes and kinds of dtype; not strict: unless it holds some of them."""
+        """Raise CheckpointError unless the checkpoint fits; not ``strict``: in part."""
         if self.report and (strict or not takes_any):
             what = "The checkpoint does not fit" if strict else "Nothing in the checkpoint fits"
             more = "; or pass strict=False to load what fits" if strict else ""
@@ -336,7 +327,7 @@ class _LoadPlan:
 
 
 def _mismatch(stored: Any, held: HeldPart) -> str:
-    """Return how a value of the checkpoint differs from a tensor of the model, or ""."""
+    """Return how a saved value differs from a tensor of the model, or ""."""
     if not isinstance(stored, StoredTensor):
         return "not a tensor in the checkpoint"
     if stored.shape != held.shape:

@@ -1,5 +1,5 @@
-"""The optimizer state that a rank reads from a checkpoint, and the settings (learning rate, weight
-decay, ...) that its parameter groups get."""
+"""The optimizer state that a rank reads from a checkpoint, and the settings of its parameter
+groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"}
 
 
 class OptimizerLoadPlan:
-    """The states and settings that this rank's optimizer gets. ``apply`` comes after the files were
-    read."""
+    """The states and settings for this rank's optimizer. First read, then ``apply``."""
 
     def __init__(
         self,
@@ -40,8 +39,8 @@ class OptimizerLoadPlan:
         left: set[str],
         strict: bool,
     ) -> None:
-        """Plan to read the states. groups: of all units; taken: the parts of parameters that
-        are loaded; left: names of parameters that are not. Raises CheckpointError."""
+        """Plan to read the states. groups: of all units; taken: parts of parameters that are
+        loaded; left: names of those that are not. Raises CheckpointError."""
         self._source, self._optimizer = source, optimizer
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
         self._names = held_by(model, optimizer)
@@ -74,12 +73,12 @@ class OptimizerLoadPlan:
 
     @property
     def state_kept(self) -> list[str]:
-        """The names of the parameters whose state is left as it is."""
+        """The names of the parameters whose state is not loaded."""
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return [name for each in own if each in self._kept for name in self._names[each]]
 
     def apply(self) -> None:
-        """Load the states, once they were read, and the settings."""
+        """Load the states that were read, and the settings."""
         optimizer = self._optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -108,13 +107,12 @@ class OptimizerLoadPlan:
     # -- planning
 
     def _plan_settings(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> None:
-        """Take for each group the settings of its parameters or, where none of them was saved with
-        settings, those of the group at the same position if no other group has them.
+        """Take for each group the settings that its parameters were saved with; if there are none,
+        those of the group at the same position that no other group takes.
 
-        saved: groups with names as "params". Raises CheckpointError for a group of parameters that
-        were saved with different settings, and for groups with different settings whose parameters
-        were saved in one group; not strict: they keep their own.
-        """
+        Raises CheckpointError for a group of parameters that were saved with different settings,
+        and for groups with different settings that were saved as one; not strict: they keep their
+        own."""
         groups = self._optimizer.param_groups
         of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
         claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
@@ -189,8 +187,7 @@ class OptimizerLoadPlan:
                 self._state[other] = state
 
     def _state_of(self, param: torch.Tensor, inside: Sequence[HeldPart]) -> dict[Any, Any]:
-        """Return the state of one parameter of the optimizer. inside: the parts of the model's
-        parameters in it."""
+        """Return the state of an optimizer's parameter. inside: the model's parameters in it."""
         found = [(held, self._source.state_of(held)) for held in inside]
         state: dict[Any, Any] = {}
         flat: dict[Any, torch.Tensor] = {}  # by key: a state per element, as 1-D view
@@ -215,8 +212,7 @@ class OptimizerLoadPlan:
         return {key: state[key] for key in dict.fromkeys([*present, *state]) if key in state}
 
     def _require_any_part(self, key: Any, value: Any, held: HeldPart) -> None:
-        """Raise CheckpointError for a state that has neither the parameter's shape nor a single
-        value, unless this rank holds the whole parameter."""
+        """Raise CheckpointError for a state of another shape, unless this rank holds it whole."""
         is_whole = held.part.numel == held.piece.numel and held.piece.is_whole
         if isinstance(value, StoredTensor) and value.numel > 1 and not is_whole:
             raise CheckpointError.of(
@@ -229,8 +225,7 @@ class OptimizerLoadPlan:
             )
 
     def _tensor_for(self, param: torch.Tensor, key: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
-        one."""
+        """Return the tensor to read a state into: the optimizer's own if it fits, or a new one."""
         own: Any = (self._optimizer.state.get(param) or {}).get(key)
         kind = torch.Tensor if _torch_private.is_plain(param) else type(param.data)
         if type(own) is kind and own.dtype == dtype and own.device == param.device:
@@ -253,12 +248,11 @@ def _why_kept(
     classes: Sequence[str],
     optimizer: torch.optim.Optimizer,
 ) -> str:
-    """Return what the checkpoint has in the place of the state of an optimizer, or "".
+    """Return what the checkpoint holds instead of the optimizer's state, or "".
 
-    Another class alone does not tell: it may be a subclass, a wrapper, or another implementation of
-    the same algorithm. Of another algorithm, each has a setting that the other one lacks: SGD a
-    momentum, AdamW betas. Without the saved classes, nothing is known.
-    """
+    Another class is not enough: it may be a subclass or another implementation. Of another
+    algorithm, each has a setting that the other lacks: SGD a momentum, AdamW betas. Without saved
+    classes, nothing is known."""
     if saved is None:
         return "no optimizer state"
     if not classes or {*classes} & {*classes_of(optimizer)}:
@@ -278,7 +272,7 @@ def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how the settings of saved groups differ, of which one group would get them all."""
+    """Return how the settings of saved groups differ that one group would get."""
     return [
         f"{key}={groups[0].get(key)!r} for {groups[0]['params'][0]!r}, "
         f"{other.get(key)!r} for {other['params'][0]!r}"
@@ -289,8 +283,7 @@ def _among_saved(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return how the groups, by number, differ whose parameters were saved in one: all would get
-    its settings, and lose what makes them differ."""
+    """Return how groups differ that were saved as one, and would get its settings."""
     (number, first), *others = heirs.items()
     return [
         f"{key}={first[key]} in group {number}, {other[key]} in group {heir}, saved as {value!r}"
@@ -302,7 +295,7 @@ def _among_heirs(saved: Mapping[str, Any], heirs: Mapping[int, Mapping[str, Any]
 
 
 def _like(value: Any, own: Any) -> Any:
-    """Return a setting; a tensor where the optimizer has one, of its dtype and on its device."""
+    """Return a setting; as a tensor like the optimizer's own, if that is one."""
     if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
         found = torch.as_tensor(value)
         if found.numel() == own.numel():

@@ -1,11 +1,11 @@
-"""Messages between the ranks of one call, through the process group's store, on a connection of
-their own, from any thread.
+"""Messages between the ranks of one call, from any thread, through a connection of their own to the
+process group's store.
 
 A call consists of turns. In each turn every rank *posts* one text, some ranks read the texts, and
 one *verdict* ends the turn for all. It is written once, by compare-and-set: by the first rank when
 it has the texts it needs; or, with the reason for the failure, by any rank that leaves early or
-notices that another one has ended. So a turn ends in the same way on all ranks, and no rank waits
-for one that will not come. A slow rank is waited for until the timeout of the process group.
+notices that another has ended. So a turn ends alike on all ranks, and no rank waits for one that
+will not come. A slow rank is waited for until the timeout of the process group.
 
 Keys are unique to the call, and deleted once all ranks have read them."""
 
@@ -29,8 +29,7 @@ EXIT_S = 10.0  # how long a process whose program has failed waits for the other
 
 
 class RankLost(Exception):
-    """A rank that others wait for has ended, left, or did not arrive. The text says which rank,
-    and why."""
+    """A rank that others wait for has ended, left, or did not arrive, as the text says."""
 
 
 class StoreMailbox:
@@ -73,10 +72,9 @@ class StoreMailbox:
 
     def conclude(self, work: Callable[[], object]) -> Any:
         """Do this rank's ``work`` of the turn, wait for the verdict, and return on all ranks what
-        ``work`` returned (JSON) on the first one.
+        ``work`` returned (JSON) on the first.
 
-        Collective. Raises RankLost on all ranks if one of them does not finish its work.
-        """
+        Collective. Raises RankLost on all ranks if one of them does not finish its work."""
         turn = self._turn
         key = f"{turn}/verdict"
         try:
@@ -142,8 +140,7 @@ class StoreMailbox:
         self._posted.clear()
 
     def _read(self, owed: dict[str, int], turn: int) -> list[str]:
-        """Wait for the texts under keys and return them. owed: the rank that writes each. Raises
-        RankLost."""
+        """Wait for the texts under keys. owed: the rank that writes each. Raises RankLost."""
         keys = list(owed)
         try:
             self._wait(keys, owed, turn)
@@ -152,8 +149,8 @@ class StoreMailbox:
             raise RankLost(self._unreachable(error)) from error
 
     def _wait(self, keys: Sequence[str], owed: dict[str, int], turn: int) -> None:
-        """Poll until all keys exist, one chunk after the other. A blocking request would need one
-        message, but blocks interrupts, and torch warns when it times out."""
+        """Poll until all keys exist, one chunk after the other. A blocking request would block
+        interrupts, and torch warns when it times out."""
         started = looked_at = time.monotonic()
         inquiry, left = Inquiry(self._members, self._default_store), _chunks(keys)
         exit_at: float | None = None
@@ -169,7 +166,7 @@ class StoreMailbox:
                 self._require_living_ranks(turn, missing, inquiry)
                 if missing and now - started > self._timeout_s:
                     raise RankLost(
-                        f"{self._names(missing)} posted nothing within {self._timeout_s:g} s"
+                        f"{self._names(missing)} did not answer within {self._timeout_s:g} s"
                     )
                 if _program_has_failed():
                     exit_at = now + EXIT_S if exit_at is None else exit_at
@@ -182,9 +179,8 @@ class StoreMailbox:
             time.sleep(min(longest_pause_s, max(1e-4, (now - started) / 10)))
 
     def _require_living_ranks(self, turn: int, missing: list[int], inquiry: Inquiry) -> None:
-        """Raise RankLost if a rank that the turn waits for has ended, or if the turn itself
-        has."""
-        # Each rank checks the processes of its own machine, for ranks on other machines too.
+        """Raise RankLost if a rank that the turn waits for has ended, or if the turn has."""
+        # Each rank checks the processes of its own machine, and so for ranks on other machines.
         ended = self._members.ended_here()
         gone = [
             number
@@ -197,7 +193,7 @@ class StoreMailbox:
         if silent:
             raise RankLost(f"{self._names(silent)} has not answered for too long")
         if self._turn == turn and self._store.check([f"{turn}/verdict"]):
-            raise RankLost("another rank has ended the turn")
+            raise RankLost("another rank has given up")
 
     def _absent(self, keys: Sequence[str]) -> list[str]:
         """Return the keys that do not exist: usually few."""
@@ -222,6 +218,5 @@ def _chunks(keys: Sequence[str]) -> list[list[str]]:
 
 
 def _program_has_failed() -> bool:
-    """Return whether the main thread has ended with an error, so that only other threads keep the
-    process alive."""
+    """Return whether the main thread failed, and only other threads keep the process alive."""
     return getattr(sys, "last_value", None) is not None and not threading.main_thread().is_alive()

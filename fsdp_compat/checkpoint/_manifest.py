@@ -1,12 +1,12 @@
-"""The texts of a native checkpoint, as names and integers: the manifest says what it holds and
-where in the files; the head of each file, a text in its header, which states its rank had.
+"""The texts of a native checkpoint: the manifest says what it holds and where; the head of each
+file, in its safetensors header, which states its rank had.
 
-The size of the manifest is proportional to the number of parameters and of files: a flat layout
-gives the place of every element. It is written last, so a directory with one is complete.
+The manifest grows with the number of parameters and of files: a flat layout gives the place of
+every element. It is written last, so a directory with one is complete.
 
-Version 1 holds whole parameters. Version 2, which only checkpoints of tensor-parallel parameters
-have, adds ``whole`` (a shape) and ``offsets`` to a parameter of a group that holds a part of it.
-The other parts are in other groups, under the same names."""
+Version 1 holds whole parameters. Version 2, for tensor-parallel parameters alone, adds ``whole`` (a
+shape) and ``offsets`` to a parameter of which a group holds a part; other groups hold the other
+parts, under the same names."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
 from ._texts import (
     brief,
+    count_in,
     parse_json,
     parsed,
     read_text,
     require_readable,
     shape_in,
-    size,
-    sizes,
     text_in,
 )
 
@@ -109,8 +108,7 @@ class FlatGroup:
 
     @staticmethod
     def of_json(content: Any, axes: Sequence[Sequence[int]]) -> FlatGroup:
-        """Raises KeyError, TypeError, ValueError or IndexError for content that ``as_json`` cannot
-        return."""
+        """Raises KeyError, TypeError, ValueError or IndexError for other content."""
         found = parsed(content, _GROUP)
         specs, pieces = [], []
         for param in found["parameters"]:
@@ -125,8 +123,7 @@ class FlatGroup:
 
 @dataclasses.dataclass(frozen=True)
 class SavedParameter:
-    """One parameter of a checkpoint, and where it is: in one group, or a part of it in each of
-    several groups, which together hold every element once."""
+    """One parameter, in one group, or in several that together hold every element once."""
 
     names: tuple[str, ...]  # all of them in the model, before wrapping
     shape: tuple[int, ...]  # of the whole parameter
@@ -151,8 +148,7 @@ class Manifest:
     shares_extra: bool = False  # the extra values in the common file are those of all ranks
 
     def parameters(self) -> dict[str, SavedParameter]:
-        """Return the parameters by name; one with several names is under each of them. Raises
-        ValueError unless the groups hold every element of each parameter once."""
+        """Return the parameters by each name. Raises ValueError for gaps and overlaps."""
         places: dict[tuple[str, ...], list[tuple[FlatGroup, int]]] = {}
         for group in self.groups:
             for index, names in enumerate(group.names):
@@ -202,8 +198,12 @@ def _checksums(content: Any) -> tuple[int, ...]:
     return tuple(int(content[at : at + 8], 16) for at in range(0, len(content), 8))
 
 
+def _any(content: Any) -> Any:
+    return content
+
+
 def _object(content: Any) -> dict[str, Any]:
-    return parsed(content, {...: lambda value: value})
+    return parsed(content, {...: _any})
 
 
 def _param_groups(content: Any) -> Any:
@@ -214,25 +214,25 @@ def _param_groups(content: Any) -> Any:
 _GROUP = {
     "name": text_in,
     "dtype": dtype_of,
-    "axis": size,
-    "shard_numel": size,
+    "axis": count_in,
+    "shard_numel": count_in,
     "parameters": [
         {
             "names": [text_in],
             "shape": shape_in,
-            "start": size,
+            "start": count_in,
             "whole?": shape_in,
-            "offsets?": [size],
+            "offsets?": [count_in],
         }
     ],
 }
 _FORM = {
     "identity": text_in,
-    "step": size,
-    "common": size,
-    "axes": [[size]],
+    "step": count_in,
+    "common": count_in,
+    "axes": [[count_in]],
     "groups": [_object],
-    "files": [{"name": text_in, "nbytes": size, "crc32": _checksums}],
+    "files": [{"name": text_in, "nbytes": count_in, "crc32": _checksums}],
     "param_groups": _param_groups,
     "written_by": {...: text_in},
     "optimizer_classes?": [text_in],
@@ -246,8 +246,7 @@ def _framed(content: bytes) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError if it is
-    missing or damaged."""
+    """Return the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     file = path / MANIFEST
     try:
         text = read_text(file)
@@ -265,7 +264,9 @@ def read_manifest(path: Path) -> Manifest:
         if content.get("format") == FORMAT and content.get("version") in VERSIONS:
             return _of_json(content)
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise damaged(file, "a layout with one place for every element", brief(error)) from error
+        raise damaged(
+            file, "a manifest that gives every element one place", brief(error)
+        ) from error
     raise CheckpointError.of(
         "This checkpoint has another format.",
         expected=f"{FORMAT}, version {' or '.join(map(str, VERSIONS))}",
@@ -336,8 +337,7 @@ class StateTensor:
 
 @dataclasses.dataclass
 class Head:
-    """The text in one file, whose fields have these names. Values are encoded, as `_values.encode`
-    returns them."""
+    """The text in one file, with fields of these names. `_values.encode` encodes the values."""
 
     identity: str = ""  # of the save
     number: int = 0  # of the rank that wrote the file
@@ -356,16 +356,14 @@ class Head:
     other_states: dict[str, list[tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
 
     def as_metadata(self) -> dict[str, str]:
-        """Return the text as metadata of a safetensors file. Raises UsageError if it is too large
-        to be read again."""
+        """Return it as metadata of a safetensors file. Raises UsageError if it is too large."""
         text = json.dumps(vars(self), separators=(",", ":"), default=_plain)
         require_readable(text.encode("ascii"))
         return {TEXT: text}
 
     @staticmethod
     def of_metadata(metadata: Mapping[str, str]) -> Head:
-        """Return the head of a file. Raises KeyError, TypeError, ValueError or RecursionError if
-        the text is not one that a save writes."""
+        """Raises KeyError, TypeError, ValueError or RecursionError for other texts."""
         return Head(**parsed(parse_json(metadata[TEXT].encode("utf-8")), _HEAD))
 
 
@@ -375,10 +373,6 @@ def _plain(value: Any) -> Any:
     return dtype_name(value) if isinstance(value, torch.dtype) else vars(value)
 
 
-def _any(content: Any) -> Any:
-    return content
-
-
 def _key(content: Any) -> Any:
     if isinstance(content, (list, dict)):
         raise TypeError(f"a {type(content).__name__} as a key")
@@ -386,7 +380,7 @@ def _key(content: Any) -> Any:
 
 
 def _indices(content: Any) -> Indices:
-    return None if content is None else frozenset(sizes(content))
+    return None if content is None else frozenset(parsed(content, [count_in]))
 
 
 def _state(content: Any) -> StateTensor:
@@ -396,11 +390,11 @@ def _state(content: Any) -> StateTensor:
 
 _HEAD = {
     "identity": text_in,
-    "number": size,
+    "number": count_in,
     "left_out": [text_in],
     "states": {...: [_state]},
     "scalars": {...: [(_key, [(_indices, _any)])]},
-    "own": {...: [(size, _key, _any)]},
+    "own": {...: [(count_in, _key, _any)]},
     "extra": _any,
     "others?": {...: _any},
     "other_states?": {...: [(_key, _any)]},

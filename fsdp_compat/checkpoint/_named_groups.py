@@ -1,5 +1,4 @@
-"""A model as a checkpoint sees it: its parameter groups, and what this rank holds of each
-tensor."""
+"""A model as a checkpoint sees it: its parameter groups, and this rank's part of each tensor."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ class NamedGroup:
     writer: int  # rank among the replicas
     part: int  # of the parts that tensor parallelism cuts the parameters into: this process's
     num_parts: int
-    is_first_copy: bool  # False where another rank of tensor parallelism holds the same
+    is_first_tp_copy: bool  # False if an earlier rank of tensor parallelism holds the same
 
     @property
     def is_written_here(self) -> bool:
-        return self.group.replica.rank == self.writer and self.is_first_copy
+        return self.group.replica.rank == self.writer and self.is_first_tp_copy
 
     @property
     def params(self) -> range:
@@ -81,8 +80,8 @@ class NamedGroup:
 
 
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
-    """Return the parameter groups of ``units``, in the same order on all ranks. Raises UsageError
-    for DTensor parameters that are placed in another way than by Shard or Replicate."""
+    """Return the groups of ``units``, in the same order on all ranks. Raises UsageError for
+    DTensors that are placed in another way than by Shard or Replicate."""
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
     counts = collections.Counter[str]()  # units of several modules have no prefix, as the root
@@ -108,15 +107,14 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
                     len(found) % group.replica.ranks,
                     part,
                     num_parts,
-                    is_first_copy=not any(axis.rank for axis in copies),
+                    is_first_tp_copy=not any(axis.rank for axis in copies),
                 )
             )
     return found
 
 
 def tensor_parallel_axes(units: Sequence[Unit]) -> list[Axis]:
-    """Return the axes of the meshes that DTensor parameters lie on beside data parallelism, each
-    once and in the same order on all ranks; without those of one rank."""
+    """Return the mesh axes of tensor parallelism with several ranks, alike on all ranks."""
     found: dict[tuple[int, ...], Axis] = {}
     seen: set[int] = set()  # ids of meshes, of which many parameters have the same
     for unit in units:
@@ -132,8 +130,7 @@ def tensor_parallel_axes(units: Sequence[Unit]) -> list[Axis]:
 
 
 def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[Axis]:
-    """Return the axes along which tensor parallelism cuts the parameters of a section. It cuts all
-    of them or repeats all, along each axis."""
+    """Return the axes along which tensor parallelism cuts the parameters of a section."""
     found: dict[int, list[Axis]] = {}  # by parameter
     for index in range(section.first_param, section.first_param + len(section.layout.params)):
         if (parallel := store.parallel[index]) is None:
@@ -158,8 +155,7 @@ def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[A
 def held_by(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Return the names of the model's parameters that each parameter of the optimizer holds. Raises
-    UsageError for a parameter that is not the model's."""
+    """Return the names in each parameter of the optimizer. Raises UsageError for a foreign one."""
     owned = ownership_of(optimizer.param_groups, type(optimizer).__name__, units_of(model), model)
     return {
         parameter: tuple(name for _, name in contents.names)
@@ -188,8 +184,7 @@ class HeldPart:
         return self.piece.whole_shape
 
     def boxes(self, values: torch.Tensor | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the boxes of the whole tensor that the elements make up, each with a view of its
-        values. values: in the place of the tensor's own, such as those of a state."""
+        """Yield this rank's boxes of the whole tensor, with views of its (or other) ``values``."""
         values, start = self.values if values is None else values, 0
         for box in cut_into_boxes(self.piece.shape, self.part):
             own = values[start : start + box.numel].view(box.sizes)
@@ -225,8 +220,7 @@ def managed_parts(groups: Sequence[NamedGroup]) -> Iterator[HeldPart]:
 
 
 def unmanaged_tensors(model: nn.Module, is_written_here: bool) -> Iterator[HeldPart]:
-    """Yield buffers and unmanaged parameters, which every rank holds whole; a shared tensor once,
-    under all its names."""
+    """Yield buffers and unmanaged parameters, each once, with all its names."""
     names: dict[tuple[object, ...], list[str]] = {}
     values: dict[str, torch.Tensor] = {}
     for name, value in unmanaged_state(model).items():

@@ -44,22 +44,18 @@ class SharedOptimizer:
                 optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model
             )
 
-    def facts(self) -> list[Any] | None:
-        """Return the facts to compare, as JSON values."""
-        return self._facts(exact=False)
-
-    def _facts(self, exact: bool) -> list[Any] | None:
+    def facts(self, exact: bool = False) -> list[Any] | None:
+        """Return the facts to compare, as JSON values; None without an optimizer."""
         if self._ownership is None:
             return None
         return list(dataclasses.astuple(describe(self._ownership, self._groups, exact=exact)))
 
     def require_alike(self, all_facts: Sequence[list[Any] | None]) -> None:
-        """Raise UsageError, on all ranks, unless the facts of all ranks match. Collective.
-        all_facts: in rank order."""
+        """Raise UsageError, on all ranks, unless all facts, in rank order, match. Collective."""
         if all(facts == all_facts[0] for facts in all_facts):
             return
         ranks = self._ranks
-        exact = ranks.exchange((global_rank(), self._facts(exact=True)))
+        exact = ranks.exchange((global_rank(), self.facts(exact=True)))
         by_rank = {rank: OptimizerFacts(*facts) for rank, facts in exact if facts is not None}
         if self._ownership is not None and len(by_rank) == len(all_facts):
             require_alike(self._ownership, self._groups, by_rank, ranks.call, unmanaged=True)
@@ -75,8 +71,7 @@ class SharedOptimizer:
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of an optimizer's class and of those that it inherits from, without
-    Optimizer itself."""
+    """Return the names of an optimizer's class and its base classes, without Optimizer itself."""
     return tuple(
         f"{each.__module__}.{each.__qualname__}"
         for each in type(optimizer).__mro__
@@ -91,12 +86,11 @@ def _ranks_beside(group: Group, axes: Sequence[Axis]) -> int:
 
 
 def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
-    """Return the parameter groups to save, from the encoded ones of every rank: the first rank's,
-    with the parameters that only other ranks' optimizers hold in the same groups or in new ones.
+    """Return the parameter groups to save: the first rank's, with the parameters of other ranks'
+    optimizers in the same groups or new ones.
 
-    A rank's optimizer may leave out parameters that the rank has no part of. Raises UsageError if
-    a parameter has different settings on two ranks.
-    """
+    An optimizer may leave out parameters that its rank has no part of. Raises UsageError if a
+    parameter has different settings on two ranks."""
     found: list[dict[str, Any]] = []
     places: dict[str, int] = {}  # by name of a parameter: its group
     for rank, groups in enumerate(by_rank):
@@ -127,19 +121,19 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _require_same(one: dict[str, Any], other: dict[str, Any], rank: int, call: str) -> None:
-    """Raise UsageError if groups of the same parameters have different settings. rank: of the
-    other."""
+    """Raise UsageError if groups of the same parameters have different settings."""
     if keys := _differences(one, other):
         ours, theirs = one["settings"], other["settings"]
-        told = [
+        different = [
             f"{key}={theirs.get(key)} on rank {rank}, {ours.get(key)} on a rank before it"
             for key in keys
         ]
         shared = next(name for name in other["params"] if name in one["params"])
         raise UsageError.of(
-            "The ranks' optimizers have different settings, and a checkpoint holds one of each.",
+            "The optimizers of the ranks have different settings; a checkpoint holds one value of "
+            "each.",
             expected="the same settings of a parameter on all ranks",
-            got=joined(told, 4, "; "),
+            got=joined(different, 4, "; "),
             where=f"the parameter group of {shared!r}, {call}",
             fix="give the parameter groups the same settings on all ranks before saving",
         )

@@ -1,8 +1,8 @@
 """The processes of a model's ranks, and which of them have ended.
 
-A killed process sends nothing. Only processes on its own machine can tell for certain whether it is
-still running. So ranks check the processes of their own machine (`_mailbox`), and ask ranks on
-other machines for a sign of life through the status store."""
+A killed process sends nothing, and only processes on its machine can tell whether it still runs. So
+ranks check the processes of their own machine (`_mailbox`), and ask ranks on other machines for a
+sign of life through the status store."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ class Inquiry:
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: number and time of last answer
 
     def silent(self, missing: list[int]) -> list[int]:
-        """Ask the missing ranks on other machines again; return those that have not answered for
-        too long."""
+        """Ask missing ranks on other machines again; return those silent for too long."""
         now, own = time.monotonic(), self._members.number
         missing = [
             number for number in missing if number != own and not self._members.is_here(number)

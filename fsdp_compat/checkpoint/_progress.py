@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+from ._blocks import Tick, no_tick
 
 
 @contextlib.contextmanager
-def progress_bar(
-    shown: bool, what: str, total_nbytes: int | None
-) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the number of bytes just done. shown: draw a bar with bytes and
-    rate."""
+def progress_bar(shown: bool, what: str, total_nbytes: int | None) -> Iterator[Tick]:
+    """Draw a bar with bytes and rate, if ``shown``. Yield the function that advances it."""
     if not shown:
-        yield lambda nbytes: None
+        yield no_tick
         return
     from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 

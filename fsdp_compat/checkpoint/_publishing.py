@@ -1,10 +1,10 @@
-"""A result gets its name once it is complete. Until then it lies in a hidden directory beside its
-place, which the next attempt removes if the process is killed.
+"""A result gets its name once it is complete. Until then it is in a hidden directory beside its
+target, which the next attempt removes if the process was killed.
 
-The process that creates the directory owns it: it holds a lock (flock) on a file in it, which the
-system releases when the process ends, however it ends. Some file systems do not show locks to other
-machines. The name of the locked file therefore says on which machine the owner runs; directories of
-other machines are removed if nothing in them has changed for a day."""
+The process that creates the directory owns it and locks a file in it (flock); the system releases
+the lock when the process ends. Some file systems do not show locks to other machines, so the name
+of the locked file tells the machine of the owner. Directories of other machines are removed after a
+day without a change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .._comm.divergence.processes import host
 from ..errors import UsageError
-from ._blocks import make_directories, sync_directory
+from ._blocks import make_directories, new_file, sync_directory
 
 CONTENT = "content"  # what will be published: a file or a directory
 _OWNER = ".owner-"
@@ -32,7 +32,7 @@ def hidden_beside(target: Path, identity: str) -> Path:
     return target.with_name(f".{target.name[:50]}-{identity}")
 
 
-class Fresh:
+class OwnedDirectory:
     """A hidden directory that this process created and owns."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -40,8 +40,7 @@ class Fresh:
         self._descriptor = descriptor
 
     def publish(self, target: Path) -> None:
-        """Give the content, whose files must be durable, the name ``target``. Raises OSError; it
-        may be published all the same, but not durably."""
+        """Rename the durable content to ``target``. On OSError it may be published anyway."""
         if self.content.is_dir():
             sync_directory(self.content)
         if os.path.lexists(target):  # rename would replace a file, or an empty directory
@@ -61,15 +60,14 @@ class Fresh:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):  # someone else has closed it
-                try:  # closing is not enough: a forked process may hold the descriptor, too
+                try:  # closing is not enough: a forked process may also hold the descriptor
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:
                     os.close(descriptor)
 
 
-def make_fresh(path: Path) -> Fresh | None:
-    """Create a hidden directory, and the folder that it is in; return None if it exists. Raises
-    OSError."""
+def make_fresh(path: Path) -> OwnedDirectory | None:
+    """Create a hidden directory and its folder; return None if it exists. Raises OSError."""
     make_directories(path.parent)
     while True:
         try:
@@ -77,14 +75,13 @@ def make_fresh(path: Path) -> Fresh | None:
         except FileExistsError:
             return None
         with contextlib.suppress(FileNotFoundError):  # another save removed it before it was locked
-            return Fresh(path, _own(path / f"{_OWNER}{host()}"))
+            return OwnedDirectory(path, _own(path / f"{_OWNER}{host()}"))
 
 
 def _own(owner: Path) -> int:
-    """Create and lock the file that marks the owner of a directory; return its descriptor.
+    """Create and lock the file that marks the owner; return its descriptor.
 
-    Raises FileNotFoundError if the directory was removed.
-    """
+    Raises FileNotFoundError if the directory was removed."""
     descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -98,8 +95,7 @@ def _own(owner: Path) -> int:
 
 
 def remove_leftovers(folder: Path, names: str) -> None:
-    """Remove the hidden directories that killed processes left in a folder. names: a pattern of the
-    results' names. Raises OSError if the folder cannot be listed."""
+    """Remove hidden directories of killed processes, by a pattern of names. Raises OSError."""
     for path in list(folder.iterdir()):
         left = re.fullmatch(rf"\.({names}|removed)-[0-9a-f]{{32}}", path.name)
         if left is None or path.is_symlink() or not path.is_dir():
@@ -134,8 +130,7 @@ def _remove_unless_owned(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory: it is renamed first, so that its name never stands for a part of it.
-    Raises OSError if it stays."""
+    """Remove a directory, renamed first so that none is left half removed. Raises OSError."""
     leaving = path.with_name(f".removed-{uuid.uuid4().hex}")
     path.rename(leaving)
     shutil.rmtree(leaving, ignore_errors=True)
@@ -143,21 +138,19 @@ def remove(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a new file, durably."""
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 # -- one result of one process
 
 
 def require_free(target: Path, call: str) -> None:
-    """Raise UsageError if something stands at ``target`` already."""
+    """Raise UsageError if ``target`` exists."""
     if os.path.lexists(target):
         raise UsageError.of(
             "The target exists, and is never overwritten.",
-            expected="a path at which there is nothing",
+            expected="a path that does not exist yet",
             got="a directory" if target.is_dir() else "a file",
             where=str(target),
             fix=f"pass another target to {call}, or remove this one",
@@ -166,19 +159,19 @@ def require_free(target: Path, call: str) -> None:
 
 @contextlib.contextmanager
 def published(target: Path, call: str) -> Iterator[Path]:
-    """Yield a path at which a file or a directory is to be made; it gets the name ``target`` when
-    the with block ends. If it ends with an error, nothing is left.
+    """Yield a path for a file or directory, which is renamed to ``target`` at the end; after an
+    error nothing is left.
 
-    Everything in it must be durable by then. Raises UsageError if ``target`` exists, and OSError.
-    """
+    Everything in it must be durable by then. Raises UsageError if ``target`` exists, and
+    OSError."""
     require_free(target, call)
     target = target.absolute()
-    fresh = make_fresh(hidden_beside(target, uuid.uuid4().hex))
-    assert fresh is not None  # nothing else has its name
+    owned = make_fresh(hidden_beside(target, uuid.uuid4().hex))
+    assert owned is not None  # nothing else has its name
     try:
         remove_leftovers(target.parent, re.escape(target.name[:50]))
-        yield fresh.content
+        yield owned.content
         require_free(target, call)
-        fresh.publish(target)
+        owned.publish(target)
     finally:
-        fresh.discard()
+        owned.discard()

@@ -29,8 +29,7 @@ from ._processes import Members, own_facts
 
 @dataclasses.dataclass
 class Ranks:
-    """The ranks of a model in one call, numbered from 0: replica by replica, within a replica in
-    the order of the shards, and within a shard in that of tensor parallelism."""
+    """The ranks of a model in one call, numbered by replica, shard and tensor parallelism."""
 
     call: str
     number: int  # of this rank
@@ -51,10 +50,8 @@ class Ranks:
             self.mailbox.close()
 
     def exchange(self, value: object) -> list[Any]:
-        """Return every rank's ``value`` (JSON), by number. Collective.
-
-        Raises StateError, on all ranks, if one of them does not get here.
-        """
+        """Return every rank's ``value`` (JSON), by number. Collective. Raises StateError, on all
+        ranks, if one of them does not get here."""
 
         def work() -> object:
             self.mailbox.post(json.dumps(value))
@@ -87,9 +84,8 @@ class Ranks:
         """Return every rank's ``value`` (JSON), by number. If any rank has a problem, raise on all
         ranks: its own error there, an error that quotes it elsewhere.
 
-        The first time in a call, raise instead if an earlier ``async_save`` failed and this was not
-        reported yet. Collective.
-        """
+        The first time in a call, raise instead if an earlier ``async_save`` failed and was not
+        reported. Collective."""
         unreported = {} if self.have_agreed else background.unreported()
         self.have_agreed = True
         told = None if problem is None else (type(problem).__name__, str(problem))
@@ -109,8 +105,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreeing(self, what: str, path: object, state: str) -> Iterator[Agreement]:
-        """Do the with block on all ranks, then ``agree`` on its outcome. what, path, state: of the
-        error for an OSError, see ``checkpoint_error_from``. Collective."""
+        """Run the with block on all ranks, then ``agree`` on its outcome. Collective."""
         agreement, problem = Agreement(), None
         try:
             yield agreement
@@ -128,11 +123,10 @@ class Agreement:
 
 
 def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
-    """Return the units in ``model``, and the ranks they are sharded over, once all ranks have
-    made this call. Collective.
+    """Return the units in ``model`` and the ranks they are sharded over, once all ranks have made
+    this call. Collective.
 
-    Raises UsageError if there are none, StateError if only some ranks make this call.
-    """
+    Raises UsageError if there are none, StateError if only some ranks make this call."""
     units = model_units_in(model) if isinstance(model, nn.Module) else []
     if not units:
         raise UsageError.of(
@@ -162,10 +156,9 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = (
 
 
 def _members(mesh: Mesh, axes: Sequence[Axis], device: torch.device) -> Members:
-    """Return the members of a mesh. They exchange their facts the first time. Collective.
+    """Return the members of a mesh, which exchange their facts the first time. Collective.
 
-    axes: of tensor parallelism. One that lies in the mesh adds no ranks.
-    """
+    axes: of tensor parallelism; one inside the mesh adds no ranks."""
     shard, replica = mesh.shard, mesh.replica
     # a single rank has no group
     group = next((axis.group for axis in (shard, replica, *axes) if axis.group), dist.group.WORLD)
@@ -187,8 +180,7 @@ def _members(mesh: Mesh, axes: Sequence[Axis], device: torch.device) -> Members:
 
 
 def require_rest(units: list[ModelUnit], call: str) -> None:
-    """Reshard all units. Raises StateError during a forward or backward pass and inside
-    summon_full_params."""
+    """Reshard all units. Raises StateError during a pass and inside summon_full_params."""
     for runtime in runtimes_of(units):
         runtime.require_idle(call)
         runtime.require_parts(call)
@@ -196,8 +188,7 @@ def require_rest(units: list[ModelUnit], call: str) -> None:
 
 
 def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) -> Exception:
-    """Return ``error``; an OSError as the CheckpointError that explains it. state: the state that
-    the call leaves behind."""
+    """Return ``error``; an OSError as CheckpointError. state: what the call leaves behind."""
     if not isinstance(error, OSError):
         return error
     result = CheckpointError.of(

@@ -1,5 +1,5 @@
-"""Saving a model's weights as safetensors files: whole tensors under their names, in one file, or
-in several with an index. Each rank writes its own bytes; nothing is gathered."""
+"""Saving a model's weights as safetensors files of whole tensors. Each rank writes its own bytes;
+nothing is gathered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._arguments import Rename, renamed, require_arguments
 from ._blocks import BLOCK_NBYTES, sync_directory
 from ._named_groups import managed_parts, named_groups, unmanaged_tensors
 from ._progress import progress_bar
-from ._publishing import Fresh, hidden_beside, make_fresh, remove_leftovers
+from ._publishing import OwnedDirectory, hidden_beside, make_fresh, remove_leftovers
 from ._ranks import ranks_of, require_rest
 from ._tools.archive import moved, slices
 from ._tools.reading import boxes_of
@@ -93,21 +93,17 @@ def save_safetensors(
         with ranks.agreeing(unsaved, path, "no file was published") as agreement:
             agreement.own = files.write(progress and is_first)
         if sum(agreement.by_rank) != files.total_nbytes:
-            raise _incomplete(path, sum(agreement.by_rank), files.total_nbytes)
+            raise CheckpointError.of(
+                unsaved,
+                expected=f"{files.total_nbytes} bytes of tensors, each written by one rank",
+                got=f"{sum(agreement.by_rank)} bytes written by all ranks",
+                where=str(path),
+                fix="report this with the way in which the model is wrapped; no file was published",
+            )
         with ranks.agreeing(unsaved, path, "remove the files that already have their names"):
             if is_first:
                 files.publish()
         return [Path(path) / name for name in files.names]
-
-
-def _incomplete(path: object, total: int, expected: int) -> CheckpointError:
-    return CheckpointError.of(
-        "The weights could not be saved.",
-        expected=f"{expected} bytes of tensors, each written by one rank",
-        got=f"{total} bytes written by all ranks",
-        where=str(path),
-        fix="report this with the way in which the model is wrapped; no file was published",
-    )
 
 
 def _refuse_existing(path: Path, call: str) -> None:
@@ -141,7 +137,7 @@ class _WeightFiles:
     ) -> None:
         self._path = path
         self.hidden = path  # the directory that the files are in until they get their names
-        self._fresh: Fresh | None = None  # on the first rank
+        self._owned: OwnedDirectory | None = None  # on the first rank
         order = {name: position for position, name in enumerate(names_before(model))}
         parts = [
             *managed_parts(named_groups(units_of(model))),
@@ -177,9 +173,8 @@ class _WeightFiles:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def create(self) -> None:
-        """Create the files, hidden, with their headers and in their final length. Remove what
-        killed saves have left."""
-        self._fresh = make_fresh(self.hidden)
+        """Create the files, hidden, in their final length; remove leftovers of killed saves."""
+        self._owned = make_fresh(self.hidden)
         remove_leftovers(self._path, "weights")
         for image in self._images:
             image.create(self.hidden / image.name)
@@ -211,5 +206,5 @@ class _WeightFiles:
 
     def discard(self) -> None:
         """Remove what was not published."""
-        if self._fresh is not None:
-            self._fresh.discard()
+        if self._owned is not None:
+            self._owned.discard()

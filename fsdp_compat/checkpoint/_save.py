@@ -1,9 +1,9 @@
 """``save`` and ``async_save``, which plan, write and commit.
 
 Plan: each rank checks its arguments and takes a snapshot; all ranks agree on the step, the identity
-and which file holds which shard. Write: each rank writes its own file. Commit: when all files are
-durable, the rank that leads a directory writes the manifest and gives the directory its name. Once
-all leaders have, each removes older checkpoints; if one fails, the others remove the new one."""
+and which file holds which shard. Write: each rank writes its file. Commit: when all files are
+durable, the rank that leads a directory writes the manifest and renames the directory. When all
+leaders have, each removes older checkpoints; if one fails, the others remove the new one."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class _SaveJob:
         call = "checkpoint.async_save" if in_background else "checkpoint.save"
         self._snapshot = Snapshot()
         self._groups: list[NamedGroup] = []
-        self._fresh: publishing.Fresh | None = None  # only on a rank that leads
+        self._owned: publishing.OwnedDirectory | None = None  # only on a rank that leads
         self._is_sole_leader = True  # as far as this rank knows
         self._problem: Exception | None = None
         units, self._ranks = ranks_of(model, call)
@@ -217,7 +217,7 @@ class _SaveJob:
             shared.require_alike([facts for *_, facts, _ in agreement.by_rank])
             self._agree(agreement.by_rank)
             self._make_directory()
-            if self._fresh is None:
+            if self._owned is None:
                 self._snapshot.drop_common()
             if in_background:
                 self._detach()
@@ -226,9 +226,8 @@ class _SaveJob:
             raise
 
     def _plan(self, shared: SharedOptimizer) -> tuple[Any, ...]:
-        """Return what this rank saves, for the other ranks: the identity, the step, its shards, the
-        descriptions of tensor-parallel parameters of which it writes the first shard, the optimizer
-        and its settings."""
+        """Return what this rank saves, for the other ranks: identity, step, shards, descriptions of
+        tensor-parallel parameters whose first shard it writes, optimizer facts and settings."""
         own = [(n, named) for n, named in enumerate(self._groups) if named.is_written_here]
         # Relative to this rank's number, and so the same on most ranks: equal texts are sent once.
         claims = [
@@ -249,8 +248,7 @@ class _SaveJob:
         )
 
     def _agree(self, answers: list[Any]) -> None:
-        """Take the plans of all ranks together: one step, one identity, which file holds which
-        shard, and the settings of the optimizer. Collective."""
+        """Merge the plans of all ranks: step, identity, files of shards, settings. Collective."""
         self.identity = answers[0][0]
         if any(step != self._step for _, step, *_ in answers):
             raise UsageError.of(
@@ -288,15 +286,15 @@ class _SaveJob:
         self._described = tuple(groups)
 
     def _make_directory(self) -> None:
-        """Make the directory to write to: the first rank before the others, so that it leads where
-        all share a file system. Collective."""
+        """Make the directory to write to, on the first rank before the others, so that it leads on
+        a shared file system. Collective."""
         hidden = publishing.hidden_beside(self._target, self.identity)
         self._directory = hidden / publishing.CONTENT
         for turn in (self._ranks.number == 0, self._ranks.number != 0):
             try:
                 if turn:
-                    self._fresh = publishing.make_fresh(hidden)
-                    if self._fresh is not None:
+                    self._owned = publishing.make_fresh(hidden)
+                    if self._owned is not None:
                         self._directory.mkdir()
             except OSError as error:
                 self._problem = error
@@ -312,12 +310,11 @@ class _SaveJob:
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks not to wait for this one any longer."""
         self._ranks.mailbox.leave(error)
-        if self._fresh is not None:
-            self._fresh.discard()
+        if self._owned is not None:
+            self._owned.discard()
 
     def write(self) -> Path:
-        """Write, and return the directory once the checkpoint is complete on all ranks.
-        Collective."""
+        """Write, and return the directory once it is complete on all ranks. Collective."""
         try:
             problems, is_complete = self._ranks.mailbox.conclude(self._write_and_commit)
             self._ranks.mailbox.close()
@@ -330,21 +327,20 @@ class _SaveJob:
             raise
         finally:
             self._snapshot, self._groups = Snapshot(), []  # the copy may be large
-            if self._fresh is not None:
-                self._fresh.discard()
+            if self._owned is not None:
+                self._owned.discard()
         if problems:
             problems += "" if is_complete else self._withdraw()
             raise self._failed(problems, is_complete) from self._problem
         # Not before: until all nodes have this checkpoint, only an older one may load.
-        if self._fresh is not None and self._keep_last is not None:
+        if self._owned is not None and self._keep_last is not None:
             with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
                 directory.remove_older(self._target.parent, self._step, self._keep_last)
         return self._target
 
     def _withdraw(self) -> str:
-        """Remove the checkpoint that this rank published beside those of other leaders: without
-        theirs it does not load. Return the problem, if any, to be added to others."""
-        if self._fresh is None or not self._fresh.is_published or self._is_sole_leader:
+        """Remove what this rank published if other leaders failed. Return the problem, if any."""
+        if self._owned is None or not self._owned.is_published or self._is_sole_leader:
             return ""
         try:
             publishing.remove(self._target)
@@ -353,14 +349,14 @@ class _SaveJob:
         return ""
 
     def _write_and_commit(self) -> object:
-        """Write this rank's file, and commit if this rank leads. Return the outcome of the save on
-        the first rank: (problems, whether the checkpoint is complete nevertheless)."""
+        """Write this rank's file, and commit if this rank leads. Return on the first rank:
+        (problems, whether the checkpoint is complete in spite of them)."""
         mailbox, ranks = self._ranks.mailbox, self._ranks
-        if self._fresh is not None:
+        if self._owned is not None:
             with contextlib.suppress(OSError):
                 publishing.remove_leftovers(self._target.parent, directory.STEP)
         mailbox.post(json.dumps(self._write_file()))
-        if self._fresh is None and ranks.number:
+        if self._owned is None and ranks.number:
             return None
         reports = [_Report(*json.loads(text)) for text in mailbox.read(range(ranks.count))]
         leaders = [n for n, report in enumerate(reports) if report.leads]
@@ -370,9 +366,9 @@ class _SaveJob:
             for n, report in enumerate(reports)
             if report.problem is not None
         ]
-        if self._fresh is not None:
-            outcome = ("", False) if problems else self._commit(self._fresh, reports)
-            self._fresh.discard()
+        if self._owned is not None:
+            outcome = ("", False) if problems else self._commit(self._owned, reports)
+            self._owned.discard()
             mailbox.post(json.dumps(outcome), "leader")
         if ranks.number:
             return None
@@ -396,11 +392,10 @@ class _SaveJob:
             except Exception as error:
                 self._problem = error
         problem = None if self._problem is None else _named(self._problem)
-        return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
+        return _Report(self._owned is not None, facts.nbytes, facts.checksums, problem)
 
-    def _commit(self, fresh: publishing.Fresh, reports: list[_Report]) -> tuple[str, bool]:
-        """Complete the directory that this rank leads; return the problem, if any, and whether the
-        checkpoint is complete."""
+    def _commit(self, owned: publishing.OwnedDirectory, reports: list[_Report]) -> tuple[str, bool]:
+        """Complete this rank's directory; return the problem, if any, and whether it is."""
         manifest = Manifest(
             self.identity,
             self._step,
@@ -414,9 +409,9 @@ class _SaveJob:
         )
         try:
             publishing.write_text(self._directory / MANIFEST, manifest.as_text())
-            fresh.publish(self._target)
+            owned.publish(self._target)
         except (OSError, UsageError) as error:
-            return f"rank {self._ranks.number}: {_named(error)}", fresh.is_published
+            return f"rank {self._ranks.number}: {_named(error)}", owned.is_published
         return "", True
 
     def _failed(self, problems: str, is_complete: bool) -> CheckpointError:

@@ -1,10 +1,10 @@
-"""A snapshot of what one rank saves: its shards and their optimizer states as they lie in memory,
-and a head with the rest.
+"""A snapshot of what one rank saves: its shards and optimizer states as they lie in memory, and a
+head.
 
-A rank's file has one tensor per parameter group and per state, the whole shard. If the optimizer
-holds parameters one by one, that tensor is put together from its parts. Values that exist once per
-parameter, and rank-local states, go to the head. Buffers and unmanaged parameters are in the file
-of the rank that leads."""
+A rank's file has one tensor per parameter group and per state, the whole shard, put together from
+its parts if the optimizer holds parameters one by one. Values that exist once per parameter, and
+rank-local states, go to the head. The leading rank's file also has buffers and unmanaged
+parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.model_state import unmanaged_state
 from .._state.optim_contents import Kinds, StateKind, classify_all, is_count
-from .._state.optimizer_patches import convert
+from .._state.optimizer_patches import cut_state
 from .._state.rank_local import warn_of_layout
 from ..errors import UsageError
 from ._named_groups import NamedGroup, held_by
@@ -57,8 +57,7 @@ class Snapshot(RankFile):
             ]
 
     def encoded(self, name: str, key: Any, value: Any, put: Put) -> Any:
-        """Return a state or a setting, encoded. One that is not data, such as an enum or a
-        function, is LEFT_OUT, and named in the head: the rest is worth more than this value."""
+        """Return a state or setting, encoded; LEFT_OUT, noted in the head, if it is not data."""
         if isinstance(key, _STATE_KEYS):
             with contextlib.suppress(UsageError):
                 return encode(value, f"optimizer state {key!r}", put)
@@ -88,11 +87,10 @@ def take_snapshot(
     extra: Any,
     groups: Sequence[NamedGroup],
 ) -> Snapshot:
-    """Return a snapshot of what this rank saves. Its tensors view those of the model and the
-    optimizer. Sends nothing.
+    """Return a snapshot of what this rank saves, which views the model and the optimizer. Sends
+    nothing.
 
-    Raises UsageError for values that cannot be saved.
-    """
+    Raises UsageError for values that cannot be saved."""
     snapshot = Snapshot()
     written = [named for named in groups if named.is_written_here]
     for named in written:
@@ -101,7 +99,7 @@ def take_snapshot(
         snapshot.add(named.name, store.dtype, (named.numel,), [part])
     other_states: dict[str, Any] = {}
     if optimizer is not None:
-        convert(optimizer)
+        cut_state(optimizer)
         held = held_by(model, optimizer)
         snapshot.param_groups = [
             {
@@ -134,8 +132,7 @@ def take_snapshot(
 
 
 def _settings(snapshot: Snapshot, group: Mapping[str, Any], number: int) -> Any:
-    """Return the settings of a parameter group, encoded. The optimizer that the checkpoint is
-    loaded into was built with its own values of those that are left out."""
+    """Return a group's settings, encoded. Others keep the value of the optimizer that loads."""
     kept = {
         key: value
         for key, value in group.items()
@@ -159,9 +156,8 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
 def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Kinds:
     """Return how every state of every managed parameter relates to it.
 
-    For a 0-d parameter, a state per element looks like a count. The same state of other parameters
-    decides; without any, its name does.
-    """
+    For a 0-d parameter, a state per element looks like a count: the same state of others decides;
+    without any, its name does."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
         param for named in groups for param, _ in named.sharded_params if param in own
@@ -182,8 +178,7 @@ def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Ki
 def _states(
     snapshot: Snapshot, named: NamedGroup, optimizer: torch.optim.Optimizer, kinds: Kinds
 ) -> Iterator[tuple[Any, Sequence[int], Any]]:
-    """Yield the states of one group, as ``add_states`` takes them. Rank-local ones go to the
-    head."""
+    """Yield the states of one group for ``add_states``. Rank-local ones go to the head."""
     store = store_of(named.group)
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]

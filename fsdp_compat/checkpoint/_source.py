@@ -1,5 +1,5 @@
-"""A checkpoint of any format, as a rank loads it: under the names of the model, with the reads that
-are planned so far."""
+"""A checkpoint of any format, as a rank loads it: by the model's names, with the reads planned so
+far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._manifest import MANIFEST, file_name, read_manifest
 from ._named_groups import HeldPart
 from ._progress import progress_bar
 from ._ranks import Ranks
-from ._tools.archive import Archive, Checksum, Piece, Span, StoredTensor, whole
+from ._tools.archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
 from ._tools.optimizer_tree import named_optimizer
@@ -31,9 +31,8 @@ from ._tools.walk import map_values
 class Source:
     """What a checkpoint holds, by the names of the model, and what this rank reads of it.
 
-    Reads are collected first; ``check`` then verifies their checksums, and ``read`` copies them to
-    their targets.
-    """
+    Reads are collected first; then ``check`` verifies their checksums, and ``read`` carries them
+    out."""
 
     def __init__(self, archive: Archive, rename: Rename | None, call: str) -> None:
         self.archive, self.path = archive, archive.path
@@ -67,8 +66,7 @@ class Source:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def value(self, name: str) -> Any:
-        """Return what the checkpoint has under a name of the model: a StoredTensor, or the extra
-        state of a module."""
+        """Return a StoredTensor, or a module's extra state, by a name of the model."""
         name = self._names[name]
         name = self.archive.aliases.get(name, name)
         tensor = self.archive.tensors.get(name)
@@ -87,8 +85,7 @@ class Source:
         }
 
     def param_groups(self) -> list[dict[str, Any]] | None:
-        """Return the groups of the optimizer, with the parameters under the names of the model,
-        and settings in objects of their own; None without an optimizer."""
+        """Return the optimizer's groups by the names of the model, or None without an optimizer."""
         if self.archive.param_groups is None:
             return None
         names = {old: new for new, old in self._states.items()}
@@ -99,9 +96,9 @@ class Source:
         ]
 
     def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
-        """Name the parameters of an optimizer that the checkpoint numbers. names: of those of the
-        optimizer to load into, group by group: like torch's ``Optimizer.load_state_dict``, it gets
-        the states in its order. Raises CheckpointError."""
+        """Name the numbered parameters of the saved optimizer, in the order of ``names``, those of
+        the optimizer to load into, as torch's ``Optimizer.load_state_dict`` does. Raises
+        CheckpointError."""
         archive = self.archive
         groups = archive.param_groups or []
         sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
@@ -165,19 +162,18 @@ class Source:
         self.reads.append(Read(torch.zeros((), dtype=target.dtype), target.dtype, target))
 
     def planned(self, value: Any) -> Any:
-        """Return a value with memory in the place of stored tensors, to which they will be read."""
+        """Return a value with memory in place of stored tensors, which will be read into it."""
         return map_values(value, self._target)
 
     def _target(self, leaf: Any) -> Any:
         if not isinstance(leaf, StoredTensor):
             return leaf
         target = torch.empty(leaf.shape, dtype=leaf.dtype)
-        self.reads += reads_of(leaf, whole(leaf.shape), target)
+        self.reads += reads_of(leaf, whole_box(leaf.shape), target)
         return target.numpy() if leaf.is_array else target
 
     def check(self, ranks: Ranks, shown: bool) -> None:
-        """Compare the checksums of all blocks that the reads need. The records of zip archives are
-        compared by one rank each."""
+        """Compare the checksums of all blocks to read; of zip records, this rank's share."""
         records = self._records()[ranks.number :: ranks.count]
         total = self.files.nbytes_to_check(self.reads) + sum(each.nbytes for _, each in records)
         if not total:
@@ -189,7 +185,7 @@ class Source:
 
     def _records(self) -> list[tuple[Path, Checksum]]:
         """Return the records of all tensors, in the same order on all ranks."""
-        if self.archive.checksums:  # of blocks: such files are no archives
+        if self.archive.checksums:  # of blocks: such files are not zip archives
             return []
         pieces = (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
         found: dict[tuple[Path, Checksum], None] = {}
@@ -199,8 +195,7 @@ class Source:
         return sorted(found, key=lambda each: (each[1].nbytes, each[0], each[1].start))
 
     def read(self, shown: bool) -> None:
-        """Read everything to its place. Raises CheckpointError if the files are no longer what
-        ``check`` saw."""
+        """Read everything. Raises CheckpointError if the files changed after ``check``."""
         total = sum(each.target.numel() * each.dtype.itemsize for each in self.reads)
         with progress_bar(shown, f"load {self._title}", total) as tick, self.files:
             try:
@@ -214,7 +209,7 @@ class Source:
         return "weights" if self.archive.step is None else f"step {self.archive.step}"
 
 
-def _where(pieces: Iterable[Piece]) -> tuple[str, int] | None:
+def _where(pieces: Iterable[StoredPiece]) -> tuple[str, int] | None:
     first = next(iter(pieces), None)
     source = None if first is None else first.source
     return (source.path.name, source.start) if isinstance(source, Span) else None
@@ -258,8 +253,8 @@ def open_source(
     ignored: Collection[str],
     call: str,
 ) -> Source:
-    """Return the checkpoint at a path. shapes: of the model, for formats that do not hold them.
-    Raises CheckpointError, and UsageError for what ``rename`` returns."""
+    """Return the checkpoint at a path. shapes: of the model, for formats without. Raises
+    CheckpointError, and UsageError for what ``rename`` returns."""
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     holds_steps = path.is_dir() and any(path.glob(f"step-*/{MANIFEST}"))
     if is_native or holds_steps or not path.exists():

@@ -1,5 +1,4 @@
-"""JSON from untrusted files: its length is limited before it is parsed, types are checked after
-that."""
+"""JSON from untrusted files: its length is limited before parsing, and types are checked after."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 
 def open_file(path: Path) -> int:
     """Open a regular file for reading; return its descriptor. Raises OSError, and CheckpointError
-    for anything else.
-
-    Other kinds are not even opened: a FIFO would wait for a writer, a device may do anything.
-    """
+    for other kinds, which are not even opened: a FIFO would wait for a writer, a device may do
+    anything."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise CheckpointError.of(
@@ -37,8 +34,7 @@ def open_file(path: Path) -> int:
 
 
 def read_text(path: Path) -> bytes:
-    """Return the content of a regular file. Raises what ``open_file`` raises, and ValueError if it
-    is too long."""
+    """Return the content of a file. Raises as ``open_file`` does, and ValueError for a long one."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         _require_short(nbytes)
@@ -46,9 +42,8 @@ def read_text(path: Path) -> bytes:
 
 
 def parse_json(text: bytes, **hooks: Any) -> Any:
-    """Return the value of a JSON text in UTF-8. Keys of an object must differ. hooks: of
-    ``json.loads``, such as ``parse_int``. Raises ValueError, and RecursionError for a text that is
-    nested too deeply."""
+    """Return the value of a JSON text in UTF-8, parsed by ``json.loads(..., **hooks)``. Raises
+    ValueError, also for repeated keys, and RecursionError for deep nesting."""
     _require_short(len(text))
     return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, **hooks)
 
@@ -59,8 +54,7 @@ def _require_short(nbytes: int) -> None:
 
 
 def require_readable(text: bytes) -> None:
-    """Raise UsageError for a text that is about to be written, if ``parse_json`` would refuse
-    it."""
+    """Raise UsageError for a text to write that ``parse_json`` would refuse."""
     try:
         _require_short(len(text))
     except ValueError as error:
@@ -115,7 +109,7 @@ def text_in(value: Any) -> str:
     return _of(str, value, "a text")
 
 
-def size(value: Any) -> int:
+def count_in(value: Any) -> int:
     """Return an int of at least 0 unchanged. Raises TypeError or ValueError for anything else."""
     if _of(int, value, "a whole number") < 0:
         raise ValueError("a number below 0")
@@ -128,25 +122,20 @@ def _of(kind: type[_T], value: Any, name: str) -> _T:
     return value
 
 
-def sizes(value: Any) -> list[int]:
-    return [size(item) for item in listed(value)]
-
-
 def shape_in(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor. Raises TypeError or ValueError, also if its strides would
-    overflow 64 bits."""
+    """Return a shape. Raises TypeError or ValueError, also if strides would overflow 64 bits."""
     numel = 1
     for item in listed(value):
-        numel *= size(item) or 1
+        numel *= count_in(item) or 1
         if numel >= 1 << 63:
             raise ValueError("a shape that is too large")
     return tuple(value)
 
 
 def parsed(content: Any, form: Any) -> Any:
-    """Return JSON content that has a form: a function that returns a value or raises; ``[form]``, a
-    list; ``(form, ...)``, a list with an item for each; ``{name: form}``, the fields of an object,
-    in which ``"name?"`` may be missing; ``{...: form}``, an object with any names."""
+    """Return JSON content of a given form: a function that returns a value or raises; ``[form]``, a
+    list; ``(form, ...)``, a list with an item for each; ``{name: form}``, an object, in which
+    ``"name?"`` may be missing; ``{...: form}``, an object with any names."""
     if isinstance(form, list):
         return [parsed(item, form[0]) for item in listed(content)]
     if isinstance(form, tuple):

@@ -77,8 +77,8 @@ _KEYS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.d
 
 
 def encode(value: Any, where: str, put: Put) -> Any:
-    """Return ``value`` as JSON values; ``put`` is called for every tensor. where: a description of
-    the value for errors. Raises UsageError for values that are not kept, see the module."""
+    """Return ``value`` as JSON values; ``put`` is called for every tensor. where: the value, for
+    errors. Raises UsageError for values that are not kept, see the module."""
     return _encoded(value, where, put, ())
 
 
@@ -213,7 +213,7 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
 
 
 def tensor_as_text(tensor: torch.Tensor) -> str:
-    """Return a small tensor as a text: a `Put` for values that no file holds the tensors of."""
+    """Return a small tensor as a text: a `Put` for values without a file."""
     values = tensor.detach().cpu()
     if values.dtype.is_complex:
         values = torch.view_as_real(values)

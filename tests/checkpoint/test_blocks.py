@@ -302,7 +302,7 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(path: Path) -> None
             facts,
             [want(path, 0 if bit >= 8 * BLOCK else BLOCK, cleared(1))],
         )
-        with pytest.raises(CheckpointError, match="file is not what was saved") as caught:
+        with pytest.raises(CheckpointError, match="file is damaged, or has changed") as caught:
             read_checked(path, facts, [want(path, 3, cleared(BLOCK))])
         assert f"of the block at byte {bit // 8 // BLOCK * BLOCK}\n" in str(caught.value)
 

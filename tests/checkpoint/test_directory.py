@@ -339,14 +339,14 @@ def test_all_folders_that_a_save_makes_are_durable(tmp_path: Path) -> None:
 def test_a_save_ends_well_or_with_a_checkpoint_error(tmp_path: Path) -> None:
     """Something else in the process, such as os.closerange, closes the file of the owner."""
     root, model = tmp_path, FSDP(nn.Linear(3, 3))
-    publish = publishing.Fresh.publish
+    publish = publishing.OwnedDirectory.publish
 
     def publish_closed(self: Any, *args: Any) -> None:
         os.close(self._descriptor)
         publish(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing.Fresh, "publish", publish_closed)
+        patch.setattr(publishing.OwnedDirectory, "publish", publish_closed)
         path = checkpoint.save(root, model, step=1)
         patch.setattr(publishing, "sync_directory", Path.read_bytes)  # raises IsADirectoryError
         with pytest.raises(CheckpointError, match="IsADirectoryError"):
@@ -375,11 +375,11 @@ def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
             assert not path.exists()
 
     monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
-    fresh = publishing.make_fresh(path)
-    assert fresh is not None
+    owned = publishing.make_fresh(path)
+    assert owned is not None
     publishing.remove_leftovers(tmp_path, "step-.*")
     assert path.is_dir()
-    fresh.release()
+    owned.release()
     publishing.remove_leftovers(tmp_path, "step-.*")
     assert not path.exists()
     shutil.rmtree(tmp_path)

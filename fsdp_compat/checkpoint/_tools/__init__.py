@@ -7,12 +7,12 @@ first if the format has any. Nothing that a file holds is run.
 Files are not trusted. Bounded before any work, whatever a small file says: bytes of text and of
 pickles; the depth and the number of nested values, also by references; shapes (64 dims, 2**60
 elements); the sizes of a mesh; the boxes that the placements of a DTensor cut it into. Not bounded:
-what ``pickle.Unpickler`` takes for a crafted pickle, or ``json`` for a crafted text, see `pickles`.
+what ``pickle.Unpickler`` or ``json`` needs for a crafted input, see `pickles`.
 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is; ``paths``: names from untrusted files
-- ``reading``: the values; ``writing``: what writers share; ``work``: several threads; ``walk``:
-  nested values
+- ``reading``: the values; ``writing``: what writers share; ``threads``: work on many tensors;
+  ``walk``: nested values
 
 Readers and writers, by format:
 
@@ -22,6 +22,6 @@ Readers and writers, by format:
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 
-What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``); from a
-shell ``commands``, with ``tables``.
+What users call: ``convert``, ``inspection``, ``verification``, ``difference``, the latter two with
+``arithmetic``; from a shell ``commands``, with ``tables``.
 """

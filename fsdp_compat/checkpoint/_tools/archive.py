@@ -1,32 +1,28 @@
-"""What a checkpoint of any format holds: names, dtypes, shapes, and where the bytes lie.
-
-Reading a format means making an `Archive`; writing one means reading the values of an archive. No
-value is read before it is needed."""
+"""What a checkpoint of any format holds: names, dtypes, shapes, and where the bytes lie. Values are
+read only when they are needed."""
 
 from __future__ import annotations
 
-import abc
 import bisect
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..._layout.box import Box, cut_into_boxes
-from ..._layout.spec import Interval
+from ..._layout.spec import Interval, row_major_strides
 from ...errors import CheckpointError
 from .._blocks import FileFacts
 from .walk import leaves
 
 
 class NotRead(CheckpointError):
-    """Nothing is damaged: no checkpoint is there, or it holds objects of a class that is not
-    read."""
+    """Nothing is damaged: there is no checkpoint, or it has objects of a class that is not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +45,14 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A part of a tensor, and where its elements are."""
 
     box: Box
     source: Span | torch.Tensor  # a small tensor on the CPU, of the sizes of the box
     holder: int | None = None  # the rank that wrote it, if the format says so
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        return self.box.numel * dtype.itemsize
-
-    def inside(self, box: Box, itemsize: int) -> Piece | None:
+    def inside(self, box: Box, itemsize: int) -> StoredPiece | None:
         """Return the elements that lie in a box of the tensor, or None."""
         common = intersection(self.box, box)
         if common is None or common == self.box:
@@ -70,45 +63,44 @@ class Piece:
         else:
             first = sum(map(int.__mul__, starts, self.source.strides))
             source = dataclasses.replace(self.source, start=self.source.start + first * itemsize)
-        return Piece(common, source, self.holder)
+        return StoredPiece(common, source, self.holder)
 
 
-class LazyPieces(Sequence[Piece]):
-    """Pieces that are computed when they are asked for: of a layout with very many of them."""
+class LazyPieces(Sequence[StoredPiece]):
+    """Pieces that are computed when needed, of layouts with very many of them.
 
-    @abc.abstractmethod
-    def within(self, box: Box | None = None) -> Iterator[Piece]:
-        """Yield the pieces with elements in a box of the tensor, and maybe others; all without
-        one."""
+    within: yields the pieces with elements in a box, and maybe others; for None, all."""
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self.within()
+    def __init__(self, within: Callable[[Box | None], Iterator[StoredPiece]]) -> None:
+        self.within = within
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        return self.within(None)
 
     def __len__(self) -> int:
-        return len(list(self.within()))
+        return sum(1 for _ in self)
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self.within())[index]
+        return list(self)[index]
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint. Its pieces cover every element once; ``copies`` are more pieces
-    with the boxes of some of these, as replicas write them."""
+    """One tensor. Its pieces cover every element once; ``copies``, as of replicas, repeat some."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Sequence[Piece]
-    copies: tuple[Piece, ...] = ()
+    pieces: Sequence[StoredPiece]
+    copies: tuple[StoredPiece, ...] = ()
     written_as: torch.dtype | None = None  # the dtype that a conversion writes; None: ``dtype``
     is_array: bool = False  # saved as an array of numpy
 
     def numpy(self) -> StoredTensor:
-        """Return the same values as those of an array: native checkpoints tell these apart."""
+        """Return the same values as an array, which native checkpoints tell apart."""
         return dataclasses.replace(self, is_array=True)
 
-    def pieces_in(self, box: Box) -> Iterator[Piece]:
+    def pieces_in(self, box: Box) -> Iterator[StoredPiece]:
         """Yield the parts of the pieces that lie in a box."""
         pieces = self.pieces
         for piece in pieces.within(box) if isinstance(pieces, LazyPieces) else self._near(box):
@@ -116,7 +108,7 @@ class StoredTensor:
             if part is not None:
                 yield part
 
-    def _near(self, box: Box) -> Sequence[Piece]:
+    def _near(self, box: Box) -> Sequence[StoredPiece]:
         """Return the pieces with elements in the rows of a box, and maybe a few others."""
         pieces, starts, ends = self._by_row
         if len(pieces) < 2 or not box.sizes:
@@ -125,7 +117,7 @@ class StoredTensor:
         return pieces[first : bisect.bisect_left(starts, box.offsets[0] + box.sizes[0])]
 
     @functools.cached_property
-    def _by_row(self) -> tuple[list[Piece], list[int], list[int]]:
+    def _by_row(self) -> tuple[list[StoredPiece], list[int], list[int]]:
         """The pieces by their first row, these rows, and the last end of any piece so far."""
         pieces = sorted(self.pieces, key=lambda piece: piece.box.offsets)
         rows = [(piece.box.offsets or (0,))[0] for piece in pieces]
@@ -149,24 +141,23 @@ class Archive:
     kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
     tensors: dict[str, StoredTensor]  # of the model, in the order of the files
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    # ^ further names of tied tensors: the name under which each stands in ``tensors``
+    # ^ second names of tied tensors: the name that ``tensors`` has
     states: dict[str, dict[Any, Any]] = dataclasses.field(default_factory=dict)
-    # ^ of the optimizer, by parameter and key: a StoredTensor, or a number or another plain value
+    # ^ of the optimizer, by parameter and key: StoredTensors and plain values
     param_groups: list[dict[str, Any]] | None = None  # "params": names; None: no optimizer
     optimizer_classes: tuple[str, ...] = ()  # as in a native manifest; empty: not known
-    is_by_number: bool = False  # parameters of the optimizer are numbered, as torch.optim does it
+    is_by_number: bool = False  # the optimizer's parameters are numbered, as in torch.optim
     models: list[str] = dataclasses.field(default_factory=list)
-    # ^ what the names of each model begin with, if the file is one whose names wrappers may have
-    # changed: "" for a single model
+    # ^ prefixes of the models whose names wrappers may have changed: "" for a single model
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # ^ everything else: plain containers and values, StoredTensors among them
+    # ^ everything else: containers of plain values and StoredTensors
     world_size: int | None = None  # number of ranks that wrote it, if the files say so
     step: int | None = None
     checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)  # what could not be read, and why
 
     def all_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield every tensor under a path that begins with "model", "optimizer" or "extra"."""
+        """Yield every tensor with its path, which begins with "model", "optimizer" or "extra"."""
         for name, tensor in self.tensors.items():
             yield f"model/{name}", tensor
         for name, states in self.states.items():
@@ -183,8 +174,7 @@ class Archive:
 
 
 def is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether the state of a parameter has an element for each of its own. For a 0-d
-    parameter, a count looks so."""
+    """Return whether a state has one element per element of its parameter. Counts look alike."""
     is_alike = isinstance(value, StoredTensor) and value.shape == shape
     return is_alike and (bool(shape) or key != "step")
 
@@ -192,16 +182,7 @@ def is_per_element(key: Any, value: Any, shape: tuple[int, ...]) -> bool:
 # -- making stored tensors
 
 
-def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, numel = [], 1
-    for size in reversed(sizes):
-        strides.append(numel)
-        numel *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
@@ -209,7 +190,7 @@ def whole(shape: Sequence[int]) -> Box:
 def of_memory(name: str, values: torch.Tensor) -> StoredTensor:
     """Return a tensor whose values are in memory already."""
     shape = tuple(values.shape)
-    return StoredTensor(name, values.dtype, shape, (Piece(whole(shape), values),))
+    return StoredTensor(name, values.dtype, shape, (StoredPiece(whole_box(shape), values),))
 
 
 def pieces_of_run(
@@ -219,12 +200,11 @@ def pieces_of_run(
     start: int,
     itemsize: int,
     holder: int | None = None,
-) -> list[Piece]:
-    """Return the pieces of row-major elements ``run`` of a tensor of ``shape``, which lie one after
-    the other in a file. start: the first byte of the first of them."""
+) -> list[StoredPiece]:
+    """Return the pieces of row-major elements ``run``, which lie in a file from ``start`` on."""
     pieces = []
     for box in cut_into_boxes(shape, run):
-        pieces.append(Piece(box, Span(path, start, row_major(box.sizes)), holder))
+        pieces.append(StoredPiece(box, Span(path, start, row_major_strides(box.sizes)), holder))
         start += box.numel * itemsize
     return pieces
 
@@ -238,7 +218,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def moved(box: Box, by: Sequence[int]) -> Box:
-    """Return a box of a part as one of the whole tensor. by: where the part begins in it."""
+    """Return a box of a part as one of the whole tensor, in which the part begins at ``by``."""
     return Box(tuple(map(int.__add__, box.offsets, by)), box.sizes)
 
 
@@ -251,15 +231,14 @@ def intersection(one: Box, other: Box) -> Box | None:
             one.offsets, one.sizes, other.offsets, other.sizes, starts, strict=True
         )
     )
-    return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+    return Box(starts, sizes) if min(sizes, default=1) > 0 else None
 
 
 def coverage_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Return what is wrong unless the boxes cover every element of a tensor exactly once; None if
-    nothing is."""
+    """Return what is wrong unless the boxes cover every element exactly once, or None."""
     filled = [box for box in boxes if box.numel]
     for box in filled:
-        if len(box.sizes) != len(shape) or intersection(box, whole(shape)) != box:
+        if len(box.sizes) != len(shape) or intersection(box, whole_box(shape)) != box:
             return f"{_text(box)} lies outside of shape {list(shape)}"
     if not shape:
         overlap = len(filled) > 1

@@ -1,5 +1,5 @@
-"""Directories that training libraries write: Accelerate's ``save_state``, checkpoints of the
-Transformers Trainer, sharded checkpoints of Lightning and Fabric, and Megatron-FSDP's."""
+"""Directories of training libraries: Accelerate, the Transformers Trainer, Lightning, Fabric,
+Megatron-FSDP."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .._texts import brief, found_in, parse_json, read_text, size
+from .._texts import brief, count_in, found_in, parse_json, read_text
 from .archive import Archive
-from .dcp import damaged, is_dcp, tree_of
+from .dcp import damaged_dcp, is_dcp, tree_of
 from .paths import member, require_inside
 from .rank_files import tree_of_ranks
 from .safetensors_files import read_safetensors, weight_map
@@ -34,11 +34,10 @@ _OF_ONE_PROCESS = re.compile(
     r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|dl_state_dict(_\d+)?\.bin|training_args\.bin"
 )
 _TRAINER_STATE = "trainer_state.json"
-_BESIDE_DCP = {"meta.pt": "Fabric", "common.pt": "Megatron-FSDP"}  # Lightning has a meta.pt as well
+_BESIDE_DCP = {"meta.pt": "Fabric", "common.pt": "Megatron-FSDP"}  # or Lightning
 
-_Parts = dict[
-    str, list[Path]
-]  # by section, such as "model_1": a file, a directory, or one per rank
+# By section, such as "model_1": a file, a directory, or one per rank.
+_Parts = dict[str, list[Path]]
 
 
 def read_client_directory(
@@ -52,7 +51,7 @@ def read_client_directory(
     - Lightning and Fabric: ``.metadata`` and ``meta.pt``; Megatron-FSDP: ``common.pt``
 
     Schedulers, scalers and registered objects are in ``extra``; the state of single processes, such
-    as random numbers, is named in ``left_out``. ignored: as for ``torch_save.load``. Raises
+    as random numbers, is named in ``left_out``. ignored: as for ``torch_save.unpickle``. Raises
     CheckpointError and OSError.
     """
     if is_dcp(path):
@@ -168,8 +167,7 @@ def _read(
 
 
 def tensors_of_index(index: Path, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Return the model in the torch.save files that ``pytorch_model.bin.index.json`` lists. Raises
-    CheckpointError and OSError."""
+    """Return the model in the files that an index lists. Raises CheckpointError; OSError."""
     trees: dict[str, Any] = {}
     found = {}
     for name, file in weight_map(index).items():
@@ -177,7 +175,7 @@ def tensors_of_index(index: Path, ignored: Collection[str] = ()) -> dict[str, An
         if file not in trees:
             trees[file] = read_torch_file(path, ignored=ignored)
         if not isinstance(trees[file], dict) or name not in trees[file]:
-            raise damaged(path, f"no tensor {name!r:.200}, which {index.name} lists")
+            raise damaged_dcp(path, f"no tensor {name!r:.200}, which {index.name} lists")
         found[name] = trees[file][name]
     return found
 
@@ -201,6 +199,6 @@ def _add_values(
 def _trainer_step(path: Path) -> int | None:
     try:
         step = parse_json(read_text(path)).get("global_step")
-        return None if step is None else size(step)
+        return None if step is None else count_in(step)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(path, brief(error)) from error
+        raise damaged_dcp(path, brief(error)) from error

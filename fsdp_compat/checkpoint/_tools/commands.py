@@ -1,8 +1,6 @@
 """The commands of ``fsdp-compat`` that work on checkpoints: arguments, output and exit status.
 
-Each is a function, a list of parameters and examples; parameters that several commands have are
-made once. They are click's, which depends on nothing, and tables are rich's, in `tables`. Both are
-in the extra ``cli``; nothing but ``__main__`` imports this module."""
+click and rich (`tables`) are in the extra ``cli``; nothing but ``__main__`` imports this module."""
 
 from __future__ import annotations
 
@@ -74,10 +72,10 @@ class _Commands(click.Group):
 
 def _of_system(error: OSError) -> str:
     if isinstance(error, FileExistsError):
-        what, expected = "The target exists already.", "a path at which there is nothing"
+        what, expected = "The target exists already.", "a path that does not exist yet"
         fix = "choose another name, or remove it first"
     else:
-        what, expected = "A file cannot be read or written.", "files that can, and room on the disk"
+        what, expected = "A file cannot be read or written.", "access to it, and free disk space"
         fix = "check the path, its permissions and the disk"
     where = str(error.filename or "the command")
     return explain(what, expected=expected, got=error.strerror or str(error), where=where, fix=fix)
@@ -99,7 +97,7 @@ def _epilog(*examples: str) -> str:
     return "\n".join(["\b", title, *(f"  fsdp-compat {line}" for line in examples), "", STATUS])
 
 
-# -- types of arguments; their names stand in --help
+# -- types of arguments; --help shows their names
 
 
 def regex(value: str) -> str:
@@ -142,7 +140,7 @@ def json_file(path: str) -> Any:
 
 
 def _free(value: str) -> Path:
-    """A target. Raises FileExistsError, before any work, if something stands there already."""
+    """A target. Raises FileExistsError, before any work, if something is there already."""
     if os.path.lexists(value):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), value)
     return Path(value)
@@ -198,7 +196,7 @@ _READING = [
     _option("--workers", "Number of threads.", _COUNT, default=1, metavar="N"),
 ]
 _SELECTION = [
-    _option("--include", "Only names in which this is found.", regex, is_repeatable=True),
+    _option("--include", "Only tensors whose names match.", regex, is_repeatable=True),
     _option("--exclude", "Leave out tensors whose names match.", regex, is_repeatable=True),
 ]
 _CONVERTING = [
@@ -216,8 +214,7 @@ _CONVERTING = [
     *_SELECTION,
     _option(
         "--optimizer/--no-optimizer",
-        "Require the optimizer state, or leave it out. Default: write it if the format can hold "
-        "it.",
+        "Require the optimizer state, or leave it out. Default: write it if the format can.",
         default=None,
     ),
     _option(
@@ -293,7 +290,7 @@ def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> No
         _option("--any-dtype", "Compare values only: dtypes may differ."),
         *_SELECTION,
         _option("--optimizer/--no-optimizer", "Compare the optimizer's state.", default=True),
-        _option("--all shows_all", "List tensors that are the same, too."),
+        _option("--all shows_all", "List equal tensors as well."),
         _AS_JSON,
         *_READING,
     ],

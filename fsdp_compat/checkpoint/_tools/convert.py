@@ -197,8 +197,7 @@ def _selected(
     to: str,
     optimizer: bool | None,
 ) -> Archive:
-    """Return the archive that the target is to hold. names: new ones of what is taken, by its old
-    ones."""
+    """Return the archive that the target is to hold. names: old names to new ones."""
     selected = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
     names = names | _select_model(archive, selected, names, dtype)
     if to.startswith("safetensors") and selected.aliases:
@@ -224,7 +223,7 @@ def _takes_optimizer(selected: Archive, to: str, optimizer: bool | None) -> bool
     holds_optimizer = FORMATS[to].holds_optimizer
     if optimizer and not (holds_optimizer and has_optimizer):
         raise UsageError.of(
-            "The optimizer's state cannot be taken along.",
+            "The optimizer state cannot be converted.",
             expected="a source with optimizer state, and a target of torch, dcp or native",
             got=f"{to} as the target" if has_optimizer else "a source without optimizer state",
             where=f"{_CALL}(..., optimizer=True)",
@@ -237,7 +236,7 @@ def _takes_optimizer(selected: Archive, to: str, optimizer: bool | None) -> bool
     elif selected.is_by_number and to == "native":
         selected.left_out.append(
             "the optimizer state: its parameters are numbered, and a native checkpoint needs "
-            "their names (see optimizer_names, --optimizer-names)"
+            "their names (optimizer_names, --optimizer-names)"
         )
         return False
     return holds_optimizer
@@ -282,8 +281,7 @@ def _select_optimizer(selected: Archive, names: Mapping[str, str]) -> None:
 
 
 def _data_in(value: Any, selected: Archive, to: str) -> Any:
-    """Return values without the objects that the reader could not read, whose places are entered
-    in ``left_out``."""
+    """Return values without objects that were not read, which are entered in ``left_out``."""
 
     def known(leaf: Any, path: str) -> Any:
         if isinstance(leaf, (StoredTensor, *_VALUES)):

@@ -1,9 +1,9 @@
-"""Checkpoints of torch.distributed.checkpoint: FSDP1's SHARDED kind, FSDP2, our own front ends,
-Megatron-FSDP, and what Accelerate, Lightning and others save through it.
+"""Checkpoints of torch.distributed.checkpoint, as FSDP1's SHARDED kind, FSDP2, Accelerate,
+Lightning and Megatron-FSDP save them.
 
-The metadata say where each chunk of a tensor lies; each is a torch.save file of its own inside a
-larger one. Both are read as data: no class that they name is imported. torch's own writer wants all
-values of a file in memory at once, and one rank per process: here only the format is torch's."""
+The metadata say where each chunk of a tensor lies; each chunk is a torch.save file inside a larger
+one. Both are read as data, so no class is imported. torch's own writer would hold all values of a
+file in memory, and needs one process per rank."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ import torch
 from ..._layout.box import Box
 from ..._torch_private import place_in_file
 from ...errors import CheckpointError, UsageError
-from .. import _blocks as blocks
-from .._blocks import sync_directory
+from .._blocks import damaged, new_file, sync_directory
 from .._header import TensorInfo, is_quantized, read_header
-from .._texts import brief, found_in, parse_json, read_text, shape_in, size, text_in
-from .archive import Archive, Piece, StoredTensor, coverage_problem, whole
+from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in, text_in
+from .archive import Archive, StoredPiece, StoredTensor, coverage_problem, whole_box
 from .paths import member
 from .pickles import Ignored, Record
 from .reading import Files, read_all, read_box
 from .safetensors_files import of_info
-from .torch_save import ZIP, load, read_torch_range, state_dict_of
+from .threads import for_each
+from .torch_save import ZIP, read_torch_range, state_dict_of, unpickle
 from .tree import archive_of
 from .walk import LEFT_OUT
-from .work import for_each
 from .writing import WriteOptions, dtype_to_write
 
 KIND = "torch.distributed.checkpoint"
@@ -47,7 +46,7 @@ _MAX_LIST = 100_000
 _Keys = tuple[str | int, ...]
 
 
-class _Place(NamedTuple):
+class _FileRange(NamedTuple):
     """A range of bytes in a file of the directory. ``file`` is not checked yet."""
 
     file: str
@@ -62,7 +61,7 @@ class _Entry(NamedTuple):
     keys: _Keys  # in the nested state dict
     dtype: torch.dtype | None  # None: a pickled value, at the only place
     shape: tuple[int, ...]
-    places: dict[Box, _Place]
+    places: dict[Box, _FileRange]
 
 
 def is_dcp(path: Path) -> bool:
@@ -71,27 +70,23 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path) -> Archive:
-    """Return what a directory with ``.metadata`` holds (or ``__0.metadata``, ``__1.metadata``, ...,
-    which ranks write that do not coordinate). Values that are no tensors and cannot be read without
-    importing classes are named in ``left_out``.
+    """Return what a directory holds with ``.metadata``, or ``__0.metadata``, ``__1.metadata``, ...
+    of ranks that do not coordinate. Values that need classes are named in ``left_out``.
 
-    Raises CheckpointError for content that is damaged or missing, and for chunks that overlap or do
-    not cover their tensor; OSError.
-    """
+    Raises CheckpointError for content that is damaged or missing, and for chunks that overlap or
+    leave gaps; OSError."""
     tree, world_size, left_out = tree_of(path)
     return archive_of(path, KIND, tree, world_size=world_size, left_out=left_out)
 
 
 def is_sharded_safetensors(path: Path) -> bool:
-    """Return whether a directory has what HuggingFaceStorageWriter writes with save_distributed:
-    safetensors files with a part of each tensor."""
+    """Return whether a directory was written by HuggingFaceStorageWriter with save_distributed."""
     return path.is_dir() and any(map(_SHARD.fullmatch, os.listdir(path)))
 
 
 def read_sharded_safetensors(path: Path) -> Archive:
-    """Return what such a directory holds. Shapes follow from the parts: nothing says where a tensor
-    ends, so a missing last file is noticed only if the tensors' other sizes need it. Raises what
-    ``read_dcp`` raises."""
+    """Return what such a directory holds. Shapes follow from the parts, so a missing last file may
+    go unnoticed. Raises what ``read_dcp`` raises."""
     names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
     entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
     tree, world_size, left_out = _tree(path, entries)
@@ -99,11 +94,11 @@ def read_sharded_safetensors(path: Path) -> Archive:
 
 
 def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
-    """Return the nested state dict, the number of ranks that wrote it, if the names of the files
-    say so, and what could not be read. Raises what ``read_dcp`` raises."""
+    """Return the nested state dict, the number of ranks that wrote it, if known, and what could not
+    be read. Raises what ``read_dcp`` raises."""
     metadata = _metadata_files(path)
     if not metadata:
-        raise damaged(path, "no file .metadata")
+        raise damaged_dcp(path, "no file .metadata")
     return _tree(path, itertools.chain.from_iterable(map(_entries_of, metadata)))
 
 
@@ -113,7 +108,7 @@ def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | No
         other = entries.get(entry.name)
         if other is not None:  # each rank described the chunks that it wrote
             if (other.dtype, len(other.shape)) != (entry.dtype, len(entry.shape)):
-                raise damaged(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
+                raise damaged_dcp(path, f"{entry.name!r}: {other.dtype} and {entry.dtype}")
             shape = tuple(map(max, other.shape, entry.shape))
             entry = entry._replace(shape=shape, places=other.places | entry.places)
         entries[entry.name] = entry
@@ -124,16 +119,15 @@ def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | No
     return tree, directory.world_size(), directory.left_out
 
 
-def damaged(path: Path, got: str) -> CheckpointError:
-    return blocks.damaged(path, "values as torch.distributed.checkpoint writes them", got)
+def damaged_dcp(path: Path, got: str) -> CheckpointError:
+    return damaged(path, "values as torch.distributed.checkpoint writes them", got)
 
 
 # -- metadata
 
 
 def _metadata_files(path: Path) -> list[Path]:
-    """Return ``.metadata``, or the files of all ranks if each wrote its own; none if a directory is
-    no such checkpoint. Raises OSError and CheckpointError."""
+    """Return ``.metadata``, or the file of each rank; none if this is another directory."""
     if os.path.lexists(path / ".metadata"):
         return [member(path, ".metadata")]
     matches = filter(None, map(_OF_RANK.fullmatch, os.listdir(path)))
@@ -143,7 +137,7 @@ def _metadata_files(path: Path) -> list[Path]:
 def _entries_of(path: Path) -> Iterator[_Entry]:
     """Yield the entries that one metadata file describes. Raises CheckpointError and OSError."""
     try:
-        found = load(read_text(path), path)
+        found = unpickle(read_text(path), path)
         if not found.name.endswith(".Metadata"):
             raise ValueError(f"a {found.name}")
         places = {}
@@ -151,17 +145,17 @@ def _entries_of(path: Path) -> Iterator[_Entry]:
             name, offset = text_in(index.fields["fqn"]), index.fields.get("offset")
             if extensions := info.fields.get("transform_descriptors"):
                 raise ValueError(f"{name!r} was saved through extensions ({extensions!r:.100})")
-            places[name, None if offset is None else shape_in(list(offset))] = _Place(
+            places[name, None if offset is None else shape_in(list(offset))] = _FileRange(
                 text_in(info.fields["relative_path"]),
-                size(info.fields["offset"]),
-                size(info.fields["length"]),
+                count_in(info.fields["offset"]),
+                count_in(info.fields["length"]),
             )
         paths = found.fields.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
         for name, facts in found.fields["state_dict_metadata"].items():
             yield _entry(text_in(name), facts, _keys(name, paths.get(name)), places)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise damaged(path, brief(error)) from error
+        raise damaged_dcp(path, brief(error)) from error
 
 
 def _keys(name: str, keys: Any) -> _Keys:
@@ -173,10 +167,10 @@ def _keys(name: str, keys: Any) -> _Keys:
     return tuple(key if type(key) is int and key >= 0 else text_in(key) for key in keys)
 
 
-def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _Place]) -> _Entry:
+def _entry(name: str, facts: Record, keys: _Keys, places: dict[Any, _FileRange]) -> _Entry:
     kind = facts.name.rpartition(".")[2]
     if kind == "BytesStorageMetadata":
-        return _Entry(name, keys, None, (), {whole(()): places[name, None]})
+        return _Entry(name, keys, None, (), {whole_box(()): places[name, None]})
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{name!r} is a {facts.name:.100}")
     properties = facts.fields["properties"]
@@ -204,10 +198,10 @@ def _parts_in(path: Path) -> Iterator[_Entry]:
         for name, info in header.items():
             box = Box(shape_in(places[name]["saved_offsets"]), info.shape)
             ends = tuple(at + size for at, size in zip(box.offsets, box.sizes, strict=True))
-            found = {box: _Place(path.name, 0, 0)} if box.numel else {}
+            found = {box: _FileRange(path.name, 0, 0)} if box.numel else {}
             yield _Entry(name, (name,), info.dtype, ends, found)
     except (ValueError, TypeError, LookupError) as error:
-        raise damaged(path, brief(error)) from error
+        raise damaged_dcp(path, brief(error)) from error
 
 
 # -- chunks
@@ -242,14 +236,16 @@ class _Directory:
         pieces = [self._piece(entry, box, place) for box, place in entry.places.items()]
         problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
         if problem is not None:
-            raise damaged(self._path, f"{entry.name!r}, of shape {list(entry.shape)}: {problem}")
+            raise damaged_dcp(
+                self._path, f"{entry.name!r}, of shape {list(entry.shape)}: {problem}"
+            )
         return StoredTensor(entry.name, entry.dtype, entry.shape, tuple(pieces))
 
-    def _plain_value(self, name: str, place: _Place) -> Any:
+    def _plain_value(self, name: str, place: _FileRange) -> Any:
         path = self._file(place).path
         self._bytes_left -= place.nbytes
         if self._bytes_left < 0:
-            raise damaged(path, f"more than {_MAX_BYTES} bytes of values that are no tensors")
+            raise damaged_dcp(path, f"more than {_MAX_BYTES} bytes of values other than tensors")
         try:
             with self._files.descriptor(path) as descriptor:
                 return read_torch_range(descriptor, path, place.start, place.nbytes)
@@ -257,7 +253,7 @@ class _Directory:
             self.left_out.append(f"{name}: {found_in(error)}")
             return LEFT_OUT
 
-    def _piece(self, entry: _Entry, box: Box, place: _Place) -> Piece:
+    def _piece(self, entry: _Entry, box: Box, place: _FileRange) -> StoredPiece:
         file = self._file(place)
         found: Any = None
         if file.header is not None:
@@ -269,16 +265,16 @@ class _Directory:
                     found = read_torch_range(descriptor, file.path, place.start, place.nbytes)
         is_tensor = isinstance(found, StoredTensor)
         if not is_tensor or (found.dtype, found.shape) != (entry.dtype, box.sizes):
-            text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "no tensor"
-            raise damaged(
+            text = f"{found.dtype} of shape {list(found.shape)}" if is_tensor else "not a tensor"
+            raise damaged_dcp(
                 file.path,
                 f"at byte {place.start} {text} instead of {entry.dtype} of shape "
                 f"{list(box.sizes)}, which the metadata give for a chunk of {entry.name!r}",
             )
         (piece,) = found.pieces
-        return Piece(box, piece.source, _rank_of(file.path.name))
+        return StoredPiece(box, piece.source, _rank_of(file.path.name))
 
-    def _file(self, place: _Place) -> _File:
+    def _file(self, place: _FileRange) -> _File:
         """Return the file of a place; its name, its existence and the range are checked."""
         if place.file not in self._found:
             path = member(self._path, place.file)
@@ -287,12 +283,12 @@ class _Directory:
                     nbytes = os.fstat(descriptor).st_size
                     is_header = os.pread(descriptor, 1, 8) == b"{"
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise damaged(path, "no such file, although the metadata name it") from error
+                raise damaged_dcp(path, "no such file, although the metadata name it") from error
             header = read_header(path)[0] if is_header else None
             self._found[place.file] = _File(path, nbytes, header)
         file = self._found[place.file]
         if place.start + place.nbytes > file.nbytes:
-            raise damaged(
+            raise damaged_dcp(
                 file.path,
                 f"{file.nbytes} bytes, where the metadata have bytes {place.start} to "
                 f"{place.start + place.nbytes}",
@@ -300,8 +296,8 @@ class _Directory:
         return file
 
     def world_size(self) -> int | None:
-        """Return the number of ranks, of which one without values writes an empty file, or none.
-        Files with values that the metadata do not mention go to ``left_out``."""
+        """Return the number of ranks; a rank without values may have an empty file, or none. Files
+        that the metadata do not mention go to ``left_out``."""
         ranks = []
         for name in sorted(os.listdir(self._path)):
             rank = _rank_of(name)
@@ -329,16 +325,15 @@ def _nested(entries: Iterable[tuple[_Keys, Any]], path: Path) -> dict[Any, Any]:
         for key in keys[:-1]:
             node = node.setdefault(key, _Node())
             if not isinstance(node, _Node):
-                raise damaged(path, f"the path {list(keys)} leads through a value")
+                raise damaged_dcp(path, f"the path {list(keys)} leads through a value")
         if keys[-1] in node:
-            raise damaged(path, f"two values have the path {list(keys)}")
+            raise damaged_dcp(path, f"two values have the path {list(keys)}")
         node[keys[-1]] = value
     return {key: _finished(value, path) for key, value in root.items()}
 
 
 def _finished(value: Any, path: Path) -> Any:
-    """Return a node as a list, if it has numbers alone: where there is no value was an empty
-    container."""
+    """Return a node as a list if it has only numbers: a gap was an empty container."""
     if not isinstance(value, _Node):
         return value
     items = {key: _finished(item, path) for key, item in value.items()}
@@ -346,7 +341,7 @@ def _finished(value: Any, path: Path) -> Any:
         return {str(key): item for key, item in items.items()}
     length = max(items) + 1
     if length > len(items) + _MAX_LIST:
-        raise damaged(path, f"a list of {length} elements, of which {len(items)} have values")
+        raise damaged_dcp(path, f"a list of {length} elements, of which {len(items)} have values")
     return [items.get(index) for index in range(length)]
 
 
@@ -355,16 +350,13 @@ def _finished(value: Any, path: Path) -> Any:
 
 def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
     """Write a directory that ``torch.distributed.checkpoint`` loads into FSDP1's SHARDED state
-    dicts, FSDP2 and this package's front ends: what ``state_dict_of`` returns.
+    dicts, FSDP2 and this package's front ends.
 
-    Tensors are cut along their first dim as for ``options.world_size`` ranks, one file per rank,
-    and further into chunks of at most ``options.slab_nbytes`` where rows are not larger than that;
-    a worker has one chunk in memory. Tied tensors are written under each of their names. Objects
-    that a reader left out are named in ``archive.left_out``.
-
-    Imports torch.distributed.checkpoint, which may import torch.distributed.fsdp. Raises UsageError
-    if two values would get one name, CheckpointError for damaged sources, and OSError.
-    """
+    Tensors are cut along their first dim for ``options.world_size`` ranks, one file each, and into
+    chunks of at most ``options.slab_nbytes`` if rows are not larger; a worker holds one chunk. Tied
+    tensors are written under each name. Imports torch.distributed.checkpoint, which may import
+    torch.distributed.fsdp. Raises UsageError if two values would get one name, CheckpointError for
+    damaged sources, and OSError."""
     from torch.distributed.checkpoint import metadata as described
 
     values = _flattened(archive)
@@ -387,28 +379,24 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
         places: dict[Any, Any] = {}
         if ranks[rank]:
             name = f"__{rank}_0.distcp"
-            with open(path / name, "xb") as file:
+            with new_file(path / name) as file:
                 for index, value, box in ranks[rank]:
                     start = file.tell()
                     torch.save(_chunk(value, box, files, options), file)
                     places[index] = place_in_file(name, start, file.tell() - start)
-                file.flush()
-                os.fsync(file.fileno())
         return places
 
     path.mkdir()
     written = for_each(range(options.world_size), write, workers=options.workers)
     paths: Any = {name: keys for name, (keys, _) in values.items()}
     places = {index: place for of_rank in written for index, place in of_rank.items()}
-    with open(path / ".metadata", "xb") as file:
+    with new_file(path / ".metadata") as file:
         pickle.dump(described.Metadata(entries, paths, places), file)
-        file.flush()
-        os.fsync(file.fileno())
     sync_directory(path)
 
 
 def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> Any:
-    """Return what is saved of a value: a box of a tensor, or the value with the tensors in it."""
+    """Return what is saved of a value: a box of a tensor, or the value with its tensors."""
     if box is not None:
         tensor = read_box(value, box, files).to(dtype_to_write(value))
         options.tick(tensor.nbytes)
@@ -417,8 +405,7 @@ def _chunk(value: Any, box: Box | None, files: Files, options: WriteOptions) -> 
 
 
 def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:
-    """Return every value by its name in the checkpoint, with its path in the nested state dict:
-    what is in mappings, and in lists that hold tensors or mappings."""
+    """Return (path, value) by name, from mappings, and lists that hold tensors or mappings."""
     entries: dict[str, tuple[_Keys, Any]] = {}
 
     def add(keys: _Keys, value: Any) -> None:
@@ -458,7 +445,7 @@ def _is_nested(value: Any) -> bool:
 def _boxes(tensor: StoredTensor, options: WriteOptions) -> Iterator[tuple[int, Box]]:
     """Yield the chunks of a tensor with their ranks, which hold rows as torch.chunk cuts them."""
     if not tensor.shape or not tensor.numel:
-        yield 0, whole(tensor.shape)
+        yield 0, whole_box(tensor.shape)
         return
     rows, *rest = tensor.shape
     share = -(-rows // options.world_size)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from .._arguments import require_arguments, selection
+from .._blocks import Tick
 from .archive import Archive, StoredTensor
+from .arithmetic import Distance, comparable, distance
 from .inspection import Facts, plain_values
-from .numbers import Distance, comparable, distance
 from .opening import open_archive
-from .reading import Files, boxes_of, read, read_box
-from .work import MEMORY, Tick, for_each, numel_at_once
+from .reading import SLAB_NBYTES, Files, boxes_of, read, read_box
+from .threads import MEMORY, for_each
 
 _CALL = "fsdp_compat.checkpoint.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
@@ -154,7 +155,7 @@ def diff(
                 _compared,
                 files=files,
                 tolerance=(rtol, atol),
-                numel=numel_at_once(memory, workers, _TEMPORARY_NBYTES),
+                numel=max(min(memory // workers, SLAB_NBYTES) // _TEMPORARY_NBYTES, 1),
             ),
             workers=workers,
             what="diff",
@@ -196,7 +197,7 @@ def _selection(
 
 
 def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Return everything that is wanted, by its path; tensors also under their further names."""
+    """Return everything wanted, by path; tensors also under their second names."""
     found: dict[str, Any] = dict(archive.all_tensors())
     for name, target in archive.aliases.items():
         if target in archive.tensors:
@@ -208,8 +209,8 @@ def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, An
 def _with_numbers(
     files: Files, content: dict[str, Any], opposite: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the content with numbers in the place of tensors of one element where the other side
-    has a number: formats differ in how they write, for example, the number of steps."""
+    """Return the content with numbers for tensors of one element where the other side has a number:
+    formats differ in how they write, for example, the number of steps."""
     found = dict(content)
     for path, value in content.items():
         is_one = isinstance(value, StoredTensor) and value.numel == 1 and comparable(value.dtype)
@@ -219,8 +220,7 @@ def _with_numbers(
 
 
 def _pairs(one: dict[str, Any], other: dict[str, Any]) -> list[_Pair]:
-    """Return the tensors that both sides have. Where both have further names of a pair, it occurs
-    once."""
+    """Return the tensors that both sides have, each pair once."""
     found: dict[tuple[int, int], _Pair] = {}
     for path in filter(other.__contains__, one):
         sides = one[path], other[path]
@@ -230,8 +230,7 @@ def _pairs(one: dict[str, Any], other: dict[str, Any]) -> list[_Pair]:
 
 
 def _only_in(side: dict[str, Any], paired: Iterable[StoredTensor]) -> tuple[str, ...]:
-    """Return the paths of tensors that the other side has under none of their names: some formats
-    keep one name of a tied tensor."""
+    """Return the paths of tensors that the other side does not have under any name."""
     ids = set(map(id, paired))
     tensors = ((path, each) for path, each in side.items() if isinstance(each, StoredTensor))
     return tuple(path for path, tensor in tensors if id(tensor) not in ids)
@@ -243,7 +242,7 @@ def _only_in(side: dict[str, Any], paired: Iterable[StoredTensor]) -> tuple[str,
 def _compared(
     pair: _Pair, tick: Tick, files: Files, tolerance: tuple[float, float], numel: int
 ) -> TensorDifference:
-    """numel: elements in memory at a time."""
+    """Compare two tensors, with ``numel`` elements in memory at a time."""
     path, one, other = pair
     found: Distance | None = None
     if one.shape == other.shape:
@@ -259,7 +258,7 @@ def _compared(
 def _different_values(
     tolerance: tuple[float, float], one: dict[str, Any], other: dict[str, Any]
 ) -> Iterator[ValueDifference]:
-    """Yield what is not a tensor, and differs or is in one side alone."""
+    """Yield the values other than tensors that differ, or that only one side has."""
     plain = [
         {path: value for path, value in side.items() if not isinstance(value, StoredTensor)}
         for side in (one, other)

@@ -1,10 +1,9 @@
 """Flat parameters in per-rank files: those of FSDP1's local state dicts.
 
-A flat parameter is the parameters of one wrapper one after the other, and each rank has a part of
-it. The files do not say which parameters these are: shapes come from elsewhere, and must add up to
-the size of the flat parameter. With use_orig_params=True it has gaps, and entries that view its
-memory say where the parameters lie. Otherwise they follow one another in the order of the
-modules."""
+A flat parameter holds the parameters of one wrapper, of which each rank has a part. The files do
+not describe them, so shapes come from elsewhere and must add up to its size. With
+use_orig_params=True it has gaps, and entries that view its memory tell where the parameters lie.
+Otherwise they follow one another in the order of the modules."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ..._layout.box import Box
 from ..._layout.spec import FlatLayout, ParamSpec, flat_layout
 from ...errors import CheckpointError
 from .._texts import joined
-from .archive import Piece, Span, StoredTensor
+from .archive import Span, StoredPiece, StoredTensor
 from .merging import sample
 from .reading import Files
 from .shapes import Shapes
@@ -42,7 +41,7 @@ class FlatParams:
 
     def take_views(self, tree: Any) -> None:
         """Note the flat parameters of one rank, and remove the entries that view their memory: with
-        use_orig_params=True each parameter has one, and a tied one has several."""
+        use_orig_params=True each parameter has one, and a tied one several."""
         for path, node in _dicts(tree):
             for key in [key for key, value in node.items() if _is_flat(key, value)]:
                 flat = self._found.setdefault((path, key), _Flat(node[key].inside))
@@ -53,7 +52,7 @@ class FlatParams:
                         del node[name]
 
     def unflatten(self, tree: Any) -> None:
-        """Put the parameters in the place of flat parameters, in the merged values."""
+        """Replace flat parameters by their parameters, in the merged values."""
         nodes = dict(_dicts(tree))
         for (path, key), flat in self._found.items():
             others = [_prefix(other) for at, other in self._found if at == path and other != key]
@@ -82,7 +81,7 @@ class FlatParams:
             node[name] = _cut(values, param)
 
     def _viewed(self, key: Any, flat: _Flat) -> list[ParamSpec]:
-        """Return the parameters of which the ranks have views, which say where they lie."""
+        """Return the parameters whose views tell where they lie."""
         known = self._shapes.entries
         known = known | {name: known[first] for name, first in self._ties.items()}
         found: dict[int, ParamSpec] = {}
@@ -97,8 +96,7 @@ class FlatParams:
         return [*found.values()]
 
     def _names(self, node: _Node, prefix: str, others: list[str]) -> list[str]:
-        """Return the names of the parameters that a flat one holds: those of its wrapper without
-        inner ones, unless they have an entry of their own."""
+        """Return the names of the parameters in a flat one, without those of inner wrappers."""
         inner = tuple(other for other in others if other != prefix and other.startswith(prefix))
         whole = {
             plain_name(str(name)): value.shape
@@ -125,18 +123,13 @@ class FlatParams:
             got = f"{numel} elements for {sum(numels.values())}: {_listed(numels)}"
             raise self._unclear(key, got)
         if not self._shapes.is_ordered and len(names) > 1:
-            got = (
-                "names of a safetensors file, which sorts them: the order of the parameters is lost"
-            )
-            raise self._unclear(key, got)
+            raise self._unclear(key, "sorted names: the order of the parameters is lost")
         shapes = [self._shapes.entries[name].sizes for name in names]
         return flat_layout(names, shapes, ranks=1, align=1).params
 
     def _ties_by_value(self, names: list[str], most: int) -> dict[str, str]:
-        """Return matrices that have the values of an earlier one where the shapes come from, with
-        the name of that one: torch's full state dicts do not say which parameters are tied.
-
-        Vectors are often equal by chance. most: the largest number of elements."""
+        """Return matrices of at most ``most`` elements that equal an earlier one, with its name:
+        torch's full state dicts do not record ties, and vectors are often equal by chance."""
         stored = {} if self._shapes.source is None else self._shapes.source.tensors
         firsts: dict[Any, str] = {}
         ties = {}
@@ -150,9 +143,9 @@ class FlatParams:
 
     def _unclear(self, key: Any, got: str) -> CheckpointError:
         return CheckpointError.of(
-            f"The parameters in {key} cannot be told apart.",
-            expected="the shapes of the model that was wrapped, which add up: local state dicts of "
-            "FSDP1 do not hold them",
+            f"{key} cannot be split into its parameters.",
+            expected="shapes of the model, whose sizes add up to it: local state dicts of FSDP1 "
+            "do not hold them",
             got=got if self._shapes.entries else "no shapes",
             where=str(self._where),
             fix="write the shapes with `fsdp-compat shapes my.module:make_model -o model.json`, "
@@ -165,8 +158,8 @@ class _Flat:
     """A flat parameter."""
 
     inside: FlatLayout | None  # if its file says where its parameters lie
+    # By name: the first elements of the entries that view its memory, and their numels.
     views: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
-    # ^ by name, where the entries begin that view its memory, with their numbers of elements
 
 
 def _dicts(tree: Any, depth: int = 0) -> Iterator[tuple[tuple[str, ...], _Node]]:
@@ -210,7 +203,7 @@ def _cut(flat: StoredTensor, param: ParamSpec) -> StoredTensor:
 
     box = Box((param.start,), (param.numel,))
 
-    def pieces(of: Sequence[Piece]) -> tuple[Piece, ...]:
+    def pieces(of: Sequence[StoredPiece]) -> tuple[StoredPiece, ...]:
         return tuple(
             piece
             for run in dataclasses.replace(flat, pieces=of).pieces_in(box)

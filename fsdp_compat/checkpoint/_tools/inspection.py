@@ -1,5 +1,5 @@
-"""What a checkpoint holds, without reading a value: tensors, and where their parts lie. Also what
-the results of all tools have in common."""
+"""What a checkpoint holds, without reading values; and what the results of all tools have in
+common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from .._header import dtype_name
-from .archive import Archive, Piece, Span, StoredTensor
+from .archive import Archive, Span, StoredPiece, StoredTensor
 from .opening import open_archive
 from .walk import leaves
 
@@ -26,8 +26,7 @@ class Facts:
     in_json: ClassVar[tuple[str, ...]] = ()  # fields, properties, methods; empty: the fields
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same as values for ``json.dumps``: bytes are numbers, dtypes and paths are
-        texts, and so is an infinite number ("inf")."""
+        """Return the same for ``json.dumps``: dtypes, paths and infinite numbers are texts."""
         fields: Any = self
         names = self.in_json or [field.name for field in dataclasses.fields(fields)]
         found = {name: getattr(self, name) for name in names}
@@ -88,7 +87,7 @@ class Inspection(Facts):
     path: Path
     kind: str  # the format, for people
     tensors: tuple[TensorFacts, ...]  # in the order of the files; of the model first
-    aliases: dict[str, str]  # further names of tied tensors: the name that ``tensors`` has
+    aliases: dict[str, str]  # second names of tied tensors: the name that ``tensors`` has
     values: dict[str, str]  # everything that is not a tensor: its path, and the value, shortened
     world_size: int | None  # ranks that wrote it; None if the files do not say so
     step: int | None  # of training; None if the files do not say so
@@ -104,8 +103,7 @@ class Inspection(Facts):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def nbytes_by_section(self) -> dict[str, int]:
-        """Return the bytes of "model", "optimizer" and "extra"; sections without tensors have no
-        entry."""
+        """Return the bytes of "model", "optimizer" and "extra", if they have tensors."""
         return _totals((tensor.section, tensor.nbytes) for tensor in self.tensors)
 
     def nbytes_by_dtype(self) -> dict[torch.dtype, int]:
@@ -113,8 +111,7 @@ class Inspection(Facts):
         return _totals((tensor.dtype, tensor.nbytes) for tensor in self.tensors)
 
     def nbytes_by_rank(self) -> dict[int | None, int]:
-        """Return the bytes that each rank wrote, copies included; None: the files do not say
-        who."""
+        """Return the bytes that each rank wrote, copies included; None: not known who."""
         found = _totals((part.rank, part.nbytes) for each in self.tensors for part in each.parts)
         return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0])))
 
@@ -171,15 +168,15 @@ def _facts(path: str, tensor: StoredTensor, directory: Path) -> TensorFacts:
     return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts))
 
 
-def _part(piece: Piece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:
+def _part(piece: StoredPiece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:
     file = start = None
     if isinstance(piece.source, Span):
-        file, start = file_name(piece.source.path, directory), piece.source.start
-    box = piece.box
-    return Part(box.offsets, box.sizes, piece.nbytes(dtype), piece.holder, file, start, is_copy)
+        file, start = relative_name(piece.source.path, directory), piece.source.start
+    box, nbytes = piece.box, piece.box.numel * dtype.itemsize
+    return Part(box.offsets, box.sizes, nbytes, piece.holder, file, start, is_copy)
 
 
-def file_name(path: Path, directory: Path) -> str:
+def relative_name(path: Path, directory: Path) -> str:
     """Return the name of a file in a checkpoint, relative to it."""
     return path.name if path == directory else os.path.relpath(path, directory)
 

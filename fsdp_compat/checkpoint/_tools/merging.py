@@ -10,7 +10,7 @@ from typing import Any
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError
-from .archive import Piece, StoredTensor, coverage_problem
+from .archive import StoredPiece, StoredTensor, coverage_problem
 from .reading import Files, boxes_of, read_box
 from .sharded_records import RankPart
 
@@ -21,10 +21,9 @@ _NESTED = (dict, list, tuple, StoredTensor, RankPart)
 class Merger:
     """Merges nested values of several ranks.
 
-    differing: plain tensors that differ between ranks, by path ("model/w/"), whose first is taken;
-    with a text if their shapes do. num_sharded: how many tensors were put together. left_out: what
-    was dropped.
-    """
+    differing: plain tensors that differ between ranks, by path ("model/w/"); the first is taken.
+    The text says how their shapes differ, if they do. num_sharded: tensors that were put
+    together."""
 
     def __init__(self, where: Path, files: Files) -> None:
         self.differing: dict[str, str] = {}
@@ -33,8 +32,7 @@ class Merger:
         self._where, self._files = where, files
 
     def merge(self, values: Mapping[int, Any], path: str = "") -> Any:
-        """values: by rank. Returns the merged value, in the containers of the first rank. Raises
-        CheckpointError."""
+        """Return the merged value, in the containers of the first rank. Raises CheckpointError."""
         first = next(iter(values.values()))
         kinds = {type(value) for value in values.values()}
         if kinds & {RankPart, StoredTensor}:
@@ -70,18 +68,17 @@ class Merger:
         for name in inside:
             del self.differing[name]
         self.left_out.append(
-            f"{path[:-1] or 'optimizer'}: each rank holds values of its own, without shapes or "
+            f"{path[:-1] or 'optimizer'}: each rank holds its own values, without shapes or "
             "names; save FSDP.optim_state_dict(model, optimizer) instead"
         )
         return {}
 
     def _tensor(self, values: Mapping[int, Any], path: str) -> StoredTensor:
-        """Return the tensor that the parts of the ranks make up, or that each rank has; what occurs
-        again are copies."""
+        """Return the tensor that ranks have parts of, or each has; repeated pieces are copies."""
         first = next(iter(values.values()))
         facts = dict.fromkeys(f"shape {[*x.shape]} of {x.dtype}" for x in values.values())
         problem = " and ".join(facts) if len(facts) > 1 else None
-        pieces: dict[Box, Piece] = {}
+        pieces: dict[Box, StoredPiece] = {}
         copies = []
         for rank, value in values.items():
             for piece in value.pieces:

@@ -1,10 +1,8 @@
-"""Native checkpoints: the manifest says where each element lies, and each file's head which
+"""Native checkpoints: the manifest says where each element lies, and the head of each file which
 optimizer state its rank had.
 
-Heads are read when they are needed. A tool needs all of them; a rank those of the files that hold
-its own part, and for each parameter that of one file with some of it. A directory may lack the
-others (a folder per node). What a rank writes is put together by `RankFile`, from a model
-(`_snapshot`) or from an archive."""
+Tools read all heads; a rank reads those of the files that hold its own part, and for each parameter
+one file with some of it. The directory may lack the others (a folder per node)."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
-from ..._layout.pieces import Piece as Part
+from ..._layout.pieces import Piece
 from ..._layout.spec import Interval, flat_layout, row_major_strides
 from ..._layout.transfer import runs_of_part
 from ...errors import CheckpointError, UsageError
@@ -48,26 +46,25 @@ from .._values import Put, decode, encode, tensor_as_text, tensor_from_text
 from .archive import (
     Archive,
     LazyPieces,
-    Piece,
     Span,
+    StoredPiece,
     StoredTensor,
     intersection,
     is_per_element,
     moved,
     of_memory,
     pieces_of_run,
-    row_major,
-    whole,
+    whole_box,
 )
 from .paths import member
 from .reading import Files, Read, read_all
+from .threads import for_each
 from .walk import map_values
-from .work import for_each
 from .writing import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
 
 KIND = "native checkpoint of fsdp_compat"
 
-# Keys in ``Archive.extra``: an extra value that is no dict of names, and modules' extra state.
+# Keys in ``Archive.extra``: an extra value that is not a dict of names, and modules' extra state.
 EXTRA, EXTRA_STATE = "extra", "extra_state"
 
 _ALIGN_NBYTES = 16
@@ -75,19 +72,17 @@ _COMMON = 0  # of an archive: the file with what is the same on all ranks
 
 
 def is_native(path: Path) -> bool:
-    """Return whether a directory is a native checkpoint, or a folder of such."""
+    """Return whether a directory is a native checkpoint, or a folder of native checkpoints."""
     return (path / MANIFEST).is_file() or latest(path) is not None
 
 
 def read_native(path: Path) -> Archive:
-    """Return the content of a checkpoint that ``checkpoint.save`` wrote; of a folder of these, that
-    of the latest."""
+    """Return the content of a native checkpoint, or of the latest in a folder."""
     return NativeCheckpoint(_in_folder(path)).archive()
 
 
 def files_of_native(path: Path) -> Archive:
-    """Return an archive without tensors, with the checksums of the files of a native checkpoint,
-    whose files may be damaged; without any if the manifest is."""
+    """Return only the checksums of a checkpoint that may be damaged; none without a manifest."""
     path = _in_folder(path)
     archive = Archive(path, KIND, {})
     with contextlib.suppress(CheckpointError):
@@ -100,8 +95,7 @@ def _in_folder(path: Path) -> Path:
     return path if (path / MANIFEST).is_file() else latest(path) or path
 
 
-# Returns the tensor that has a parameter, or a state of it, from the group, the index of the
-# parameter, and the file; None if its rank had no state, which counts as zeros.
+# (group, index of a parameter, file) -> the tensor that holds it; None: no state, so zeros.
 _EntryOf = Callable[[FlatGroup, int, int], str | None]
 
 
@@ -122,7 +116,7 @@ class NativeCheckpoint:
         self._present = {file.name for file in path.iterdir()}
 
     def head(self, number: int) -> Head:
-        """Return a file's head. It is read immediately, and parsed after its checksums match."""
+        """Return a file's head. It is read once, and parsed after its checksums match."""
         if number not in self._heads:
             path, nbytes = self._paths[number], self.manifest.files[number].nbytes
             first = self._content(number, 0, min(BLOCK_NBYTES, nbytes))
@@ -146,8 +140,7 @@ class NativeCheckpoint:
         return bytes(memory_of(content))
 
     def left_out(self) -> list[str]:
-        """Return the names of states and settings that were not saved, according to the heads
-        read so far."""
+        """Return the states and settings that were not saved, from the heads read so far."""
         return sorted({name for head in self._heads.values() for name in head.left_out})
 
     # -- as an archive
@@ -177,8 +170,7 @@ class NativeCheckpoint:
         return archive
 
     def outline(self) -> Archive:
-        """Return what the manifest and the common file say: the tensors and settings, without the
-        optimizer's states, and of the extra values only those of modules."""
+        """Return everything but optimizer states and extra values."""
         manifest = self.manifest
         archive = Archive(
             self.path,
@@ -226,8 +218,7 @@ class NativeCheckpoint:
     # -- optimizer states
 
     def state_of(self, name: str) -> dict[Any, Any]:
-        """Return the optimizer state of a parameter, by key: StoredTensors, of the parameter's
-        shape where they have an element per element, and plain values."""
+        """Return the optimizer state of a parameter by key: StoredTensors and plain values."""
         if name not in self.parameters:
             return {
                 key: self._value(value, f"{name}.{key}", self.manifest.common)
@@ -248,9 +239,9 @@ class NativeCheckpoint:
         return found
 
     def _files_with(self, saved: SavedParameter) -> list[tuple[FlatGroup, int, int]]:
-        """Return the groups that have a parameter, its index in each, and a file whose rank knew
-        all its states: the first that is there and has some of it. If none is, any of the group:
-        the parameter is part of a flat one, whose ranks all knew. At least one."""
+        """Return the groups with a parameter, its index in each, and a file whose rank knew all its
+        states: the first that is present and holds some of it. If none is, any of the group, for a
+        part of a flat parameter."""
         found = []
         for group, index in saved.places:
             axis, place = self.manifest.axes[group.axis], group.layout.params[index].place
@@ -271,8 +262,7 @@ class NativeCheckpoint:
         return self._tensor(f"{saved.names[0]}.{key}", saved, dtype, entry_of)
 
     def rank_local_states(self, name: str, cut: Cut | None) -> dict[Any, Any]:
-        """Return the states that fit only the part of one rank, if ``cut`` gives the same part.
-        Raises CheckpointError if it is another one."""
+        """Return the states of one rank's part. Raises CheckpointError if ``cut`` differs."""
         states: dict[Any, Any] = {}
         places = self._files_with(self.parameters[name]) if name in self.parameters else []
         alike = [
@@ -282,22 +272,21 @@ class NativeCheckpoint:
         ]
         for group, index, number in alike or places:
             for its_index, key, value in self.head(number).own.get(group.name, []):
-                if its_index == index and not alike:
-                    raise self._parts_have_changed(name, key, group)
-                if its_index == index:
-                    states[key] = self._value(value, f"state {key!r}", number)
+                if its_index != index:
+                    continue
+                if not alike:
+                    raise CheckpointError.of(
+                        "An optimizer state belongs to one rank's part of a parameter, and the "
+                        "parts have changed.",
+                        expected=f"{group.layout.ranks} ranks and the wrapping that state {key!r} "
+                        "was saved with",
+                        got="another number of ranks, or another wrapping or use_orig_params",
+                        where=f"{name}, in {self.path}",
+                        fix="load with as many ranks and the same wrapping, or without the "
+                        "optimizer",
+                    )
+                states[key] = self._value(value, f"state {key!r}", number)
         return states
-
-    def _parts_have_changed(self, name: str, key: Any, group: FlatGroup) -> CheckpointError:
-        return CheckpointError.of(
-            "An optimizer state belongs to one rank's part of a parameter, and the "
-            "parts have changed.",
-            expected=f"{group.layout.ranks} ranks and the wrapping that it was saved "
-            f"with, for state {key!r}",
-            got="another number of ranks, or another wrapping or use_orig_params",
-            where=f"{name}, in {self.path}",
-            fix="load with as many ranks and the same wrapping, or without the optimizer",
-        )
 
     # -- where things lie
 
@@ -305,15 +294,15 @@ class NativeCheckpoint:
         self, name: str, saved: SavedParameter, dtype: torch.dtype, entry_of: _EntryOf
     ) -> StoredTensor:
         """Return a parameter, or a state of it, in the shards of its groups."""
-        pieces = _Shards(functools.partial(self._pieces, saved, dtype, entry_of))
+        pieces = LazyPieces(functools.partial(self._pieces, saved, dtype, entry_of))
         return StoredTensor(name, dtype, saved.shape, pieces)
 
     def _pieces(
         self, saved: SavedParameter, dtype: torch.dtype, entry_of: _EntryOf, box: Box | None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[StoredPiece]:
         for group, index in saved.places:
             part, numel = group.pieces[index], group.layout.shard_numel
-            for number, run, first in self._runs(group, index, box or whole(saved.shape)):
+            for number, run, first in self._runs(group, index, box or whole_box(saved.shape)):
                 entry, start = entry_of(group, index, number), first * dtype.itemsize
                 if entry is not None:
                     start += self._start_of(number, entry, dtype, numel)
@@ -322,11 +311,11 @@ class NativeCheckpoint:
                     place, source = moved(piece.box, part.offsets), piece.source
                     if entry is None:
                         source = torch.zeros((), dtype=dtype).expand(place.sizes)
-                    yield Piece(place, source, number)
+                    yield StoredPiece(place, source, number)
 
     def _runs(self, group: FlatGroup, index: int, box: Box) -> Iterator[tuple[int, Interval, int]]:
-        """Yield where a group has the elements of a box of a parameter, with those between them in
-        its own order: (file, elements of the group's part, the first of them in the shard)."""
+        """Yield where a group has the elements of a box, with those between them: (file, elements
+        of the group's part, the first of them in the shard)."""
         part = group.pieces[index]
         common = intersection(Box(part.offsets, part.shape), box)
         if common is None:
@@ -352,25 +341,15 @@ class NativeCheckpoint:
         return info.start
 
     def _value(self, encoded: Any, where: str, number: int) -> Any:
-        """Return an encoded value, with StoredTensors in the place of tensors."""
+        """Return an encoded value, with StoredTensors in place of tensors."""
 
         def get(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
-            box = whole(shape)
+            box = whole_box(shape)
             start = self._start_of(number, name, dtype, box.numel)
-            span = Span(self._paths[number], start, row_major(shape))
-            return StoredTensor(where, dtype, shape, (Piece(box, span, number),))
+            span = Span(self._paths[number], start, row_major_strides(shape))
+            return StoredTensor(where, dtype, shape, (StoredPiece(box, span, number),))
 
         return decode(encoded, where, get)
-
-
-class _Shards(LazyPieces):
-    """Pieces that a function of a box yields."""
-
-    def __init__(self, within: Callable[[Box | None], Iterator[Piece]]) -> None:
-        self._within = within
-
-    def within(self, box: Box | None = None) -> Iterator[Piece]:
-        return self._within(box)
 
 
 def _has(of: Indices, index: int) -> bool:
@@ -389,8 +368,7 @@ def _stored(value: Any, name: str) -> Any:
 
 
 class RankFile:
-    """The content of one rank's file. values_of: returns the 1-D values of a tensor that a value
-    refers to."""
+    """The content of one rank's file. values_of: returns a tensor's values, 1-D."""
 
     def __init__(self, values_of: Callable[[Any], torch.Tensor | Elements] | None = None) -> None:
         self.head = Head()
@@ -411,8 +389,7 @@ class RankFile:
         return self.tensors[-1]
 
     def under(self, *path: str) -> Put:
-        """Return the function that adds a tensor under a name that begins with ``path``, for
-        `_values.encode`."""
+        """Return the `Put` that adds tensors under names that begin with ``path``."""
 
         def put(tensor: Any) -> str:
             part = FilePart(0, self._values_of(tensor))
@@ -427,8 +404,7 @@ class RankFile:
         num_params: int,
         states: Iterable[tuple[Any, Sequence[int], Any]],
     ) -> None:
-        """Add the optimizer states of a group: (key, of which parameters, value). A value is a
-        part of a tensor of ``numel`` elements, or encoded."""
+        """Add a group's states: (key, parameters, part of ``numel`` elements or encoded value)."""
         tensors: dict[tuple[Any, torch.dtype], tuple[FileTensor, list[int]]] = {}
         scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
         for key, indices, value in states:
@@ -455,12 +431,10 @@ class RankFile:
 
 
 def write_native(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write a checkpoint that ``checkpoint.load`` reads into any wrapping on any number of ranks.
+    """Write a checkpoint for ``checkpoint.load``, with shards for ``options.world_size`` ranks.
 
-    Its shards are cut for ``options.world_size`` ranks, with a file each. Parameters whose names
-    begin with the same match of ``options.unit`` share a unit. Raises UsageError for values that a
-    native checkpoint cannot hold.
-    """
+    Parameters whose names begin with the same match of ``options.unit`` share a unit. Raises
+    UsageError for values that a native checkpoint cannot hold."""
     path.mkdir()
     target = _Target(archive, options, files)
 
@@ -480,7 +454,14 @@ class _Target:
         self._archive, self._options, self._files = archive, options, files
         self._identity = uuid.uuid4().hex
         if archive.is_by_number and archive.param_groups is not None:
-            raise _numbered(archive)
+            raise UsageError.of(
+                "The parameters of the optimizer are numbered, and their names are not known.",
+                expected="optimizer state by parameter name",
+                got="numbers, as torch.optim saves them",
+                where=str(archive.path),
+                fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
+                "optimizer out",
+            )
         self._groups = _groups(archive, options)
         # By parameter and key: states that are not cut as the parameter is, encoded.
         self._small = {
@@ -531,8 +512,7 @@ class _Target:
                     yield key, [index], self._part(group, index, rank, value)
 
     def _add_common(self, file: RankFile) -> None:
-        """Add the extra values, the states of parameters that are not there, and modules' extra
-        state, with the tensors in them."""
+        """Add extra values, extra state, and states of parameters that are not there."""
         extra: Any = dict(self._archive.extra)
         extra_state = extra.get(EXTRA_STATE)
         extra_state = extra.pop(EXTRA_STATE) if isinstance(extra_state, dict) else {}
@@ -594,17 +574,6 @@ def _groups(archive: Archive, options: WriteOptions) -> tuple[FlatGroup, ...]:
         while group in found:  # units "a" and "a."
             group += "_"
         all_names = tuple(tuple(names[name]) for name in params)
-        pieces = tuple(map(Part.of_whole, shapes))
+        pieces = tuple(map(Piece.of_whole, shapes))
         found[group] = FlatGroup(group, dtype, 0, layout, all_names, pieces)
     return tuple(found.values())
-
-
-def _numbered(archive: Archive) -> UsageError:
-    return UsageError.of(
-        "The parameters of the optimizer are numbered, and their names are not known.",
-        expected="optimizer state by parameter name",
-        got="numbers, as torch.optim saves them, which do not tell which parameters they are",
-        where=str(archive.path),
-        fix="pass their names as optimizer_names (--optimizer-names FILE), or leave the "
-        "optimizer out",
-    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._texts import joined, open_file
-from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem
+from .archive import Archive, NotRead, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .native import is_native, read_native
@@ -39,12 +39,9 @@ def open_archive(
 ) -> Archive:
     """Return what a checkpoint of any known format holds. No values of tensors are read.
 
-    shapes: of the model, for files that hold none (FSDP1's LOCAL state dicts): a file that
-    ``fsdp-compat shapes`` wrote, or another checkpoint of the same model. ignored: full names of
-    classes whose objects in torch.save files are left out, not refused. keep_module: names keep a
-    "module." that all of them begin with. Raises CheckpointError if nothing is recognised, or the
-    content is damaged, incomplete or refused.
-    """
+    shapes: for files without (FSDP1's LOCAL state dicts): what ``fsdp-compat shapes`` wrote, or
+    another checkpoint of the model. ignored, keep_module: as for ``inspect``. Raises
+    CheckpointError if nothing is recognised, or the content is damaged, incomplete or refused."""
     path = Path(path)
     known = _shapes_in(shapes)
     try:
@@ -137,21 +134,10 @@ def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> A
 
 
 def _require_lengths(archive: Archive) -> None:
-    """Raise CheckpointError unless files with checksums have their length, and OSError if one is
-    missing. Readers see by themselves that other files end too early."""
+    """Raise CheckpointError unless files with checksums have their length; OSError."""
     for file, facts in archive.checksums.items():
         if (nbytes := file.stat().st_size) != facts.nbytes:
             raise damaged(file, f"{facts.nbytes} bytes", f"{nbytes} bytes")
-
-
-def spans_of(tensor: StoredTensor) -> Iterator[tuple[Span, int]]:
-    """Yield where the elements of a tensor and of its copies lie in files, and the byte behind the
-    last of each."""
-    for piece in (*tensor.pieces, *tensor.copies):
-        if isinstance(span := piece.source, Span) and piece.box.numel:
-            steps = zip(piece.box.sizes, span.strides, strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
-            yield span, span.start + (last + 1) * tensor.dtype.itemsize
 
 
 def _of_deepspeed(path: Path) -> NotRead:

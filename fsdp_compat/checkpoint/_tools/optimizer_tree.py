@@ -1,7 +1,8 @@
-"""The state of an optimizer, in each of the forms in which it is saved, by name where possible.
+"""The state of an optimizer in each form that is saved, by name where possible.
 
-- ``{"state": {parameter: {key: value}}, "param_groups": [{"params": [...], ...}]}``; a parameter is
-  a name (FSDP, torch.distributed.checkpoint) or a number (torch.optim)
+- ``{"state": {parameter: {key: value}}, "param_groups": [{"params": [...], ...}]}``, by name (FSDP,
+torch.distributed.checkpoint) or number (torch.optim)
+
 - flattened: ``"state.<name>.<key>"`` and ``"param_groups.<name>.<setting>"``"""
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def named(value: Any, path: str) -> Any:
 
 
 def is_optimizer(value: Any, is_known: bool) -> bool:
-    """Return whether a value has the form of an optimizer's state. is_known: it stands under the
-    key of an optimizer, so that the groups or the states may be missing."""
+    """Return whether a value looks like an optimizer's state. is_known: its key says so, and groups
+    or states may be missing."""
     if not isinstance(value, dict) or not value:
         return False
     states, groups = value.get(_STATE, {} if is_known else None), value.get(_GROUPS)
@@ -130,9 +131,7 @@ def _nested(tree: dict[Any, Any]) -> OptimizerState:
 
 
 def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
-    """Return the parameter of each number that the groups list, or None if they do not say so.
-
-    Shapes do not tell: an optimizer may have the parameters in any order."""
+    """Return the parameter of each number, if ``param_names`` tell. Shapes cannot."""
     names: dict[str, str] = {}
     for group in numbered.param_groups:
         listed = group.get("param_names")
@@ -149,8 +148,8 @@ def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
 def named_optimizer(
     states: States, groups: Groups, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[States, Groups]:
-    """Return states and groups by name. names: of the parameters, in the order of their numbers;
-    shapes: of the model's tensors. Raises ValueError if they cannot be these parameters'."""
+    """Return states and groups by name. names: in the order of the numbers; shapes: of the model's
+    tensors. Raises ValueError if they do not fit."""
     numbered = OptimizerState(states, groups)
     given = sorted(numbered.parameters, key=int)
     if len(names) != len(given) or len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory: names that its content gives are untrusted."""
+"""Files of a checkpoint directory, whose names come from its content and are untrusted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from ...errors import CheckpointError
 
 
 def member(directory: Path, name: str) -> Path:
-    """Return the path of a file that the content of a checkpoint names. Raises CheckpointError for
-    a name, or a link, that leads out of the directory."""
+    """Return the path of a named file. Raises CheckpointError if it is not in the directory."""
     if not name or "\0" in name or name.startswith("/") or ".." in Path(name).parts:
         raise _outside(directory, name)
     return require_inside(directory, directory / name)
 
 
 def require_inside(directory: Path, path: Path) -> Path:
-    """Return ``path`` unchanged. Raises CheckpointError if it is a link out of ``directory``.
-
-    The cache of Hugging Face's hub is an exception: its snapshots are links to blobs beside them.
-    """
+    """Return ``path``. Raises CheckpointError for links out, except to Hugging Face's blobs."""
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
     if not real.is_relative_to(home):
         blobs = home.parent.parent / "blobs"

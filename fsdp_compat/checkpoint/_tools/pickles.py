@@ -1,11 +1,10 @@
 """Values of untrusted pickles. Nothing is imported or called on a file's behalf.
 
-``pickle.Unpickler`` follows the opcodes. Every name in a pickle is looked up in a closed table and
-means a *stand-in*: a class whose objects keep what the pickle says about them, and do nothing. When
-the pickle has ended, its values are copied, within limits of depth and number, and functions of
-this package make values of the stand-ins.
+Every name in a pickle is looked up in a closed table and means a *stand-in*: a class whose objects
+only keep what the pickle says about them. At the end the values are copied, within limits of depth
+and number, and functions of this package make values of the stand-ins.
 
-Not limited: the time and the memory that the Unpickler itself takes for a crafted pickle. Like
+Not limited: the time and memory that ``pickle.Unpickler`` takes for a crafted pickle. Like
 torch.load it may run out of memory, or of stack, where keys are tuples nested 100,000 deep."""
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Record:
 
 
 Make = Callable[..., Any]
-# ^ makes the value of a stand-in of the values of its call, and of "state", "elements" and "items"
-# if they were set later. Classes and storages are passed as they are.
+# ^ makes the value of a stand-in from the arguments of its call and, if they were set later, from
+# "state", "elements" and "items"
 Table = Callable[[str], Make | torch.dtype | None]
 # ^ returns what the full name of a class or a function means; None: refused
 
@@ -113,11 +112,7 @@ def unpickled(
     persistent: Callable[[Any], Any] | None = None,
     ignored: Collection[str] = (),
 ) -> Any:
-    """Return the value of one pickle. A stream is read to the pickle's end, and not further.
-
-    where: the file, for errors. persistent: returns what a persistent id means; it is immutable.
-    ignored: full names of classes whose objects become Ignored. Raises CheckpointError.
-    """
+    """Return the value of one pickle, see ``torch_save.unpickle``. Reads a stream no further."""
     with refusing(where):
         stream = io.BytesIO(data) if isinstance(data, bytes) else data
         if stream.getbuffer().nbytes > MAX_TEXT_NBYTES:
@@ -284,7 +279,7 @@ class _Values:
 
     def _copied(self, value: Any, kind: Any) -> Any:
         if kind not in _CONTAINERS:
-            raise Refused("a class, a function or a storage in the place of a value")
+            raise Refused("a class, a function or a storage in place of a value")
         self._num += 1 + len(value)
         of = self.of
         if kind is dict:
@@ -298,8 +293,7 @@ class _Values:
 
 
 def _key(key: Any) -> Any:
-    """Return a key unchanged. Raises Refused for a tuple that is long, or nested, as its text is
-    part of names."""
+    """Return a key. Raises Refused for a long or nested tuple, as its text is part of names."""
     if isinstance(key, tuple):
         nchars = sum(len(part) if isinstance(part, (str, bytes)) else 1 for part in key)
         if nchars > _MAX_KEY_LENGTH or any(isinstance(part, (tuple, frozenset)) for part in key):

@@ -1,8 +1,7 @@
-"""Values of stored tensors: what is to be read is planned, checked and read, in three steps.
+"""Values of stored tensors: reads are planned, checked and carried out, in three steps.
 
-A plan is a list of `Read`: elements of a file, or of memory, and the memory where they belong.
-Adjacent reads become one. Bytes go straight to their place where it has their dtype and order, and
-through a buffer of 4 MiB otherwise."""
+A plan is a list of `Read`. Adjacent reads become one. Bytes go straight to their target if it has
+their dtype and order, and through a buffer of 4 MiB otherwise."""
 
 from __future__ import annotations
 
@@ -24,16 +23,14 @@ import torch
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from .. import _blocks as blocks
-from .._blocks import FileFacts, SecondThread, Tick, damaged
+from .._blocks import FileFacts, SecondThread, Tick, damaged, no_tick
 from .._texts import open_file
-from .archive import Checksum, Span, StoredTensor, moved, slices, whole
+from .archive import Checksum, Span, StoredTensor, moved, slices, whole_box
 from .walk import map_values
 
 _MAX_OPEN = 64
 SLAB_NBYTES = 16 << 20
-# Values that are read and written at once: what the processor's caches hold is copied to and from
-# the page cache twice as fast as 16 MiB.
-AT_ONCE_NBYTES = 1 << 20
+AT_ONCE_NBYTES = 1 << 20  # read and written at once: what caches hold is copied twice as fast
 SKIPPED_NBYTES = 4096  # between two rows: from here on, two system calls take less than reading it
 NUM_BUFFERS = 4  # blocks in memory that are being read, or whose checksums are being computed
 
@@ -43,8 +40,7 @@ NUM_BUFFERS = 4  # blocks in memory that are being read, or whose checksums are 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Elements of a file or of memory, and where they go: of the same sizes, in any order, of any
-    dtype, on any device."""
+    """Elements of a file or of memory, and their target, of the same sizes and any dtype."""
 
     source: Span | torch.Tensor
     dtype: torch.dtype  # of the source
@@ -92,8 +88,7 @@ class Read:
         )
 
     def in_file_order(self) -> Read:
-        """Return the same read, with the dims in the order of the file, and without those that
-        follow one another in both."""
+        """Return the read with its dims in the order of the file, contiguous ones joined."""
         dims: list[tuple[int, int, int]] = []  # size, stride in the file, stride in the target
         for stride, its, size in sorted(
             zip(self.span.strides, self.target.stride(), self.target.shape, strict=True),
@@ -110,8 +105,7 @@ class Read:
         return dataclasses.replace(self, source=span, target=target)
 
     def parts(self) -> Iterator[Read]:
-        """Yield the read in parts, each of which is one range of bytes of at most a block. Its dims
-        are in the order of the file."""
+        """Yield ranges of at most a block. Dims are in the order of the file."""
         strides, sizes, itemsize = self.span.strides, self.target.shape, self.dtype.itemsize
         most = self.most
         inner = [_extent(sizes[dim + 1 :], strides[dim + 1 :]) for dim in range(len(sizes))]
@@ -166,8 +160,7 @@ def reads_of(
 
 
 def merged(reads: Iterable[Read]) -> list[Read]:
-    """Return the reads of one file in its order; those that are adjacent in the file and in memory
-    are one."""
+    """Return the reads of one file in its order, joined if adjacent in the file and in memory."""
     found: list[Read] = []
     for read in sorted(reads, key=lambda read: read.start):
         if not read.target.numel():
@@ -194,16 +187,11 @@ def merged(reads: Iterable[Read]) -> list[Read]:
 # -- files
 
 
-def _nothing(nbytes: int) -> None:
-    return None
-
-
 class Files:
     """Open files, at most 64 at a time. Safe to use from several threads.
 
-    Of files with checksums each block is compared with its own before anything of it is used, and
-    so is each record of a zip archive. compares_records: False if the caller does that itself.
-    """
+    Each block or zip record with a checksum is compared before anything of it is used.
+    compares_records: False if the caller compares the records."""
 
     def __init__(
         self, checksums: Mapping[Path, FileFacts] | None = None, compares_records: bool = True
@@ -240,12 +228,11 @@ class Files:
 
     # -- reading
 
-    def read(self, reads: Iterable[Read], tick: Tick = _nothing, anew: bool = False) -> None:
-        """Read values to their targets. No byte is copied before its checksum was compared: once by
-        these Files or, with ``anew``, in the memory that it is copied from.
+    def read(self, reads: Iterable[Read], tick: Tick = no_tick, anew: bool = False) -> None:
+        """Read values to their targets. No byte is copied before its checksum was compared: once,
+        or with ``anew`` in the memory that it is copied from.
 
-        Raises CheckpointError for files that are missing, end too early or have changed; OSError.
-        """
+        Raises CheckpointError for files that are missing, truncated or changed; OSError."""
         reads = list(reads)
         for read in reads:
             if isinstance(read.source, torch.Tensor):
@@ -297,9 +284,8 @@ class Files:
 
     # -- checksums
 
-    def check(self, reads: Iterable[Read], tick: Tick = _nothing) -> None:
-        """Read each block that a read needs once, compare its checksum, and drop it. Raises what
-        ``read`` raises. A later read finds the blocks in the page cache."""
+    def check(self, reads: Iterable[Read], tick: Tick = no_tick) -> None:
+        """Check each block that a read needs, once. Raises what ``read`` raises."""
         for path, numbers in self._blocks_of(reads):
             self.check_blocks(path, numbers, tick)
 
@@ -315,7 +301,7 @@ class Files:
             if path in self._checksums
         ]
 
-    def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = _nothing) -> None:
+    def check_blocks(self, path: Path, numbers: Sequence[int], tick: Tick = no_tick) -> None:
         """Compare the checksums of blocks of a file. Raises what ``read`` raises."""
         if not numbers:
             return
@@ -324,7 +310,7 @@ class Files:
                 tick(len(content))
         self._compared.update((path, number) for number in numbers)
 
-    def compare(self, path: Path, checksum: Checksum, tick: Tick = _nothing) -> None:
+    def compare(self, path: Path, checksum: Checksum, tick: Tick = no_tick) -> None:
         """Compare the checksum of a record, unless it was done before. Raises CheckpointError."""
         if (path, checksum) in self._compared:
             return
@@ -344,12 +330,10 @@ class Files:
     def _blocks(
         self, path: Path, numbers: Sequence[int]
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Yield (first byte, content) of blocks of a file, in order, once its checksum was
-        compared.
+        """Yield (first byte, content) of blocks in order, once the checksum of each was compared.
 
-        The content is valid until the next block is yielded. Checksums are computed while the next
-        blocks are read.
-        """
+        The content is valid until the next is yielded. Checksums are computed while the next blocks
+        are read."""
         facts = self._checksums[path]
         num_buffers = min(len(numbers), NUM_BUFFERS)
         buffers = [memoryview(bytearray(blocks.BLOCK_NBYTES)) for _ in range(num_buffers)]
@@ -412,14 +396,13 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
 
 def read(tensor: StoredTensor, files: Files) -> torch.Tensor:
     """Return the values of a whole tensor, contiguous, on the CPU."""
-    return read_box(tensor, whole(tensor.shape), files)
+    return read_box(tensor, whole_box(tensor.shape), files)
 
 
 def read_box(
     tensor: StoredTensor, box: Box, files: Files, target: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read the values of a box of a tensor to ``target`` (of the sizes of the box), and return it.
-    Raises CheckpointError and OSError."""
+    """Read a box of a tensor, to ``target`` or new memory. Raises CheckpointError and OSError."""
     if target is None:
         target = torch.empty(box.sizes, dtype=tensor.dtype)
     files.read(reads_of(tensor, box, target))
@@ -434,12 +417,11 @@ def read_all(value: Any, files: Files) -> Any:
 
 
 def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[Box]:
-    """Yield boxes that follow one another in row-major order and cover the shape: each contiguous,
-    with at most ``max_numel`` elements (but at least one)."""
+    """Yield contiguous boxes in row-major order, each of at most ``max_numel`` elements, or 1."""
     if not math.prod(shape):
         return
     if math.prod(shape) <= max(max_numel, 1):
-        yield whole(shape)
+        yield whole_box(shape)
         return
     row = math.prod(shape[1:])
     rows = max_numel // row

@@ -14,15 +14,16 @@ import torch
 
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
+from ..._layout.spec import row_major_strides
 from ...errors import CheckpointError, UsageError
 from .._header import METADATA, TensorInfo, encode_header, is_known, read_header
 from .._publishing import write_text
 from .._texts import brief, parse_json, parsed, read_text, text_in
-from .archive import Archive, Piece, Span, StoredTensor, row_major, whole
+from .archive import Archive, Span, StoredPiece, StoredTensor, whole_box
 from .paths import require_inside
 from .reading import Files
+from .threads import for_each
 from .tree import archive_of
-from .work import for_each
 from .writing import Elements, WriteOptions, dtype_to_write
 
 INDEX = "model.safetensors.index.json"
@@ -31,9 +32,9 @@ ONE_FILE = "model.safetensors"
 
 def of_info(info: TensorInfo, path: Path, holder: int | None = None) -> StoredTensor:
     """Return a tensor of a safetensors file."""
-    span = Span(path, info.start, row_major(info.shape))
+    span = Span(path, info.start, row_major_strides(info.shape))
     return StoredTensor(
-        info.name, info.dtype, info.shape, (Piece(whole(info.shape), span, holder),)
+        info.name, info.dtype, info.shape, (StoredPiece(whole_box(info.shape), span, holder),)
     )
 
 
@@ -101,8 +102,7 @@ def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the names of the files of an index, by tensor; none if there is no index. They are
-    names of files beside it: a path might lead elsewhere."""
+    """Return the file of each tensor in an index, beside it; {} without an index."""
     try:
         found = parsed(parse_json(read_text(index)), {"weight_map": {...: text_in}})["weight_map"]
         for name in found.values():
@@ -149,8 +149,7 @@ class FileImage:
         contents: Callable[[str], Iterable[tuple[Box, torch.Tensor]]],
         workers: int = 1,
     ) -> int:
-        """Write values to the file, durably; return how many bytes. contents: returns boxes of a
-        tensor with their values, by its key."""
+        """Write values durably, (box, values) by key; return how many bytes."""
         descriptor = os.open(path, os.O_WRONLY)
 
         def write(item: tuple[str, TensorInfo], _: object) -> int:
@@ -169,14 +168,21 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]  # name in the file, dtype,
 
 
 def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> list[FileImage]:
-    """Plan files for tensors, in order, each of at most so many bytes of tensors, or one file, and
-    name them as Hugging Face does. Raises UsageError for what the format cannot hold."""
+    """Plan files of at most so many bytes of tensors, or one file, named as Hugging Face does.
+    Raises UsageError for what the format cannot hold."""
     files: list[dict[str, Described]] = [{}]
     nbytes = 0
     for key, described in tensors.items():
         name, dtype, shape = described
         if name == METADATA or not is_known(dtype):
-            raise _not_storable(key, name, dtype)
+            raise UsageError.of(
+                "safetensors cannot store this tensor.",
+                expected=f"a supported dtype, and another name than {METADATA!r}",
+                got=f"{dtype}, as {name!r}",
+                where=key,
+                fix=("pass dtype=torch.float32, " if dtype.is_floating_point else "")
+                + "leave it out, or write another format",
+            )
         size = math.prod(shape) * dtype.itemsize
         if max_file_nbytes is not None and nbytes and nbytes + size > max_file_nbytes:
             files.append({})
@@ -191,17 +197,6 @@ def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> 
         places = {key: by_name[described[0]] for key, described in of_file.items()}
         images.append(FileImage(name, header, places))
     return images
-
-
-def _not_storable(key: str, name: str, dtype: torch.dtype) -> UsageError:
-    return UsageError.of(
-        "safetensors cannot store this tensor.",
-        expected=f"a supported dtype, and another name than {METADATA!r}",
-        got=f"{dtype}, as {name!r}",
-        where=key,
-        fix=("pass dtype=torch.float32, " if dtype.is_floating_point else "")
-        + "leave it out, or write another format",
-    )
 
 
 def write_index(images: Sequence[FileImage], path: Path) -> None:
@@ -220,7 +215,7 @@ def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor
     outer = len(box.sizes)  # dims before those that follow one another in the file
     while outer and box.sizes[outer:] == info.shape[outer:]:
         outer -= 1
-    strides = row_major(info.shape)
+    strides = row_major_strides(info.shape)
     first = sum(map(int.__mul__, box.offsets, strides))
     run = math.prod(box.sizes[outer:]) * info.dtype.itemsize
     for number, position in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
@@ -234,8 +229,8 @@ def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor
 
 def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
     """Write the model's tensors to a directory: ``model.safetensors``, or several files of at most
-    ``options.max_file_nbytes`` with an index, as Hugging Face lays them out. Tied tensors are
-    written once. Raises UsageError for a dtype that the format does not know."""
+    ``options.max_file_nbytes`` with an index. Tied tensors are written once. Raises UsageError for
+    a dtype that the format does not know."""
     path.mkdir()
     images = _images(archive, options.max_file_nbytes)
     for image in images:

@@ -31,14 +31,13 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The parameters of a model, by their names in the unwrapped model. Buffers may be among
-    them."""
+    """The parameters of a model, by their names in the unwrapped model. May include buffers."""
 
     entries: dict[str, Shape]  # in the order of the modules, if is_ordered
     ties: dict[str, str] = dataclasses.field(default_factory=dict)
-    # ^ further names of tied parameters: the first name of each
+    # ^ second names of tied parameters: the first name of each
     is_ordered: bool = True
-    # The checkpoint that they are those of. It may hold a tied parameter once for each name.
+    # The checkpoint they come from, which may hold a tied parameter under each name.
     source: Archive | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def as_text(self) -> str:
@@ -77,7 +76,7 @@ class Shapes:
         entries = {
             name: Shape(shape_in(facts["shape"]), dtype_of(facts["dtype"]))
             for name, facts in described["entries"].items()
-            if facts.get("buffer") is not True  # earlier versions listed buffers as well
+            if facts.get("buffer") is not True  # earlier versions also listed buffers
         }
         ties = {text_in(name): text_in(first) for name, first in described["ties"].items()}
         ties = {name: first for name, first in ties.items() if first in entries}
@@ -99,9 +98,8 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def shapes_from_callable(place: str) -> Shapes:
-    """place: "my.module:make_model", a function without arguments, or a class, that returns a
-    module. It is imported from the current directory or the installed packages, and called on the
-    meta device. Raises UsageError."""
+    """place: "my.module:make_model", a class or a function without arguments that returns a module.
+    It is called on the meta device, importable from the current directory. Raises UsageError."""
     module_name, _, name = place.partition(":")
     if not module_name or not name:
         raise _unusable(place, "no colon between a module and a function")
@@ -124,19 +122,16 @@ def shapes_from_callable(place: str) -> Shapes:
 
 def _unusable(place: str, got: str) -> UsageError:
     return UsageError.of(
-        "The shapes of the model cannot be found.",
+        "The model cannot be made.",
         expected='"my.module:make_model", a function without arguments that returns a module',
         got=got,
         where=repr(place),
-        fix="pass the place of a function that can be called in the current directory",
+        fix="pass a function that can be imported from the current directory",
     )
 
 
 def shapes_of_archive(archive: Archive) -> Shapes:
-    """Return the shapes of the model in another checkpoint.
-
-    safetensors sorts the names, so the order of the modules is known only from other formats.
-    """
+    """Return the shapes of another checkpoint's model. safetensors loses the order of names."""
     entries = {name: Shape(tensor.shape, tensor.dtype) for name, tensor in archive.tensors.items()}
     is_sorted = "safetensors" in archive.kind.lower()
     return Shapes(entries, dict(archive.aliases), not is_sorted, archive)

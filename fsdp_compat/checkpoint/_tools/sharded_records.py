@@ -1,5 +1,4 @@
-"""The part of a tensor that one rank holds, as its file describes it: pickled DTensors,
-ShardedTensors, and the sharded values of our own state dicts."""
+"""One rank's part of a tensor, from pickled DTensors, ShardedTensors and our own sharded values."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ import torch
 
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.rows import CopiedLayout
-from ..._layout.spec import FlatLayout, Interval, ParamSpec
-from .archive import Piece, StoredTensor, moved, row_major
+from ..._layout.spec import FlatLayout, Interval, ParamSpec, row_major_strides
+from .archive import StoredPiece, StoredTensor, moved
 from .pickles import Record, Refused, shape_of
 
 # The few bytes of a placement can ask for any number of parts.
@@ -28,7 +27,7 @@ class RankPart:
 
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
     inside: FlatLayout | None = None  # of a flat tensor, if it says where its parameters lie
 
 
@@ -36,8 +35,7 @@ class RankPart:
 
 
 def d_tensor(local: Any, spec: Any) -> RankPart:
-    """Return the part that a pickled DTensor describes. Raises Refused, and what wrong values
-    raise."""
+    """Return the part that a pickled DTensor describes. Raises Refused and other errors."""
     fields = spec.fields
     meta = fields["tensor_meta"]  # a named tuple: (shape, stride, dtype)
     shape = shape_of(meta.args[0] if meta.args else meta.fields["shape"])
@@ -59,13 +57,12 @@ def d_tensor(local: Any, spec: Any) -> RankPart:
     (values,) = local.pieces
     pieces = [(values.inside(its, local.dtype.itemsize), box) for its, box in _boxes(rows)]
     return RankPart(
-        shape, local.dtype, tuple(Piece(box, piece.source) for piece, box in pieces if piece)
+        shape, local.dtype, tuple(StoredPiece(box, piece.source) for piece, box in pieces if piece)
     )
 
 
 def _mesh_shape(mesh: Record) -> list[int]:
-    """Return the sizes of a pickled mesh: of its tensor of ranks or, from torch 2.10 on, of its
-    layout."""
+    """Return the sizes of a pickled mesh: of its tensor or, since torch 2.10, its layout."""
     tensor = mesh.fields.get("mesh", mesh.fields.get("_mesh"))
     if isinstance(tensor, StoredTensor):
         return [*tensor.shape]
@@ -89,8 +86,7 @@ def _cut(placement: Any, num_dims: int) -> tuple[int, int] | None:
 
 
 def _share(parts: list[Interval], splits: int, num: int, index: int) -> list[Interval]:
-    """Return the share ``index`` of ``num`` of each of ``splits`` shares of rows, which are given
-    as intervals. Shares are those of torch.chunk: the last ones may be smaller, or empty."""
+    """Return share ``index`` of ``num`` of each of ``splits`` shares, as torch.chunk cuts."""
     if not 0 <= index < num or splits < 1 or splits * len(parts) > _MAX_SPLITS:
         raise Refused(f"share {index} of {num}, in {splits} splits")
     total = sum(part.numel for part in parts)
@@ -134,8 +130,7 @@ def _boxes(rows: Sequence[list[Interval]]) -> Iterator[tuple[Box, Box]]:
 
 
 def sharded_tensor(shards: Any, metadata: Any) -> RankPart:
-    """Return the part that a pickled ShardedTensor describes. Raises Refused, and what wrong values
-    raise."""
+    """Return the part that a pickled ShardedTensor describes. Raises as ``d_tensor`` does."""
     properties = metadata.fields["tensor_properties"]
     dtype = (properties.state or (properties.fields.get("dtype"),))[0]
     pieces = []
@@ -147,15 +142,14 @@ def sharded_tensor(shards: Any, metadata: Any) -> RankPart:
                 f"{values.dtype} of shape {list(values.shape)} for a shard of {dtype} of shape "
                 f"{list(box.sizes)}"
             )
-        pieces += [Piece(box, piece.source) for piece in values.pieces if box.numel]
+        pieces += [StoredPiece(box, piece.source) for piece in values.pieces if box.numel]
     return RankPart(shape_of(metadata.fields["size"]), dtype, tuple(pieces))
 
 
 def boxed_tensor(
     layout: Any, index: Any, rank: Any, run: Any, members: Any, place: Any = None
 ) -> RankPart:
-    """Return the part that a pickled BoxedTensor of this package describes. Raises Refused, and
-    what wrong values raise."""
+    """Return the part that a pickled BoxedTensor describes. Raises as ``d_tensor`` does."""
     known = _layout(layout)
     if not 0 <= index < len(known.params) or not 0 <= rank < known.ranks:
         raise Refused(f"parameter {index} of {len(known.params)}, on rank {rank}")
@@ -167,7 +161,7 @@ def boxed_tensor(
         whole_shape = shape_of(place.fields["whole_shape"])
         origin = shape_of(place.fields["origin"])
     pieces = [
-        Piece(moved(each.box, origin), each.source)
+        StoredPiece(moved(each.box, origin), each.source)
         for piece in run.pieces
         for each in in_shape(piece, part.start, shape, run.dtype)
     ]
@@ -175,9 +169,10 @@ def boxed_tensor(
     return RankPart(whole_shape, run.dtype, tuple(pieces), inside)
 
 
-def in_shape(run: Piece, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Piece]:
-    """Yield the pieces of a tensor of ``shape`` whose row-major elements from number ``first`` on
-    are those of a 1-D piece. Raises Refused."""
+def in_shape(
+    run: StoredPiece, first: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[StoredPiece]:
+    """Yield a 1-D piece, whose first element is ``first`` in ``shape``, as boxes."""
     at = 0
     for box in cut_into_boxes(shape, Interval(first, first + run.box.numel)):
         source = run.source
@@ -185,10 +180,10 @@ def in_shape(run: Piece, first: int, shape: tuple[int, ...], dtype: torch.dtype)
             source = source[at : at + box.numel].reshape(box.sizes)
         elif source.strides == (1,) or run.box.numel == 1:
             start = source.start + at * dtype.itemsize
-            source = dataclasses.replace(source, start=start, strides=row_major(box.sizes))
+            source = dataclasses.replace(source, start=start, strides=row_major_strides(box.sizes))
         else:
             raise Refused("a run of elements with gaps")
-        yield Piece(box, source, run.holder)
+        yield StoredPiece(box, source, run.holder)
         at += box.numel
 
 

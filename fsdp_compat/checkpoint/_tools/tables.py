@@ -1,7 +1,7 @@
-"""What the commands print: tables on a terminal, the same without colours and cuts elsewhere.
+"""What the commands print: tables on a terminal, the same without colours and folding elsewhere.
 
-Names come from files, so they are untrusted. Imports rich, which is in the extra ``cli``; only the
-commands import this module."""
+Names come from files, so they are untrusted. Only the commands import this module, and with it
+rich."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def _printed(*items: RenderableType | None) -> str:
 
 
 def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
-    """Return a table, or None without rows. titles: of the columns, between bars; those of numbers
-    end with ">"."""
+    """Return a table, or None without rows. titles: between bars; those of numbers end with ">"."""
     rows, has_head = list(rows), bool(titles.strip(" |"))
     table = Table(
         box=box.SIMPLE_HEAD if has_head and is_terminal() else None,
@@ -81,7 +80,7 @@ def of_inspection(found: Inspection) -> str:
         _table(
             "tensor | dtype | shape | size> | parts> | ranks", map(_row_of_tensor, found.tensors)
         ),
-        _table("further name | of", found.aliases.items()),
+        _table("second name | of", found.aliases.items()),
         _table("other value |", found.values.items()),
         _table(
             "rank | bytes>",
@@ -171,7 +170,7 @@ def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
 
 
 def of_difference(found: Difference, shows_all: bool) -> str:
-    """shows_all: list the tensors that are the same, too."""
+    """Return the tables and the summary. shows_all: also list the tensors that are the same."""
     num_different, num_same = len(found.different), len(found.tensors) - len(found.different)
     summary = Text(
         f"{count_of(num_different, 'tensor')} different, {num_same:,} the same, "
@@ -214,8 +213,7 @@ def _row_of_difference(tensor: TensorDifference) -> tuple[str, ...]:
 
 
 def shown(text: str) -> str:
-    """Return a text in which nothing moves the cursor, changes colours, breaks the line or turns
-    the direction of writing: such characters are escaped, as Python writes them."""
+    """Return a text with control characters, line breaks and direction marks escaped."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
         for each in text

@@ -1,7 +1,5 @@
-"""Files of torch.save: what they hold, without loading it, and writing them.
-
-A file is a zip archive with the pickled values in ``data.pkl`` and a record per storage, stored as
-it is."""
+"""Files of torch.save: a zip archive with the pickled values in ``data.pkl`` and an uncompressed
+record per storage."""
 
 from __future__ import annotations
 
@@ -19,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._comm.host_memory import memory_of
+from ..._layout.spec import row_major_strides
 from ...errors import CheckpointError
-from .._blocks import damaged, sync_directory
+from .._blocks import damaged, new_file, sync_directory
 from .._header import is_quantized
 from .._texts import MAX_TEXT_NBYTES, brief, open_file
-from .archive import Archive, Checksum, Piece, Span, StoredTensor, row_major, whole
+from .archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
 from .pickles import (
     Ignored,
     Make,
@@ -47,16 +46,13 @@ _HEADER_NBYTES = 30
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as torch.save's do. Raises OSError, and CheckpointError for what
-    is not a regular file."""
+    """Return whether a file begins as torch.save's do. Raises OSError and CheckpointError."""
     with open(open_file(path), "rb") as file:
         return file.read(len(_BEFORE_1_6)).startswith((ZIP, _BEFORE_1_6))
 
 
 def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
-    """Return the nested values of a file of torch.save, with StoredTensor leaves that read from it;
-    RankPart for the parts of one rank. ignored: as for ``load``. Raises CheckpointError and
-    OSError."""
+    """Return the values of a torch.save file, see ``unpickle``. Raises CheckpointError; OSError."""
     with open(open_file(path), "rb") as file:
         start = os.pread(file.fileno(), len(_BEFORE_1_6), 0)
         if not start.startswith(ZIP):
@@ -76,8 +72,7 @@ def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
 def read_torch_range(
     descriptor: int, path: Path, start: int, nbytes: int, ignored: Collection[str] = ()
 ) -> Any:
-    """Return the values of a torch.save file of ``nbytes`` that lies at byte ``start`` of a larger
-    file, as ``read_torch_file`` does."""
+    """Return the values of a torch.save file of ``nbytes`` in a larger file, see ``unpickle``."""
     with refusing(path):
         records = _Records(descriptor, path, start, nbytes)
         if "constants.pkl" in records:
@@ -87,10 +82,10 @@ def read_torch_range(
             )
         if "byteorder" in records and records.content("byteorder") != b"little":
             raise Refused("a file in big-endian byte order")
-        return load(records.content("data.pkl"), path, records.storage, ignored=ignored)
+        return unpickle(records.content("data.pkl"), path, records.storage, ignored=ignored)
 
 
-def load(
+def unpickle(
     data: bytes | io.BytesIO,
     where: Path,
     persistent: Callable[[Any], Any] | None = None,
@@ -98,14 +93,12 @@ def load(
     ignored: Collection[str] = (),
 ) -> Any:
     """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
-    Record (metadata of torch.distributed.checkpoint) and Ignored as leaves. Sizes are tuples,
-    devices and paths are texts, spans of time are seconds, namespaces are dicts, and arrays of
-    numpy are tensors.
+    Record (metadata of torch.distributed.checkpoint) and Ignored as leaves. Sizes become tuples,
+    devices and paths texts, time spans seconds, namespaces dicts, and arrays tensors.
 
     where: the file, for errors. persistent: returns the storage of a persistent id. ignored: full
     names of classes whose objects become Ignored. Raises CheckpointError for any other name, and
-    for a damaged pickle.
-    """
+    for a damaged pickle."""
     return unpickled(data, where, _meaning, persistent, ignored)
 
 
@@ -131,9 +124,8 @@ class _Range(io.RawIOBase):
 
 
 class _Records:
-    """The records of a zip archive that torch.save wrote, by their names without the directory that
-    all have in common. Raises Refused for what torch does not write, and CheckpointError for a file
-    that was cut off or changed."""
+    """The records of a torch.save file, by name without the common directory. Raises Refused for
+    what torch does not write, and CheckpointError for a truncated or changed file."""
 
     def __init__(self, descriptor: int, path: Path, start: int, nbytes: int) -> None:
         self._descriptor, self._path, self._start, self._nbytes = descriptor, path, start, nbytes
@@ -154,8 +146,7 @@ class _Records:
         return name in self._infos
 
     def place(self, name: str) -> Checksum:
-        """Return where a record lies in the file. Its CRC-32 is 0 if it was not computed, as with
-        ``torch.serialization.set_crc32_options(False)`` and ``skip_data``."""
+        """Return where a record lies. Its CRC-32 is 0 if not computed, as by ``skip_data``."""
         if name not in self._infos:
             raise self._broken(f"no record {name!r:.200}")
         info = self._infos[name]
@@ -214,9 +205,9 @@ STORAGES: dict[str, torch.dtype | None] = {
 def _tensor(
     storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any, state: Any = None
 ) -> StoredTensor:
-    """Return a strided tensor in a storage. offset, strides: in elements. rest: whether it requires
-    gradients, and hooks; the dtype, unless it is that of the storage; flags. state: attributes.
-    Raises Refused if it does not lie in the storage."""
+    """Return a strided tensor in a storage. offset, strides: in elements. rest: requires_grad,
+    hooks, a dtype other than the storage's, flags. Raises Refused if it does not lie in the
+    storage."""
     if not isinstance(storage, _Storage):
         raise Refused("a tensor without a storage")
     flags = [each for each in rest[2:] if isinstance(each, dict) and any(each.values())]
@@ -230,7 +221,7 @@ def _tensor(
         raise Refused(f"a tensor of {len(shape)} dims with {len(steps)} strides")
     end = offset + 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
     if 0 in shape:
-        steps, offset, end = row_major(shape), 0, 0
+        steps, offset, end = row_major_strides(shape), 0, 0
     if end * dtype.itemsize > storage.place.nbytes:
         raise Refused(
             f"a tensor that ends at byte {end * dtype.itemsize} of a storage of "
@@ -238,7 +229,7 @@ def _tensor(
         )
     checksum = storage.place if storage.place.crc32 else None
     span = Span(storage.path, storage.place.start + offset * dtype.itemsize, steps, checksum)
-    return StoredTensor("", dtype, shape, (Piece(whole(shape), span),))
+    return StoredTensor("", dtype, shape, (StoredPiece(whole_box(shape), span),))
 
 
 def _parameter(data: Any, *unused: Any, **given: Any) -> Any:
@@ -308,12 +299,10 @@ _KINDS = {
 
 
 def write_torch(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write a checkpoint as one file of torch.save: the model's state dict or, with optimizer or
-    other values, {"model": ..., "optimizer": {"state": ..., "param_groups": ...}, **others}.
+    """Write one file of torch.save with what ``state_dict_of`` returns.
 
     Tied tensors share their storage. path: must not exist. Tensors go through a buffer of
-    ``options.slab_nbytes``. Raises CheckpointError and OSError.
-    """
+    ``options.slab_nbytes``. Raises CheckpointError and OSError."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     left_out = (Ignored, Record)  # by the reader
@@ -323,22 +312,19 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
             lambda leaf, path: LEFT_OUT if isinstance(leaf, left_out) else leaf,
         )
     )
-    with open(path, "xb") as file:
-        with zipfile.ZipFile(file, "w") as target:
-            _add(target, "data.pkl", text.getvalue())
-            _add(target, ".format_version", b"1")
-            _add(target, ".storage_alignment", b"%d" % _ALIGN_NBYTES)
-            _add(target, "byteorder", b"little")
-            for number, tensor in enumerate(pickler.tensors):
-                with _record(target, f"data/{number}", nbytes_to_write(tensor)) as record:
-                    for _, values in Elements.of(tensor, files, options).chunks():
-                        record.write(memory_of(values))
-                        options.tick(values.nbytes)
-            _add(target, "version", b"3\n")
-            checksums = b"".join(info.CRC.to_bytes(4, "little") for info in target.infolist())
-            _add(target, ".data/serialization_id", f"{zlib.crc32(checksums):040d}".encode())
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(path) as file, zipfile.ZipFile(file, "w") as target:
+        _add(target, "data.pkl", text.getvalue())
+        _add(target, ".format_version", b"1")
+        _add(target, ".storage_alignment", b"%d" % _ALIGN_NBYTES)
+        _add(target, "byteorder", b"little")
+        for number, tensor in enumerate(pickler.tensors):
+            with _record(target, f"data/{number}", nbytes_to_write(tensor)) as record:
+                for _, values in Elements.of(tensor, files, options).chunks():
+                    record.write(memory_of(values))
+                    options.tick(values.nbytes)
+        _add(target, "version", b"3\n")
+        checksums = b"".join(info.CRC.to_bytes(4, "little") for info in target.infolist())
+        _add(target, ".data/serialization_id", f"{zlib.crc32(checksums):040d}".encode())
     sync_directory(path.parent)
 
 
@@ -361,8 +347,8 @@ def _add(target: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 def state_dict_of(archive: Archive) -> dict[str, Any]:
-    """Return the model's state dict or, with optimizer or other values, {"model": ...,
-    "optimizer": {"state": ..., "param_groups": ...}, **others}, with StoredTensors as leaves."""
+    """Return the model's state dict or, if there is more, {"model": ..., "optimizer": {"state":
+    ..., "param_groups": ...}, **others}, with StoredTensors as leaves."""
     model: OrderedDict[str, Any] = OrderedDict(archive.tensors)
     model.update((name, archive.tensors[first]) for name, first in archive.aliases.items())
     if archive.param_groups is None and not archive.states and not archive.extra:
@@ -391,8 +377,7 @@ class _Reference(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes StoredTensors as torch does it: a call that makes a tensor of a storage. One that
-    occurs again is a reference to the first."""
+    """Writes StoredTensors as torch does: a call that makes a tensor of a storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -409,7 +394,7 @@ class _Pickler(pickle.Pickler):
         # The function that torch itself would call, with arguments of our own.
         function = torch.empty(0, dtype=dtype).__reduce_ex__(2)[0]
         hooks: OrderedDict[str, Any] = OrderedDict()
-        rest = (0, value.shape, row_major(value.shape), False, hooks)
+        rest = (0, value.shape, row_major_strides(value.shape), False, hooks)
         if dtype in _KINDS:
             reference = _Reference(("storage", _KINDS[dtype], key, "cpu", value.numel))
             return function, (reference, *rest)

@@ -1,8 +1,7 @@
 """From the nested values of a checkpoint file to its model, its optimizer and everything else.
 
-Files agree on little more than that a state dict is a mapping. So the model is, in this order: what
-stands under a key that people use for it ("model", "state_dict", ...), the tensors at the top, or
-the mappings of tensors at the top. Optimizers are recognised by their form."""
+The model is, in this order: the value under a usual key ("model", "state_dict", ...), the tensors
+at the top, or the mappings of tensors at the top. Optimizers are recognised by their form."""
 
 from __future__ import annotations
 
@@ -36,13 +35,11 @@ def archive_of(
 ) -> Archive:
     """Return the archive of nested containers whose leaves are StoredTensors and plain values.
 
-    Names lose the parts that FSDP, activation checkpointing and torch.compile add. Tensors of the
-    model with the same pieces are tied. Several models keep the keys under which they stand as
-    prefixes, and an optimizer whose key ends with the same number has them too. Optimizer state is
-    by name if the tree has names or if the groups have ``param_names``; otherwise it stays numbered
-    ("0", "1", ...). What is neither model nor optimizer is in ``extra``, under the keys of the
-    tree. Raises CheckpointError for too many containers.
-    """
+    Names lose what FSDP, activation checkpointing and torch.compile add. Tensors with the same
+    pieces are tied. Several models keep their keys as prefixes, and an optimizer whose key ends
+    with the same number gets them too. Optimizer state is by name if names are known; otherwise it
+    stays numbered ("0", "1", ...). The rest is in ``extra``, under its keys. Raises CheckpointError
+    for too many containers."""
     tree = _unshared(tree, path)
     archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out])
     if not isinstance(tree, dict):
@@ -126,7 +123,7 @@ def _has_shape(value: Any) -> bool:
 
 
 def _holds_model(value: Any) -> bool:
-    """Return whether what stands under a model's key is one, not a container of sections."""
+    """Return whether the value under a model's key is a model, not a container of sections."""
     if not isinstance(value, dict) or is_optimizer(value, is_known=False):
         return False
     if any(isinstance(item, StoredTensor) for item in value.values()):
@@ -146,8 +143,7 @@ def _any_tensor(value: Any) -> bool:
 
 
 def _flat_tensors(node: Tree, key: Any) -> dict[str, StoredTensor]:
-    """Remove the tensors from the mapping ``node[key]``, and return them by dotted names. Other
-    values, such as extra state of modules, stay."""
+    """Remove the tensors from ``node[key]``, not other values, and return them by dotted name."""
     found: dict[str, StoredTensor] = {}
 
     def take(inside: Tree, prefix: str) -> None:
@@ -170,8 +166,7 @@ def _flat_tensors(node: Tree, key: Any) -> dict[str, StoredTensor]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has without FSDP, activation checkpointing and
-    torch.compile."""
+    """Return a name without the parts of FSDP, activation checkpointing and torch.compile."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -183,10 +178,9 @@ def _plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def without_ddp(archive: Archive) -> None:
-    """Remove "module." from the front of the names of each model whose names all begin with it, as
-    often as they all do: DistributedDataParallel adds it, and Megatron-FSDP does so twice. Names
-    do not say whether the model has an attribute ``module`` instead. The optimizer's names follow
-    those of the model."""
+    """Remove "module." from the front of names, as often as all names of a model begin with it:
+    DistributedDataParallel adds it, Megatron-FSDP twice. The optimizer's names follow the
+    model's."""
     for prefix in archive.models:
         optimizer = OptimizerState(archive.states, archive.param_groups or [])
         names = [*archive.tensors, *archive.aliases] or optimizer.parameters
@@ -234,8 +228,8 @@ def _set_optimizers(archive: Archive, trees: dict[str, Tree]) -> None:
     is_by_number = any(one.is_by_number for one in found.values())
     if len(found) > 1 and (is_by_number or len({*names}) < len(names)):
         archive.left_out.append(
-            f"the state of {len(trees)} optimizers, as their parameters are numbered, or the same; "
-            "see the extra values"
+            f"the state of {len(trees)} optimizers, whose parameters are numbered, or the same: it "
+            "is among the extra values"
         )
         archive.extra |= trees
         return

@@ -14,17 +14,17 @@ import torch
 
 from ...errors import CheckpointError, unusable
 from .._arguments import require_arguments
-from .._blocks import FileFacts
+from .._blocks import FileFacts, Tick
 from .._manifest import MANIFEST
 from .._texts import brief, joined
-from .archive import Archive, NotRead, StoredTensor, coverage_problem, moved
-from .inspection import Facts, file_name
+from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
+from .arithmetic import count_not_finite, count_unequal
+from .inspection import Facts, relative_name
 from .native import files_of_native, is_native
-from .numbers import count_not_finite, count_unequal
-from .opening import open_archive, spans_of
+from .opening import open_archive
 from .paths import require_inside
 from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
-from .work import MEMORY, Tick, for_each
+from .threads import MEMORY, for_each
 
 _CALL = "fsdp_compat.checkpoint.verify"
 _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
@@ -32,10 +32,10 @@ _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 
 @dataclasses.dataclass(frozen=True)
 class Problem(Facts):
-    """One defect of a checkpoint. Its kind is ``"coverage"`` (elements that are missing, or that
-    two parts hold), ``"checksum"``, ``"file"`` (missing, too short, unreadable), ``"link"`` (out of
-    the directory), ``"copies"`` (replicas that differ), ``"alias"`` (of a tensor that is not there)
-    or ``"not finite"`` (only on demand)."""
+    """One defect of a checkpoint. Its kind is ``"coverage"`` (elements missing, or held by two
+    parts), ``"checksum"``, ``"file"`` (missing, too short, unreadable), ``"link"`` (out of the
+    directory), ``"copies"`` (replicas that differ), ``"alias"`` (of a missing tensor) or ``"not
+    finite"`` (only on demand)."""
 
     kind: str
     where: str  # the path of the tensor, or the name of the file
@@ -82,8 +82,7 @@ class Verification(Facts):
         return sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors)
 
     def dtypes(self) -> dict[str, dict[torch.dtype, int]]:
-        """Return how many tensors of each section ("model", "optimizer", "extra") have which
-        dtype."""
+        """Return the number of tensors of each dtype, by section."""
         found: dict[str, collections.Counter[torch.dtype]] = {}
         for tensor in self.tensors:
             section = tensor.path.partition("/")[0]
@@ -122,13 +121,14 @@ def verify(
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
     workers: threads. progress: draw a bar, with tqdm.
 
-    Damage that prevents opening the checkpoint is a problem, too, and of a native one all files are
-    still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of a
-    class that is not in ``ignored``; UsageError for wrong arguments; OSError.
+    Damage that prevents opening the checkpoint is reported as a problem; the files of a native one
+    are still compared. Raises CheckpointError if there is no checkpoint, or if it holds objects of
+    a class that is not in ``ignored``; UsageError for wrong arguments; OSError.
     """
     require_arguments(_CALL, progress, memory=memory, workers=workers)
     if finite and not values:
-        raise unusable("finite", "values=True with it: values are not read", finite, _CALL)
+        expected = "False, or values=True: otherwise no values are read"
+        raise unusable("finite", expected, finite, _CALL)
     problems: tuple[Problem, ...] = ()
     try:
         archive = open_archive(Path(path), shapes, ignored, keep_module)
@@ -137,18 +137,13 @@ def verify(
     except CheckpointError as error:
         title = str(error).partition("\n")[0].rstrip(".")
         problems = (Problem("file", Path(path).name, f"{title}: {_line(error)}"),)
-        archive = _unopened(Path(path))
+        archive = Archive(Path(path), "not known: it cannot be opened", {})
+        directory = archive.path.parent if archive.path.name == MANIFEST else archive.path
+        if directory.is_dir() and is_native(directory):
+            archive = files_of_native(directory)
     verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
     found = verifier.run(workers, progress)
     return dataclasses.replace(found, problems=found.problems or problems)
-
-
-def _unopened(path: Path) -> Archive:
-    """Return what can be said of a checkpoint that cannot be opened."""
-    directory = path.parent if path.name == MANIFEST else path
-    if directory.is_dir() and is_native(directory):
-        return files_of_native(directory)
-    return Archive(path, "not known: it cannot be opened", {})
 
 
 class _Verifier:
@@ -161,7 +156,10 @@ class _Verifier:
         self._blocks, self._files = Files(archive.checksums), Files(compares_records=False)
         self._tensors = list(archive.all_tensors())
         self._spans = [
-            (path, span) for path, tensor in self._tensors for span, _ in spans_of(tensor)
+            (path, piece.source)
+            for path, tensor in self._tensors
+            for piece in (*tensor.pieces, *tensor.copies)
+            if isinstance(piece.source, Span) and piece.box.numel
         ]
         self._records: dict[Any, list[str]] = {}  # with a checksum: the tensors in each
         for path, span in self._spans:
@@ -202,7 +200,7 @@ class _Verifier:
         )
 
     def _name(self, file: Path) -> str:
-        return file_name(file, self._archive.path)
+        return relative_name(file, self._archive.path)
 
     # -- names and files
 
@@ -212,8 +210,7 @@ class _Verifier:
                 yield Problem("alias", f"model/{name}", f"the checkpoint has no {target!r}")
 
     def _of_files(self) -> Iterator[Problem]:
-        """Yield what is wrong with the files whose lengths are known, without reading them. An
-        archive that was opened has no such problem."""
+        """Yield files that are missing or of another length, without reading them."""
         for file, facts in sorted(self._archive.checksums.items(), key=lambda item: item[0]):
             kind, what = "link", None
             try:
@@ -291,6 +288,6 @@ class _Verifier:
 
 
 def _line(error: Exception) -> str:
-    """Return an error as one line: what was expected, and what was found instead."""
+    """Return an error as one line: what it got, and what was expected."""
     found = re.search(r"\n  expected: (.*)\n  got:      (.*)", str(error))
     return f"{found[2]} instead of {found[1]}" if found else brief(error)

@@ -11,8 +11,8 @@ _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:
-    """Return containers alike, with ``function(leaf, path)`` in the place of each leaf that is
-    neither a text nor a number nor None. Lists of nothing else are not copied."""
+    """Return the same containers with ``function(leaf, path)`` in place of each leaf that is not a
+    text, a number or None. Lists of nothing else are not copied."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -29,7 +29,7 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str = "") 
 
 
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Like ``map_leaves``, inside deques as well, and without paths."""
+    """Like ``map_leaves``, without paths, and also inside deques."""
 
     def inside(leaf: Any, _: str) -> Any:
         if isinstance(leaf, deque):
@@ -40,8 +40,7 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield everything that is not a container, with its path; an empty container, and a list of
-    nothing but texts and numbers, as it is."""
+    """Yield every leaf with its path. Empty containers, and lists of plain values, are leaves."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         items = value.items()

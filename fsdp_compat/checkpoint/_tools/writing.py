@@ -1,10 +1,10 @@
-"""What the writers of all formats share: their options, values in the order in which files hold
-them, and safetensors files that are written from start to end with checksums."""
+"""What all writers share: options, values in the order of the file, and safetensors files with
+checksums."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,14 +13,10 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box, cut_into_boxes
 from ..._layout.spec import Interval
 from .. import _blocks as blocks
-from .._blocks import BlockWriter, FileFacts, Tick
+from .._blocks import BlockWriter, FileFacts, Tick, no_tick
 from .._header import encode_header
 from .archive import StoredTensor, moved
 from .reading import AT_ONCE_NBYTES, SLAB_NBYTES, Files, boxes_of, read_box
-
-
-def _nothing(nbytes: int) -> None:
-    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +29,7 @@ class WriteOptions:
     step: int = 0
     slab_nbytes: int = SLAB_NBYTES  # of values in memory at a time, per worker
     workers: int = 1  # threads
-    tick: Callable[[int], object] = _nothing  # called with the number of bytes just written
+    tick: Tick = no_tick
 
 
 def dtype_to_write(tensor: StoredTensor) -> torch.dtype:
@@ -72,8 +68,7 @@ class Elements:
         return self.part.numel
 
     def chunks(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the elements in the dtype to write, with the box of the tensor, each time in memory
-        of its own: a writer's second thread still reads it."""
+        """Yield (box, values to write), each in new memory: a second thread still reads it."""
         most = max(self.at_once_nbytes // self.tensor.dtype.itemsize, 1)
         for box in cut_into_boxes(self.tensor.shape, self.part):
             for inner in boxes_of(box.sizes, most):
@@ -117,7 +112,7 @@ def write_file(
     parts = {tensor.name: tensor.parts for tensor in tensors}
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, infos = encode_header(described, metadata)
-    writer = BlockWriter(path, _nothing)
+    writer = BlockWriter(path, no_tick)
     try:
         writer.write(memoryview(header))
         writer.tick = tick

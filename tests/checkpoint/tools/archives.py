@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat._layout.box import Box
+from fsdp_compat._layout.spec import row_major_strides
 from fsdp_compat.checkpoint._tools import opening
-from fsdp_compat.checkpoint._tools.archive import Archive, Piece, Span, StoredTensor, row_major
+from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredPiece, StoredTensor
 
 
 def raw(values: Tensor) -> bytes:
@@ -34,8 +35,8 @@ def archive(path: Path, tensors: dict[str, Tensor], **facts: Any) -> Archive:
             offsets = (rank * half, *(0,) * (values.ndim - 1)) if values.ndim else ()
             start = len(contents[rank])
             contents[rank] += raw(part)
-            span = Span(path / f"rank{rank}", start, row_major(part.shape))
-            pieces.append(Piece(Box(offsets, tuple(part.shape)), span, rank))
+            span = Span(path / f"rank{rank}", start, row_major_strides(part.shape))
+            pieces.append(StoredPiece(Box(offsets, tuple(part.shape)), span, rank))
         stored[name] = StoredTensor(name, values.dtype, tuple(values.shape), tuple(pieces))
     for rank, content in enumerate(contents):
         (path / f"rank{rank}").write_bytes(content)

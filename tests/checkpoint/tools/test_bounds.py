@@ -21,7 +21,7 @@ from fsdp_compat.checkpoint._tools.sharded_records import (
     d_tensor,
     shape_of,
 )
-from fsdp_compat.checkpoint._tools.torch_save import load
+from fsdp_compat.checkpoint._tools.torch_save import unpickle
 from fsdp_compat.checkpoint._tools.tree import archive_of
 from fsdp_compat.errors import CheckpointError
 from tests.support.bounded import bounded
@@ -47,7 +47,7 @@ def a_size_of(nbytes: int) -> bytes:
 
 def test_sizes_are_refused_before_they_are_multiplied() -> None:
     data = a_size_of(400_000)
-    require_small(lambda: load(data, WHERE), CheckpointError)
+    require_small(lambda: unpickle(data, WHERE), CheckpointError)
     with pytest.raises(Refused):
         shape_of((1 << 59, 2))
     with pytest.raises(Refused):
@@ -123,7 +123,7 @@ def test_our_sharded_tensors_of_many_ranks_are_read() -> None:
 
 def load_or_refuse(data: bytes) -> None:
     with contextlib.suppress(CheckpointError):
-        archive_of(WHERE, "test", load(data, WHERE))
+        archive_of(WHERE, "test", unpickle(data, WHERE))
 
 
 def test_pairs_of_an_ordered_dict_are_not_copied_for_each_reference() -> None:

@@ -197,7 +197,7 @@ def test_the_answer_no_is_1(
         (["verify", ".", "--memory", "5 apples"], "'5 apples' is not a size"),
         (["verify", ".", "--memory", "0"], "'0' is not a size"),
         (["verify", ".", "--memory", "5iB"], "'5iB' is not a size"),
-        (["verify", ".", "--quick", "--finite"], "not read"),
+        (["verify", ".", "--quick", "--finite"], "no values are read"),
         (["convert", ".", "t", "--dtype", "float33"], "'float33' is not a dtype"),
         (["convert", ".", "t", "--dtype", "nn"], "'nn' is not a dtype"),
         (["convert", ".", "t", "--rename", "a->b"], "not of the form 'PATTERN=>REPLACEMENT'"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint import Difference, ValueDifference, diff
 from fsdp_compat.checkpoint._tools.archive import of_memory
-from fsdp_compat.checkpoint._tools.numbers import Distance, distance
+from fsdp_compat.checkpoint._tools.arithmetic import Distance, distance
 from fsdp_compat.errors import UsageError
 from tests.checkpoint.tools.archives import archive, opens
 

@@ -16,10 +16,10 @@ import torch
 from fsdp_compat.checkpoint import inspect
 from fsdp_compat.checkpoint._tools.archive import (
     Archive,
-    Piece,
     Span,
+    StoredPiece,
     StoredTensor,
-    whole,
+    whole_box,
 )
 from fsdp_compat.checkpoint._tools.native import write_native
 from fsdp_compat.checkpoint._tools.reading import Files
@@ -58,7 +58,7 @@ def source(folder: Path) -> Path:
         # The rows overlap: each begins 4 KiB after the one before.
         strides = (1024, 1)
         assert 4096 * number + 4 * (1024 * (ROWS - 1) + COLUMNS) <= SEED_NBYTES
-        piece = Piece(whole(shape), Span(seed, 4096 * number, strides))
+        piece = StoredPiece(whole_box(shape), Span(seed, 4096 * number, strides))
         name = f"layers.{number}.weight"
         tensors[name] = StoredTensor(name, torch.float32, shape, (piece,))
     with Files() as files:

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compat._layout.box import Box
-from fsdp_compat._layout.spec import Interval
+from fsdp_compat._layout.spec import Interval, row_major_strides
 from fsdp_compat.checkpoint._tools.archive import (
-    Piece,
     Span,
+    StoredPiece,
     StoredTensor,
     coverage_problem,
     pieces_of_run,
-    row_major,
 )
 from fsdp_compat.checkpoint._tools.paths import member
 from fsdp_compat.checkpoint._tools.reading import Files, boxes_of, read, read_box
@@ -57,7 +56,7 @@ def test_values_come_from_boxes_of_any_strides_in_slabs_of_any_size(
             with open(path, "ab") as file:
                 file.write(stored.numpy().tobytes())
             span = Span(path, start, tuple(strides[dim] for dim in range(part.dim())))
-            pieces.append(Piece(box, span))
+            pieces.append(StoredPiece(box, span))
         tensor = StoredTensor("x", values.dtype, shape, tuple(pieces))
         assert coverage_problem(shape, boxes) is None
         assert torch.equal(read(tensor, files), values)
@@ -105,9 +104,9 @@ def test_a_file_that_ends_early_is_an_error_that_names_it(tmp_path: Path) -> Non
     (tmp_path / "short").write_bytes(bytes(10))
     for strides in ((2, 1), (1, 2)):
         box = Box((0, 0), (2, 2))
-        piece = Piece(box, Span(tmp_path / "short", 0, strides))
+        piece = StoredPiece(box, Span(tmp_path / "short", 0, strides))
         tensor = StoredTensor("x", torch.float32, (2, 2), (piece,))
-        message = "short is not what was saved(.|\n)*the file ends at 10"
+        message = "short is damaged(.|\n)*the file ends at 10"
         with Files() as files, pytest.raises(CheckpointError, match=message):
             read(tensor, files)
 
@@ -117,7 +116,7 @@ def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
     for number in range(200):
         path = tmp_path / str(number)
         path.write_bytes(bytes([number]))
-        pieces.append(Piece(Box((number,), (1,)), Span(path, 0, row_major((1,)))))
+        pieces.append(StoredPiece(Box((number,), (1,)), Span(path, 0, row_major_strides((1,)))))
     tensor = StoredTensor("x", torch.uint8, (200,), tuple(pieces))
     with Files() as files:
         assert read(tensor, files).tolist() == list(range(200))

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from fsdp_compat.checkpoint._tools.archive import Checksum
 from fsdp_compat.checkpoint._tools.pickles import Ignored
 from fsdp_compat.checkpoint._tools.reading import Files, read
-from fsdp_compat.checkpoint._tools.torch_save import _Storage, load
+from fsdp_compat.checkpoint._tools.torch_save import _Storage, unpickle
 from fsdp_compat.errors import CheckpointError
 from tests.support.bounded import bounded
 from tests.support.sampling import at_most
@@ -60,7 +60,7 @@ VALUES = st.recursive(
 @given(VALUES, st.integers(2, 5))
 @settings(max_examples=at_most(40, of_all=150), deadline=None)
 def test_plain_values_come_back_as_they_were(value: Any, protocol: int) -> None:
-    assert load(pickle.dumps(value, protocol), WHERE) == value
+    assert unpickle(pickle.dumps(value, protocol), WHERE) == value
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -88,7 +88,7 @@ def test_plain_values_come_back_as_they_were(value: Any, protocol: int) -> None:
 def test_values_of_known_classes_become_plain_ones(
     value: Any, expected: Any, protocol: int
 ) -> None:
-    assert load(pickle.dumps(value, protocol), WHERE) == expected
+    assert unpickle(pickle.dumps(value, protocol), WHERE) == expected
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
@@ -96,7 +96,7 @@ def test_values_of_known_classes_become_plain_ones(
 @pytest.mark.parametrize("dtype", ["f8", "u4", "i1", "?", "c8"])
 def test_arrays_of_numbers_become_tensors(protocol: int, order: Any, dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
-    (found,) = load(pickle.dumps([array], protocol), WHERE)
+    (found,) = unpickle(pickle.dumps([array], protocol), WHERE)
     with Files() as files:
         assert torch.equal(read(found, files), torch.from_numpy(np.ascontiguousarray(array)))
 
@@ -104,7 +104,7 @@ def test_arrays_of_numbers_become_tensors(protocol: int, order: Any, dtype: str)
 @pytest.mark.parametrize("array", [np.array([{}, None], dtype=object), np.arange(3, dtype=">i4")])
 def test_arrays_of_objects_and_of_other_byte_orders_are_refused(array: Any) -> None:
     with pytest.raises(CheckpointError, match="only arrays of numbers"):
-        load(pickle.dumps(array), WHERE)
+        unpickle(pickle.dumps(array), WHERE)
 
 
 class Unknown(dict[str, int]):
@@ -117,9 +117,9 @@ def test_an_unknown_class_is_refused_by_name_unless_it_is_to_be_ignored() -> Non
     data = pickle.dumps({"a": 1, "b": Unknown()}, 2)
     name = f"{Unknown.__module__}.Unknown"
     with pytest.raises(CheckpointError, match="Unknown") as caught:
-        load(data, WHERE)
+        unpickle(data, WHERE)
     assert name in str(caught.value) and "values.pkl" in str(caught.value)
-    found = load(data, WHERE, ignored={name})
+    found = unpickle(data, WHERE, ignored={name})
     assert found["a"] == 1
     assert isinstance(found["b"], Ignored) and found["b"].name == name
 
@@ -212,7 +212,7 @@ def test_a_hostile_pickle_is_refused_at_once_and_changes_nothing(
     monkeypatch.chdir(tmp_path)
     attributes = dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace))
     with pytest.raises(CheckpointError, match="was refused"):
-        load(HOSTILE[name], WHERE)
+        unpickle(HOSTILE[name], WHERE)
     assert not os.listdir(tmp_path)
     assert attributes == (dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace)))
 
@@ -241,7 +241,7 @@ def test_a_pickle_that_takes_too_much_ends_its_process_at_most(
 
     def call() -> None:
         faulthandler.disable()
-        load(EXHAUSTING[name], WHERE)
+        unpickle(EXHAUSTING[name], WHERE)
 
     used = bounded(call)
     assert used.error in ("CheckpointError", "killed", ""), used
@@ -254,7 +254,7 @@ def test_a_pickle_that_takes_too_much_ends_its_process_at_most(
 def test_a_pickle_cannot_change_the_storage_that_it_refers_to(attributes: bytes) -> None:
     storage = _Storage(WHERE, Checksum(0, 8, 0), torch.float32)
     with pytest.raises(CheckpointError, match="was refused"):
-        load(b"\x80\x02K\x01Q" + attributes + b"b.", WHERE, lambda reference: storage)
+        unpickle(b"\x80\x02K\x01Q" + attributes + b"b.", WHERE, lambda reference: storage)
     assert storage.path is WHERE
 
 
@@ -265,7 +265,7 @@ def test_what_a_hostile_pickle_asks_for_is_named_and_not_even_imported() -> None
         (b"\x80\x02cantigravity\nfly\n)R.", "antigravity"),
     ):
         with pytest.raises(CheckpointError, match=name):
-            load(data, WHERE)
+            unpickle(data, WHERE)
     assert "antigravity" not in sys.modules
 
 
@@ -290,7 +290,7 @@ def test_changed_and_cut_pickles_give_an_error_or_values(
     for place, byte in changes:
         changed[place % len(changed)] = byte
     with contextlib.suppress(CheckpointError):
-        load(bytes(changed[: length % (2 * len(changed)) + 1]), WHERE)
+        unpickle(bytes(changed[: length % (2 * len(changed)) + 1]), WHERE)
 
 
 def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,4 +298,4 @@ def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(pickles, "MAX_TEXT_NBYTES", 100)
     with pytest.raises(CheckpointError, match="100 bytes"):
-        load(io.BytesIO(pickle.dumps("a" * 200)), WHERE)
+        unpickle(io.BytesIO(pickle.dumps("a" * 200)), WHERE)

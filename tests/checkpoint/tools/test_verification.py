@@ -13,7 +13,7 @@ import torch
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint import Problem, Verification, convert, verify
 from fsdp_compat.checkpoint._blocks import FileFacts
-from fsdp_compat.checkpoint._tools.archive import Archive, Piece, StoredTensor
+from fsdp_compat.checkpoint._tools.archive import Archive, StoredPiece, StoredTensor
 from fsdp_compat.errors import UsageError
 from tests.checkpoint.tools.archives import archive, opens
 
@@ -47,7 +47,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, made: Archive, **options: bool) ->
     return result
 
 
-def with_pieces(made: Archive, name: str, *pieces: Piece) -> None:
+def with_pieces(made: Archive, name: str, *pieces: StoredPiece) -> None:
     made.tensors[name] = dataclasses.replace(made.tensors[name], pieces=pieces)
 
 
@@ -119,11 +119,17 @@ def test_replicas_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch, made: Ar
     other = same.clone()
     other[2, 7:10] = -1.1  # in every byte
     equal_nan = torch.tensor([NAN, -0.0])
-    copies = [Piece(wide.pieces[0].box, values, rank) for rank, values in ((2, same), (3, other))]
+    copies = [
+        StoredPiece(wide.pieces[0].box, values, rank) for rank, values in ((2, same), (3, other))
+    ]
     made.tensors["wide"] = dataclasses.replace(wide, copies=tuple(copies))
     whole = Box((0,), (2,))
     made.tensors["nan"] = StoredTensor(
-        "nan", torch.float32, (2,), (Piece(whole, equal_nan),), (Piece(whole, equal_nan.clone()),)
+        "nan",
+        torch.float32,
+        (2,),
+        (StoredPiece(whole, equal_nan),),
+        (StoredPiece(whole, equal_nan.clone()),),
     )
     (problem,) = verified(monkeypatch, made).problems
     assert (problem.kind, problem.where) == ("copies", "model/wide")
@@ -176,5 +182,5 @@ def test_wrong_arguments_are_refused_before_anything_is_opened(tmp_path: Path) -
         verify(gone, workers=0)
     with pytest.raises(UsageError, match="at least 1 MiB"):
         verify(gone, memory=MB - 1)
-    with pytest.raises(UsageError, match="not read"):
+    with pytest.raises(UsageError, match="no values are read"):
         verify(gone, values=False, finite=True)

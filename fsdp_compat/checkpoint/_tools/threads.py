@@ -1,5 +1,4 @@
-"""Work on many tensors: in several threads, within bounded memory, and stopped at once by an error
-or by Ctrl-C."""
+"""Work on many tensors in several threads, stopped at once by an error or by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,20 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from .._blocks import Tick
 from .._progress import progress_bar
-from .reading import SLAB_NBYTES
 
 MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-Tick = Callable[[int], object]  # called with the number of bytes just read
-
-
-def numel_at_once(memory: int, workers: int, nbytes_per_element: int) -> int:
-    """Return how many elements a worker may have in memory, if each takes so many bytes with all
-    temporary values. More than a few MB at a time are not faster."""
-    return max(min(memory // workers, SLAB_NBYTES) // nbytes_per_element, 1)
 
 
 def for_each(
@@ -33,9 +25,7 @@ def for_each(
     total_nbytes: int | None = None,
     progress: bool = False,
 ) -> list[_R]:
-    """Return ``work(item, tick)`` of every item, in order. work: calls ``tick`` after each slab.
-
-    The first exception ends all work and is raised."""
+    """Return ``work(item, tick)`` of all items, in order. The first exception ends all work."""
     with progress_bar(progress, what, total_nbytes) as advance:
         if workers == 1 or len(items) < 2:
             return [work(item, advance) for item in items]

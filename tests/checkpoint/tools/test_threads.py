@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from fsdp_compat.checkpoint._tools.work import Tick, for_each
+from fsdp_compat.checkpoint._blocks import Tick
+from fsdp_compat.checkpoint._tools.threads import for_each
 
 
 def test_results_come_in_the_order_of_the_items() -> None:

@@ -1,5 +1,4 @@
-"""Arithmetic on values of any dtype of torch: what is not finite, and how far two values are
-apart."""
+"""Arithmetic on values of any dtype: which are not finite, and how far two tensors are apart."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def _wide(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def count_not_finite(values: torch.Tensor) -> tuple[int, int]:
-    """Return how many elements are NaN, and how many infinite. Values of dtypes with which torch
-    cannot compute count as finite."""
+    """Return the numbers of NaN and infinite elements; 0 for dtypes torch cannot compute with."""
     dtype = values.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or not comparable(dtype):
         return 0, 0
@@ -63,9 +61,8 @@ class Distance:
 
 
 def distance(one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float) -> Distance:
-    """Compare two 1-D contiguous tensors of one length. NaN is equal to NaN, and an infinite value
-    to the same one. Two values differ if they are further apart than ``atol + rtol * m``, where m
-    is the larger of their magnitudes."""
+    """Compare two 1-D contiguous tensors. NaN equals NaN; values differ if further apart than
+    ``atol + rtol * m``, where m is the larger of their magnitudes."""
     dtypes = one.dtype, other.dtype
     num_unequal = count_unequal(one, other) if one.dtype == other.dtype else one.numel()
     if not num_unequal:
