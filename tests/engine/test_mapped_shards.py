@@ -33,7 +33,7 @@ from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends.parity import test_random_programs
 from tests.frontends.training import test_calls, test_entry_points
 from tests.support.models import Block
-from tests.support.parity import Pair, make_pair
+from tests.support.parity import Pair, make_pair, trains
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
@@ -559,8 +559,8 @@ def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
 @pytest.mark.parametrize(
     ("ranks", "function", "args"),
     [
-        (2, test_calls._begins_in_inference_mode, ()),
-        (3, test_entry_points._raises_on_one_rank, (False,)),
+        (2, trains, test_calls.CASES["inference first"]),
+        (3, test_entry_points.raises_on_one_rank, (False,)),
         (2, test_random_programs._runs_programs, (0,)),
         (3, test_random_programs._runs_programs, (3000,)),
     ],

@@ -195,6 +195,12 @@ def _evaluates_between(mode: str, m: nn.Module, x: Tensor) -> Tensor:
     return backward(loss)
 
 
+def _begins_in_inference_mode(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        m(x * 3)
+    return one_backward(m, x)
+
+
 CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a unit runs twice, on its own output": (partial(Reuse, True),),
     "a unit runs twice, in parallel": (partial(Reuse, False),),
@@ -216,6 +222,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a tensor by an attribute": (GivesContext, (Block, TakesContext)),
     "no_grad before backward": (Stack, (Block,), partial(_evaluates_between, "no_grad")),
     "inference before backward": (Stack, (Block,), partial(_evaluates_between, "inference_mode")),
+    "inference first": (Stack, (Block,), _begins_in_inference_mode),
     "a forward before backward": (Stack, (Block,), partial(_evaluates_between, "grad")),
 }
 

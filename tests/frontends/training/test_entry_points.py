@@ -366,11 +366,7 @@ class Stops(Decoder):
         return tokens
 
 
-@original_form
-@on_ranks(3)
-def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
-    use_orig_params: bool,
-) -> None:
+def raises_on_one_rank(use_orig_params: bool) -> None:
     rank = dist.get_rank()
     pair = make_pair(Stops, UNITS, use_orig_params=use_orig_params)
     plain, model = pair.plain, pair.model
@@ -389,6 +385,14 @@ def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
         with torch.no_grad():
             assert torch.equal(model.generate(own, rank), plain.generate(own, rank))
         assert_trains(model, plain)
+
+
+@original_form
+@on_ranks(3)
+def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
+    use_orig_params: bool,
+) -> None:
+    raises_on_one_rank(use_orig_params)
 
 
 # -- registration
