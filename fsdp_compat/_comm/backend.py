@@ -29,14 +29,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class BackendTransport(Transport):
-    """The backend's own asynchronous collectives. On a stream device a wait orders streams; the CPU
-    does not wait."""
+    """Uses the backend's own asynchronous collectives. On a stream device a wait orders streams and
+    does not block the CPU."""
 
     has_tags = False
 
     def __init__(self, axis: Axis, device: torch.device, small: torch.device | None = None) -> None:
-        """device: with its index: without one, all ranks of a host would use the first device.
-        small: that of the small collectives, if it is another one."""
+        """device: with its index, because otherwise all ranks of a host would use the first one.
+        small: the device of small collectives, if it is another one."""
         super().__init__(axis, device)
         self.values_device = small or device
         assert axis.group is not None
@@ -75,7 +75,7 @@ class BackendTransport(Transport):
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Say in an error of the backend what it is about."""
+        """Turn an error of the backend into one that names what was waited for."""
         try:
             yield
         except RuntimeError as error:
@@ -87,14 +87,14 @@ class BackendTransport(Transport):
         self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
         if own.dtype is not full.dtype or own.device != full.device:
-            # cast and moved into its place, and sent from there
+            # cast and move it into this rank's segment, and send it from there
             own = segments[self.rank].copy_(own, non_blocking=True)
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        return Handle([], keep=(self._start_gather(full, own), own))
+        return Handle([], held=(self._start_gather(full, own), own))
 
     def end_gather(self, handle: Handle, what: str) -> None:
-        handle.keep[0].wait()
+        handle.held[0].wait()
 
     def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         total = torch.empty_like(segments[0])
@@ -110,8 +110,8 @@ class BackendTransport(Transport):
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
-        handle.keep[0].wait()
-        (total,) = handle.parts
+        handle.held[0].wait()
+        (total,) = handle.received
         total = total if total.dtype is dtype else total.to(dtype)
         return total if divisor is None else total.div_(divisor)
 
@@ -120,17 +120,17 @@ class BackendTransport(Transport):
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
         with _torch_private.uncounted():  # it was counted when the reduction began
             work = _work(dist.all_reduce(total, group=self.group, async_op=True))
-        return Handle([], keep=(work, total), divisor=divisor)
+        return Handle([], held=(work, total), divisor=divisor)
 
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
-        handle.keep[0].wait()
+        handle.held[0].wait()
         if handle.divisor is not None:
             total.div_(handle.divisor)
 
 
 class PythonGroupTransport(BackendTransport):
-    """torch's public collectives, which call the methods of a process group written in Python. The
-    calls of BackendTransport look for a backend in C++, which such a group lacks."""
+    """Uses torch's public collectives, which call the methods of a process group written in Python.
+    The calls of BackendTransport look for a backend in C++, which such a group lacks."""
 
     def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
         return _start_gather_in_python(self.group, full, own)
@@ -158,8 +158,8 @@ def gather_in_group(group: dist.ProcessGroup, own: Tensor) -> Tensor:
 
 
 def _defines(group: dist.ProcessGroup, *methods: str) -> bool:
-    """True if the class of a process group overrides one of these methods. Those of
-    dist.ProcessGroup look for a backend in C++."""
+    """True if the class of a process group overrides one of these methods of dist.ProcessGroup,
+    which look for a backend in C++."""
     return any(
         getattr(type(group), name, None) is not getattr(dist.ProcessGroup, name, None)
         for name in methods
@@ -177,6 +177,6 @@ def _start_gather_in_python(group: dist.ProcessGroup, full: Tensor, own: Tensor)
 
 
 def _work(work: dist.Work | None) -> dist.Work:
-    """Narrow the type: torch returns None only to a process outside of the group."""
+    """Narrow the type: torch returns None only in a process outside the group."""
     assert work is not None
     return work

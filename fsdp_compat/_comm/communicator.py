@@ -1,4 +1,4 @@
-"""Communicators: everything that is sent along a mesh axis goes through one of them.
+"""Communicators, through which everything is sent along a mesh axis.
 
 ``communicator(axis, device)`` chooses the transport, one file each:
 
@@ -67,8 +67,8 @@ def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Tr
 
 
 def _over_gloo(axis: Axis, device: torch.device, part: str = "") -> GlooTransport:
-    """Connect the ranks of an axis. Collective, and all get the same transport. part: of its
-    process group, if these are only some of its ranks."""
+    """Connect the ranks of an axis. Collective; all ranks get the same kind of transport. part:
+    names these ranks, if the axis's process group has others."""
     limit = same_host()
     assert axis.group is not None
     values = MessageTransport(axis, device, GlooConnections(axis, axis.group, part))
@@ -92,12 +92,12 @@ def allocate_shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:
     """Return the elementwise maximum of ``value`` over all ranks, on the device of ``value``, which
-    the group need not support. Collective. what: it is for, for errors."""
+    the group need not support. Collective. what: names the value in errors."""
     axis = axis_of(group)
     if axis.ranks == 1:
         return value
     if is_in_python(group):
-        supported = [value.device.type]  # it does not say
+        supported = [value.device.type]  # such a group does not list its devices
     else:
         supported = [
             pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")

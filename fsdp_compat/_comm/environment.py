@@ -1,5 +1,5 @@
-"""The environment variables of communication, which must be the same on all ranks. A value that
-cannot be used raises UsageError."""
+"""The environment variables of communication, which must be the same on all ranks. An invalid value
+raises UsageError."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def same_host() -> str:
 
 
 def map_from_nbytes() -> int:
-    """Return the bytes of a shard from which it is mapped: FSDP_COMPAT_MAP_FROM, by default 512
-    KiB. Below, the pages of padding and the system calls cost more than a copy."""
+    """Return the size of the smallest shard that is mapped: FSDP_COMPAT_MAP_FROM, by default 512
+    KiB. Below, padding to whole pages and system calls cost more than a copy."""
     return int(_number("FSDP_COMPAT_MAP_FROM", str(1 << 19), "a number of bytes", int))
 
 
@@ -62,14 +62,14 @@ def idle_limit_s() -> float:
 
 
 def warn_after_s() -> float:
-    """Return after how long a waiting rank first warns. 0: it never does."""
+    """Return after how long a waiting rank first warns; 0: never."""
     name = "FSDP_COMPAT_WARN_AFTER"
     return _number(name, "30", "a number of seconds", float, zero="no warnings")
 
 
 def quiet_s() -> float:
-    """Return how long the store is not looked at while no rank asks and nothing waits. A question
-    is answered before the rank that asked would warn, or give this one up."""
+    """Return how often the store is polled while no rank asks and nothing waits. A question is
+    answered before the asking rank would warn, or give this one up."""
     with contextlib.suppress(UsageError):  # raised by the call that needs the limits
         return min(10.0, idle_limit_s(), (warn_after_s() or 30.0) / 3)
     return 10.0

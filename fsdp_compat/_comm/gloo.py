@@ -1,6 +1,6 @@
-"""What the transports for gloo on CPU share: each rank exchanges messages with each other one.
+"""The common part of the transports for gloo on CPU: each rank exchanges messages with every other.
 
-How values reach the peers is up to messages.py and same_host/transport.py."""
+messages.py and same_host/transport.py decide how values reach the peers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .divergence.waits import COLLECTIVE
 from .gloo_connections import OverConnections, all_or_nothing
 from .transport import VALUES, Handle, Kind, as_bytes
 
-_CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: it stays in the cache until it is divided
+_CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: stays in the cache until it is divided
 
 
 class GlooTransport(OverConnections):
-    """Exchanges of messages with tags. What is sent is kept until ``settle``, and must not change
+    """Exchanges messages with tags. Sent tensors are kept until ``settle`` and must not change
     before."""
 
     reads_later = True
@@ -29,7 +29,7 @@ class GlooTransport(OverConnections):
     @abc.abstractmethod
     def _start(self, sent: Tensor, tag: int, into: Sequence[Tensor] | None = None) -> Handle:
         """Send each rank its part of ``sent``, which follows from the tag's kind (Kind), and
-        receive its part ``into[rank]``; None: into new memory, or where it lies."""
+        receive every rank's part in ``into[rank]``; None: in new memory, or read in place."""
 
     @abc.abstractmethod
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
@@ -37,7 +37,7 @@ class GlooTransport(OverConnections):
 
     @abc.abstractmethod
     def _fill(self, handle: Handle, what: str) -> None:
-        """Wait, and fill the tensors that are received into."""
+        """Wait, and fill ``handle.received``."""
 
     def _finish(self, handle: Handle, what: str) -> None:
         """The parts were read."""
@@ -49,7 +49,7 @@ class GlooTransport(OverConnections):
         """Count another message with this tag, and return the count."""
         connections = self.connections
         leftover = connections.unfinished.get(tag)
-        if leftover is not None:  # an exception has left it; the peers count it
+        if leftover is not None:  # left by an exception; the peers count it
             connections.require_thread()
             what = connections.names.get(tag, "a message that an exception left behind")
             if tag % len(Kind) != Kind.GATHER:
@@ -67,7 +67,7 @@ class GlooTransport(OverConnections):
         handle.ended = True
 
     def _pieces(self, total: Tensor) -> list[Tensor]:
-        """Return the piece of ``total`` that each rank sums; the last ones may be shorter."""
+        """Return the pieces of ``total`` that the ranks sum; the last ones may be shorter."""
         size = -(-total.numel() // self.ranks)
         return [total[r * size : (r + 1) * size] for r in range(self.ranks)]
 
@@ -84,8 +84,8 @@ class GlooTransport(OverConnections):
 
     @all_or_nothing
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
-        """A rank receives from the one whose number lacks its lowest bit, and sends to those whose
-        number has one more, below its lowest."""
+        """By a binomial tree: a rank receives from the one whose number lacks its lowest set bit,
+        and sends to those whose number has one more bit below that."""
         connections, rank, sent = self.connections, self.rank, as_bytes(tensors)
         what = f"a broadcast of {what}"
         message = COLLECTIVE, connections.begin(COLLECTIVE), 1
@@ -104,7 +104,7 @@ class GlooTransport(OverConnections):
     ) -> Handle:
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
-        # what is sent does not lie in `full`, which may be freed before slow peers have received
+        # not sent from `full`, which may be freed before slow peers have received
         handle = self._start(self._cast(own, full.dtype), tag, segments)
         segments[self.rank].copy_(own)
         return handle
@@ -129,7 +129,7 @@ class GlooTransport(OverConnections):
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
         parts = self._parts(handle, own, what)
-        received = handle.parts[0 if self.rank else 1] if handle.parts else own
+        received = handle.received[0 if self.rank else 1] if handle.received else own
         total = received
         if received is own or received.dtype != dtype:
             total = self.allocate(own.numel(), dtype)
@@ -146,14 +146,14 @@ class GlooTransport(OverConnections):
 
     @all_or_nothing
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
-        pieces, sent = self._pieces(total), handle.keep
+        pieces, sent = self._pieces(total), handle.held
         own = pieces[self.rank]
         sum_in_rank_order(self._parts(handle, own, what), own, handle.divisor)
         self._finish(handle, what)
         if sent is not total:
             self._pieces(sent)[self.rank].copy_(own)
-        # That a rank sends this message also says that it has read its piece of every total: the
-        # others may write there.
+        # This message also tells the others that this rank has read its piece of every total, so
+        # that they may write there.
         return self._start(sent, tag + Kind.REPLICATE_BACK, pieces)
 
     @all_or_nothing
@@ -164,29 +164,29 @@ class GlooTransport(OverConnections):
     @all_or_nothing
     def settle(self, what: str, only_reductions: bool = False) -> None:
         connections = self.connections
-        if not only_reductions:  # a peer may wait until this rank has read what it gathers
+        if not only_reductions:  # a peer may be waiting for this rank to read what it gathers
             for tag, handle in list(connections.unfinished.items()):
                 if tag % len(Kind) == Kind.GATHER:
                     self.end_gather(handle, connections.names.get(tag, what))
         for tag, number in list(connections.sent):
             last = connections.unfinished.get(tag)
             has_ended = last is None or last.message[1] != number
-            is_meant = not only_reductions or tag % len(Kind) != Kind.GATHER
-            if has_ended and is_meant:
+            is_included = not only_reductions or tag % len(Kind) != Kind.GATHER
+            if has_ended and is_included:
                 self._await_taken(tag, number, what)
 
     def _await_taken(self, tag: int, number: int, what: str) -> None:
-        """Wait until the peers have received a message of this rank, or read it."""
+        """Wait until the peers have received or read a message of this rank."""
         works, _, message = self.connections.sent[tag, number]
         self.connections.wait(works, message, what)
         self.connections.sent.pop((tag, number), None)
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], total: Tensor, divisor: Tensor | None) -> None:
-    """Add ``parts`` in rank order into ``total``, which may be one of them, and divide by
+    """Sum ``parts`` in rank order into ``total``, which may be one of them, and divide by
     ``divisor``: the same bits on every rank.
 
-    At least in fp32: in bf16, 256 + 1 is 256.
+    Computes in fp32 or wider: in bf16, 256 + 1 is 256.
     """
     numel, wide = total.numel(), torch.promote_types(total.dtype, torch.float32)
     # a separate accumulator, unless the first addition may overwrite ``total``

@@ -33,20 +33,18 @@ from .environment import warn_after_s
 from .mesh import Axis, named
 from .transport import Handle, Transport, Work, communication_error, group_destroyed
 
-ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: that of its ack
+ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: the tag of its ack
 
 # works, the tensors that they read, and the message
 Sent = tuple[list[Work], object, MessageId]
 
 _NOTHING: list[Work] = []
-
-
 Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
 
 
 def all_or_nothing(method: Method) -> Method:
-    """Let communication fail if an exception ends the method midway: no rank could know what was
-    sent and what was read. Profilers see the call, also where nothing is sent."""
+    """Let communication fail if an exception interrupts the method: no rank could know what was
+    sent and what was read. Profilers see the call, even where nothing is sent."""
     name = f"fsdp_compat::{getattr(method, '__name__', '')}"
 
     @functools.wraps(method)
@@ -68,7 +66,7 @@ def all_or_nothing(method: Method) -> Method:
 
 
 class OverConnections(Transport):
-    """A transport that fails with the connections of gloo that it uses."""
+    """A transport over gloo connections, which fails when they do."""
 
     def __init__(self, axis: Axis, device: torch.device, connections: GlooConnections) -> None:
         super().__init__(axis, device)
@@ -85,8 +83,9 @@ class OverConnections(Transport):
 class GlooConnections(Waiter):
     """The connections between the ranks of an axis, and the messages in flight on them.
 
-    The messages are kept here because an exception in other code may leave them behind: gloo never
-    delivers the next message between two ranks while a message waits for memory that was freed.
+    The messages are kept here because an exception in other code may leave them behind. gloo
+    delivers in order: a message whose receive buffer was freed blocks every later one between the
+    two ranks.
 
     Every wait has the time limit of the process group, which gloo's point-to-point waits ignore.
     After a failed wait, or an exception in the middle of an exchange, no rank can know which
@@ -95,15 +94,14 @@ class GlooConnections(Waiter):
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, part: str = "") -> None:
-        """Collective: the ranks of the axis. part: of the group, if
-        these are only some of its ranks. Raises UsageError for a wrong
-        environment variable."""
+        """Collective: the ranks of the axis. part: names these ranks, if the group has others.
+        Raises UsageError for an invalid environment variable."""
         warn_after_s()
         name = f"{group.group_name}/{part}" if part else str(group.group_name)
         self.activity = Activity(name, axis.rank, axis.members)
         self.timeout = _torch_private.group_timeout(group)
         rank, ranks = axis.rank, axis.ranks
-        # (source, target) of each step of an exchange: every rank begins with another peer
+        # (source, target) of each step of an exchange: every rank starts with a different peer
         self.peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
         self.unfinished: dict[int, Handle] = {}  # by tag: exchanges that have not ended
         self.sent: dict[tuple[int, int], Sent] = {}  # by tag and number: what peers may still need
@@ -134,12 +132,12 @@ class GlooConnections(Waiter):
 
     @property
     def awaits_readers(self) -> bool:
-        """True if a peer may still have to read what this rank has sent."""
+        """True if a peer may not have read yet what this rank has sent."""
         return bool(self.sent or self.unfinished)
 
     def require_open(self) -> None:
-        """Raise StateError if the connections were closed, or are about to be because their process
-        group was destroyed."""
+        """Raise StateError if the connections were closed, or are about to be, because their
+        process group was destroyed."""
         if self.gloo is not None and self.is_alive:
             return
         if not self._failure:
@@ -155,7 +153,7 @@ class GlooConnections(Waiter):
 
     def require_thread(self) -> None:
         """Raise StateError if another thread is in the middle of an exchange. Threads may take
-        turns, between one pass and the next."""
+        turns between passes."""
         activity, thread = self.activity, get_ident()
         if thread != activity.thread and (activity.waiting is not None or self.awaits_readers):
             raise StateError.of(
@@ -218,7 +216,7 @@ class GlooConnections(Waiter):
         return works
 
     def _name(self, message: MessageId, what: str) -> str:
-        """Return the name of the thing a wait is for. Flushed messages were gathered under another
+        """Return the name of what is waited for. Flushed messages were gathered under another
         name."""
         tag, _, num_receives = message
         return what if num_receives else self.names.get(tag % ACK_TAG, what)
@@ -232,8 +230,8 @@ class GlooConnections(Waiter):
         waiting: Waiting | None = None,
         cause: str = "",
     ) -> typing.NoReturn:
-        """Fail because a wait has failed, and raise a StateError with the reason. cause: in words,
-        if no ``error`` of the backend is to be explained."""
+        """Fail because of a failed wait, and raise a StateError with the reason. cause: in words;
+        "": derived from ``error``."""
         activity = self.activity
         wait = self.describe(waiting or ((COLLECTIVE, 0, 0), 0, ""))  # by default for all peers
         is_lost = False
@@ -246,7 +244,7 @@ class GlooConnections(Waiter):
         report = report or Report({}, cause)
         if waiting is not None:
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
-        if report.is_circle:
+        if report.is_cycle:
             first = f"Waiting for {what} can never end: ranks wait for each other."
         else:
             first = f"Waiting for {what} failed: {report.cause}."
@@ -257,7 +255,7 @@ class GlooConnections(Waiter):
         raise communication_error(first, got, activity.rank, activity.members, culprit) from error
 
     def abandon(self, what: str, error: BaseException) -> None:
-        """Fail because an exception of other code, above all an interrupt, came in the middle of an
+        """Fail because an exception of other code, usually an interrupt, came in the middle of an
         exchange."""
         if not self._is_closed:
             rank = self.activity.global_rank
@@ -277,7 +275,7 @@ class GlooConnections(Waiter):
         rank, is_send = self.activity.global_rank, index >= num_receives
         if tag == COLLECTIVE:
             own = self.activity.rank
-            # other ranks ask for others
+            # each rank asks about different ones
             peers = tuple(sorted((members[own + 1 :] + members[:own])[:MAX_ASKED]))
             text = f"rank {rank} waits in {what} for ranks {named(sorted(self.activity.others))}"
         else:
@@ -297,7 +295,7 @@ class GlooConnections(Waiter):
             members = enumerate(self.activity.members)
             closed = [p for n, p in members if p in needed and torch_gloo.is_closed(gloo, n)]
             for peer in closed or (peer for peer in wait.peers if is_gone(peer)):
-                time.sleep(0.1)  # what came before may be about to end the wait
+                time.sleep(0.1)  # messages that arrived before may be about to end the wait
                 return peer
         return None
 
@@ -312,9 +310,10 @@ class GlooConnections(Waiter):
                 work.abort()
 
     def close(self, report: Report | None) -> None:
-        """Nothing is received afterwards, even if other code still holds a work or a message."""
+        """Close for good: nothing is received any more, even if other code holds a message."""
         self._is_closed = True
-        self.on_close(report is not None)  # first: peers may be reading what is given up here
+        # first: peers may still be reading memory that is about to be released
+        self.on_close(report is not None)
         if report is not None:
             self._failure = (
                 self._failure or f"another communication of this process failed: {report}"
@@ -326,7 +325,7 @@ class GlooConnections(Waiter):
         self.activity.counts.clear()
 
     def leave(self) -> None:
-        """In a forked process: refuse every use, and end nothing of the parent's."""
+        """In a forked process: refuse every use, and leave the parent's connections alone."""
         self._parents, self.on_close = self.gloo, _nothing
         self.gloo, self._is_closed = None, True
         self._failure = "this process was forked from a rank, whose connections it does not have"
@@ -348,5 +347,5 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 def any_awaits_readers() -> bool:
-    """True if a peer may still have to read what this process has sent, along any axis."""
+    """True if a peer may not have read yet what this process has sent, along any axis."""
     return any(connections.awaits_readers for connections in _all_connections)

@@ -24,9 +24,8 @@ _HUGEPAGE = 14  # of madvise
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages where CPU memory that was just allocated contains whole ones, so that the
-    first write to it, for which the system maps and zeroes pages, takes a fraction of the time.
-    Does nothing where the system has none."""
+    """Request huge pages for newly allocated CPU memory, which makes the first write to it several
+    times faster. Does nothing where the system has none."""
     start, end = -(-address // HUGE_NBYTES), (address + nbytes) // HUGE_NBYTES
     if start < end and _madvise is not None:
         _madvise(start * HUGE_NBYTES, (end - start) * HUGE_NBYTES, _HUGEPAGE)
@@ -44,7 +43,7 @@ def give_back_freed() -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without a copy. They keep the tensor alive."""
+    """Return the bytes of a contiguous CPU tensor without a copy; they keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     held: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -68,8 +67,8 @@ def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
-    """Return how many elements a CPU shard [numel] has with its padding: to whole pages, if it is
-    large enough to be mapped. Alike on all ranks."""
+    """Return the length of a CPU shard [numel] with its padding: to whole pages, if it is large
+    enough to be mapped. The same on all ranks."""
     if numel * dtype.itemsize < map_from_nbytes():
         return numel
     page_numel = mmap.PAGESIZE // dtype.itemsize
@@ -77,6 +76,7 @@ def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
 
 
 def is_in_pages(numel: int, dtype: torch.dtype) -> bool:
-    """True if shards [numel] are large enough, and consist of whole pages. Alike on all ranks."""
+    """True if shards [numel] are large enough to be mapped and consist of whole pages. The same on
+    all ranks."""
     nbytes = numel * dtype.itemsize
     return nbytes >= map_from_nbytes() and nbytes % mmap.PAGESIZE == 0

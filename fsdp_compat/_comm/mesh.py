@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_private
 from ..errors import UsageError
 
-MAX_NAMED = 8  # ranks in a message
+MAX_NAMED = 8  # ranks listed in a message
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as a message shows them: all of a few, the first of many."""
+    """Return ranks as messages list them: all if they are few, otherwise the first ones."""
     first = ", ".join(map(str, ranks[:MAX_NAMED]))
     return f"[{first}]" if len(ranks) <= MAX_NAMED else f"[{first}, ...: {len(ranks)} ranks]"
 
@@ -43,7 +43,7 @@ class Mesh:
     replica: Axis
     # there is no shard group: the replicas are the ranks of the only group
     one_group: bool = False
-    is_hybrid: bool = False  # a DeviceMesh with a dimension of replicas, be it of one rank
+    is_hybrid: bool = False  # a DeviceMesh with a replica dimension, even one of size 1
 
     @property
     def ranks(self) -> int:
@@ -93,7 +93,7 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def not_a_member() -> UsageError:
-    """Return the error for a process outside of the group that it was given."""
+    """Return the error for a process outside the group that it was given."""
     return UsageError.of(
         "This process is not a member of the process group.",
         expected="a process group with this process",
@@ -117,7 +117,8 @@ def axis_of(group: dist.ProcessGroup) -> Axis:
 
 
 def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
-    """Return the process group with a name and these members. Raises UsageError without one."""
+    """Return the process group with a name and these members. Raises UsageError if there is
+    none."""
     if name is None:
         return None
     the_group(None)

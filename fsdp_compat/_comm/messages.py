@@ -1,4 +1,4 @@
-"""The transport for gloo on CPU between ranks that do not all share a host: values are sent."""
+"""The transport for gloo on CPU where ranks are on several hosts: values are sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MessageTransport(GlooTransport):
         return handle
 
     def _outgoing(self, sent: Tensor, kind: int) -> list[Tensor]:
-        """Return what each rank gets of ``sent``."""
+        """Return what is sent to each rank, out of ``sent``."""
         if kind == Kind.GATHER:
             return [sent] * self.ranks
         pieces = self._pieces(sent)
@@ -41,7 +41,7 @@ class MessageTransport(GlooTransport):
 
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         self._end(handle, what)
-        return [own if r == self.rank else part for r, part in enumerate(handle.parts)]
+        return [own if r == self.rank else part for r, part in enumerate(handle.received)]
 
     def _fill(self, handle: Handle, what: str) -> None:
         self._end(handle, what)

@@ -12,7 +12,7 @@ from .transport import Handle, Transport
 
 
 class SingleRank(Transport):
-    """Communication with nobody: every result is this rank's own value."""
+    """Every result is this rank's own value."""
 
     def begin_gather(
         self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
@@ -20,12 +20,12 @@ class SingleRank(Transport):
         full.copy_(own, non_blocking=True)
         handle = Handle([])
         if full.device.type not in ("cpu", "meta"):  # the end may come on another stream
-            handle.keep = full.device, torch.accelerator.current_stream(full.device).record_event()
+            handle.held = full.device, torch.accelerator.current_stream(full.device).record_event()
         return handle
 
     def end_gather(self, handle: Handle, what: str) -> None:
-        if handle.keep is not None:
-            device, event = handle.keep
+        if handle.held is not None:
+            device, event = handle.held
             torch.accelerator.current_stream(device).wait_event(event)
 
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:

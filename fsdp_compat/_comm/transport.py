@@ -31,13 +31,12 @@ class Kind(enum.IntEnum):
 
     GATHER = 0
     REDUCE = 1
-    REPLICATE = 2
-    REPLICATE_BACK = 3
+    REPLICATE = 2  # the first half of an all-reduce: each rank sums one piece
+    REPLICATE_BACK = 3  # the second half: the sums return to all ranks
 
 
-# The largest tag: that of small collectives, which are not counted.
+VALUES = (1 << 18) - len(Kind)  # the largest tag: that of small collectives, which are not counted
 _DIGEST_NBYTES = 16
-VALUES = (1 << 18) - len(Kind)
 
 
 class Traffic:
@@ -67,8 +66,8 @@ class Handle:
     """A message in flight."""
 
     works: list[Work]  # to wait for
-    parts: Sequence[Tensor] = ()  # that are received
-    keep: typing.Any = None  # what must stay until then
+    received: Sequence[Tensor] = ()  # the tensors that the message is received into
+    held: typing.Any = None  # what must stay alive until the works have completed
     message: MessageId = (0, 0, 0)
     divisor: Tensor | None = None  # of the sum of an all-reduce
     ended: bool = False  # the works have completed
@@ -83,18 +82,18 @@ class Mapping(typing.Protocol):
         """Map the shard of a rank, which lies in a file. Raises OSError if the system refuses."""
 
     def keep(self) -> None:
-        """Keep the present values, whatever is written to the shards, until ``forget_writes``."""
+        """Keep the present values until ``forget_writes``, whatever is written to the shards."""
 
     def forget_writes(self) -> None:
-        """Let ``full`` be the shards again."""
+        """Show the shards in ``full`` again."""
 
     def has_writes(self) -> bool:
         """True if this process has written to ``full``, by any means."""
 
 
 class Transport(abc.ABC):
-    """Communication along one axis. By default there is nothing to wait for after a message was
-    received, memory is ordinary memory, and nothing is mapped.
+    """Communication along one axis. By default a received message needs no further wait, memory is
+    ordinary memory, and nothing is mapped.
 
     Every method is a collective of the axis, except ``allocate``, ``settle``, ``new_tag``,
     ``places``, ``unfinished_gather`` and ``require_working``.
@@ -103,21 +102,22 @@ class Transport(abc.ABC):
     StateError, and so does every later use: all communication of this process has failed then. Only
     ``settle`` returns at once, because nothing is left to wait for.
 
-    It does not hold the axis's process group: transports are cached for as long as that group
-    lives.
+    A transport holds no reference to the axis's process group, because it is cached for as long as
+    that group lives.
     """
 
-    # Messages find their receivers by tags, in whatever order ranks send them. Without tags all
-    # ranks must make the same collectives in the same order.
+    # Messages are matched by tags, in whatever order ranks send them. Without tags all ranks must
+    # make the same collectives in the same order.
     has_tags = True
-    # Peers may still read what this rank has sent when the call that has sent it has ended, until
-    # ``settle``. So each reduction needs memory of its own, see ``allocate``.
+    # Peers may read what this rank has sent until ``settle``, even after the call that sent it has
+    # ended. So each reduction needs memory of its own, see ``allocate``.
     reads_later = False
     maps = False  # ``map_shards`` and barriers exist
     # How often ``continue_reduce`` is called between begin and end. If it is, it waits only for
     # ranks of this host, and the buffer may be freed as soon as ``begin_reduce`` returns.
     reduce_steps = 0
-    # The same of ``continue_all_reduce``. As many of them, the first ones, wait only for this host.
+    # How often ``continue_all_reduce`` is called; the first ``reduce_steps`` calls wait only for
+    # ranks of this host.
     all_reduce_steps = 0
     name = ""  # of its own connections, the same on all ranks; "" where there are none
 
@@ -137,7 +137,7 @@ class Transport(abc.ABC):
         """Raise StateError if communication has failed before."""
 
     def new_tag(self) -> int:
-        """Return an unused tag for a group. All ranks ask in the same order."""
+        """Return an unused tag for a group. All ranks must call it in the same order."""
         return len(Kind) * next(self._tags)
 
     def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:
@@ -147,8 +147,8 @@ class Transport(abc.ABC):
         return make(numel, dtype=dtype, device=self.device)
 
     def settle(self, what: str, only_reductions: bool = False) -> None:  # noqa: B027 (a default)
-        """Wait until everything that this rank has sent may be written to. only_reductions: what
-        finished reductions have sent."""
+        """Wait until everything that this rank has sent may be overwritten. only_reductions: wait
+        only for what finished reductions have sent."""
 
     # -- parameters
 
@@ -164,18 +164,17 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def end_gather(self, handle: Handle, what: str) -> None:
-        """Wait. ``full`` is readable afterwards (on a stream device: by later work on the
-        stream)."""
+        """Wait until ``full`` is readable (on a stream device: by later work on the stream)."""
 
     def unfinished_gather(self, tag: int) -> Handle | None:
         """Return the gather with this tag that has not ended, if its buffer must stay allocated:
-        an exception may have come between its beginning and the place where the handle is kept."""
+        an exception may have been raised before the caller stored the handle."""
         return None
 
     # -- values
 
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
-        """Return [ranks * S] from every rank's ``own`` [S], and wait for it."""
+        """Gather every rank's ``own`` [S] synchronously; return [ranks * S]."""
         own = own.contiguous()
         full = own.new_empty(self.ranks * own.numel())
         handle = self.begin_gather(own, full, full.chunk(self.ranks), tag)
@@ -190,11 +189,11 @@ class Transport(abc.ABC):
         return self.max_of(flags, what)
 
     def sum_of(self, values: Tensor, what: str) -> Tensor:
-        """Return the sum of ``values`` over the ranks, maybe computed in place."""
+        """Return the sum of ``values`` over the ranks; may be computed in place."""
         return self._by_rank(values, what).sum(0, dtype=values.dtype)
 
     def max_of(self, values: Tensor, what: str) -> Tensor:
-        """Return the maximum of ``values`` over the ranks, maybe computed in place."""
+        """Return the maximum of ``values`` over the ranks; may be computed in place."""
         return self._by_rank(values, what).amax(0)
 
     def gather_objects(self, value: object) -> list[typing.Any]:
@@ -224,8 +223,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Send contiguous tensors from the first rank of the axis; on the other ranks they are
-        overwritten."""
+        """Overwrite contiguous tensors with those of the axis's first rank."""
 
     # -- gradients
 
@@ -260,29 +258,29 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
-        """Wait. ``total`` is readable afterwards, and writable after ``settle``."""
+        """Wait until ``total`` is readable. It may be overwritten after ``settle``."""
 
     # -- mapped shards; only where ``maps``
 
     def places(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
-        """Return what changes when ``shards`` have moved and must be mapped again."""
+        """Return a value that changes when ``shards`` have moved and must be mapped again."""
         return ()
 
     def map_shards(
         self, shards: Sequence[Tensor], mappings: Sequence[Mapping | None]
     ) -> Sequence[Mapping] | str:
-        """Map every rank's ``shards`` [S] side by side, into ``mappings`` that exist already or
-        into new ones. Return why, if some rank cannot map all of them."""
+        """Map every rank's ``shards`` [S] side by side, into existing ``mappings`` or into new
+        ones. If some rank cannot map all of them, return the reason."""
         return "ranks do not read each other's memory"
 
     def begin_barrier(self, tag: int, word: int = 0) -> Handle:
-        """Tell the other ranks that this one has come to the barrier with this tag. Only if
-        something is mapped. Two barriers with one tag have one with another tag between them."""
+        """Tell the other ranks that this one has reached the barrier with this tag. Only if
+        something is mapped. A barrier with another tag must lie between two with the same tag."""
         raise NotImplementedError
 
     def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
-        """Wait until all ranks have come. Return the words of the others. fails: communication
-        fails if one of them is 1, by which a rank tells that it has left with an exception."""
+        """Wait until all ranks have reached the barrier; return the words of the others. fails:
+        communication fails if a word is 1, which says that its rank left with an exception."""
         raise NotImplementedError
 
 
@@ -290,8 +288,8 @@ def are_alike(value: str, communicators: Sequence[Transport], what: str) -> bool
     """True if all ranks of these axes have the same ``value``: they exchange a digest.
     Collective."""
     digest = hashlib.sha256(value.encode()).digest()[:_DIGEST_NBYTES]
-    # the largest complement says which byte is the smallest: a rank finds its own bytes in both
-    # only if all ranks have them
+    # the maximum of the complements gives the minimum: if both equal this rank's bytes, all ranks
+    # have the same
     own = [*digest, *(255 - byte for byte in digest)]
     values = torch.tensor(own, dtype=torch.uint8)
     for each in communicators:
@@ -306,7 +304,7 @@ def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def group_destroyed() -> StateError:
-    """The error for communication over a process group that was destroyed."""
+    """Return the error for communication over a destroyed process group."""
     return StateError.of(
         "The process group of this module was destroyed.",
         expected="communication before destroy_process_group",
@@ -319,8 +317,8 @@ def group_destroyed() -> StateError:
 def communication_error(
     first: str, got: str, rank: int, members: tuple[int, ...], culprit: int | None = None
 ) -> StateError:
-    """The error for a wait that failed. first: a sentence with the thing that was waited for.
-    culprit: the global rank that has failed first, if it is known."""
+    """Return the error for a failed wait. first: a sentence that names what was waited for.
+    culprit: the global rank that failed first, if known."""
     look = "look for a rank that raised or skipped a unit"
     if culprit is not None:
         look = f"look at rank {culprit}'s own error first; without one, it skipped a unit or step"

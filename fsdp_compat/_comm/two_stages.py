@@ -1,22 +1,22 @@
-"""The transport along an axis of several hosts with several ranks each: over hosts and within the
-host, so that every value leaves its host once for each other host.
+"""The transport along an axis of several hosts with several ranks each: one stage over hosts, one
+within the host, so that every value is sent to each other host only once.
 
-A rank has a host and a *place* on it. ``near`` connects the ranks of one host, which read each
-other's memory; ``far`` connects the ranks of the same place on every host. The one that goes first
-sends less over the network:
+A rank has a host and a *local rank* on it. ``near`` connects the ranks of one host, which read each
+other's memory; ``far`` connects the ranks with the same local rank on every host. The order of the
+stages is the one that sends less over the network:
 
-    all-gather       far, of this rank's shard; then near, of the shards of this place
-    reduce-scatter   near, of what the ranks of this place need; then far, of the sums of the host
+    all-gather       far, of this rank's shard; then near, of the shards of this local rank
+    reduce-scatter   near, of what ranks of this local rank need; then far, of the sums of the host
     all-reduce       reduce-scatter near; all-reduce far, of a piece; all-gather near
 
-So sums are taken within each host in rank order, at least in fp32, and rounded to the dtype of the
+So sums are taken within each host in rank order, in fp32 or wider, and rounded to the dtype of the
 buffer, which is that of the messages; then over hosts, in the order of their first ranks. The bits
 of a sum depend on which ranks share a host, and are the same on all ranks.
 
-The order of calls. The second stage of an all-gather begins where it is ended, and waits until the
-other ranks of the host end it, too. Ranks that use different units begin their all-gathers in one
-order, but may end them in others: so a gather ends the earlier ones first. Reductions wait at each
-step only for what every rank has begun in the step before."""
+The order of calls. The second stage of an all-gather begins when this rank ends it, and waits until
+the other ranks of the host end it. Ranks that use different units begin their all-gathers in one
+order, but may end them in another, so a gather ends the earlier ones first. A step of a reduction
+waits only for what every rank has begun in the step before."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from .transport import Handle
 
 
 class _Pending(Handle):
-    """A collective of which one stage is in flight, which sends ``keep``."""
+    """A collective with one stage in flight, which sends ``held``."""
 
     __slots__ = ("stage", "step", "target")
 
-    def __init__(self, stage: Handle, keep: Tensor, target: Tensor, tag: int) -> None:
-        super().__init__([], (), keep, (tag, 0, 0))
+    def __init__(self, stage: Handle, held: Tensor, target: Tensor, tag: int) -> None:
+        super().__init__([], (), held, (tag, 0, 0))
         self.stage, self.target, self.step = stage, target, 0
 
 
 class TwoStages(OverConnections):
-    """Exchanges by two transports."""
+    """Exchanges in two stages, each by a transport of its own."""
 
     reduce_steps = 1
 
@@ -56,14 +56,14 @@ class TwoStages(OverConnections):
         connect: Callable[[Axis, torch.device, str], GlooTransport],
     ) -> None:
         """Collective. whole: between all ranks. hosts: see ``hosts_of``. connect: connects some
-        ranks of the axis, which have a name."""
+        ranks of the axis, under a name."""
         super().__init__(axis, whole.device, whole.connections)
-        self._num_hosts, self._num_places = len(hosts), len(hosts[0])
+        self._num_hosts, self._ranks_per_host = len(hosts), len(hosts[0])
         self._is_by_host = hosts[0][1] == 1
-        [(self._host, self._place)] = [
+        [(self._host, self._local_rank)] = [
             (host, ranks.index(axis.rank)) for host, ranks in enumerate(hosts) if axis.rank in ranks
         ]
-        of_place = [ranks[self._place] for ranks in hosts]
+        peers = [ranks[self._local_rank] for ranks in hosts]
 
         def connected(ranks: Sequence[int], name: str) -> GlooTransport:
             members = tuple(axis.members[rank] for rank in ranks)
@@ -71,7 +71,7 @@ class TwoStages(OverConnections):
             return connect(part, whole.device, name)
 
         self._near = connected(hosts[self._host], f"host {self._host}")
-        self._far = connected(of_place, f"place {self._place}")
+        self._far = connected(peers, f"local rank {self._local_rank}")
         self.all_reduce_steps = 3 + 1
         self.traffic = self._far.traffic  # what leaves this host
         self._gathers: dict[int, _Pending] = {}  # by tag: those that have not ended, oldest first
@@ -83,7 +83,7 @@ class TwoStages(OverConnections):
     def begin_gather(
         self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
-        if tag in self._gathers and not self.has_failed:  # an exception has left it behind
+        if tag in self._gathers and not self.has_failed:  # left by an exception
             self.end_gather(self._gathers[tag], "parameters")
         staged = self._near.allocate(self._num_hosts * own.numel(), full.dtype)
         stage = self._far.begin_gather(own, staged, staged.chunk(self._num_hosts), tag)
@@ -96,24 +96,26 @@ class TwoStages(OverConnections):
             self._end_gather(next(iter(self._gathers.values())), what)
 
     def _end_gather(self, handle: _Pending, what: str) -> None:
-        near, (tag, *_), staged = self._near, handle.message, handle.keep
+        near, (tag, *_), staged = self._near, handle.message, handle.held
         self._far.end_gather(handle.stage, what)
         near.settle(what)  # the others have read the last gather: its memory can be freed
-        grid = self._by_host_and_place(handle.target)
-        shape = self._num_places, *staged.view(self._num_hosts, -1).shape
-        # messages are not received into memory that lies apart
+        grid = self._by_host_and_local_rank(handle.target)
+        shape = self._ranks_per_host, *staged.view(self._num_hosts, -1).shape
+        # messages cannot be received into strided memory
         is_direct = not isinstance(near, MessageTransport)
-        places = grid.transpose(0, 1) if is_direct else staged.new_empty(shape)
-        stage = near.begin_gather(staged.view(shape[1:]), handle.target, places.unbind(), tag)
+        by_local_rank = grid.transpose(0, 1) if is_direct else staged.new_empty(shape)
+        stage = near.begin_gather(
+            staged.view(shape[1:]), handle.target, by_local_rank.unbind(), tag
+        )
         near.end_gather(stage, what)
         if not is_direct:
-            grid.copy_(places.transpose(0, 1))
-        handle.ended, handle.keep = True, None
+            grid.copy_(by_local_rank.transpose(0, 1))
+        handle.ended, handle.held = True, None
         del self._gathers[tag]
 
     @all_or_nothing
     def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
-        grid = self._by_host_and_place(buffer)
+        grid = self._by_host_and_local_rank(buffer)
         staged = self._staged(buffer.numel(), buffer.dtype)
         staged.view(grid.transpose(0, 1).shape).copy_(grid.transpose(0, 1))
         return self._begin_sum_of_host(staged, staged, tag)
@@ -121,7 +123,7 @@ class TwoStages(OverConnections):
     @all_or_nothing
     def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
         assert isinstance(handle, _Pending)
-        total = handle.keep = self._sum_of_host(handle, what)
+        total = handle.held = self._sum_of_host(handle, what)
         handle.stage = self._far.begin_reduce(total, total.chunk(self._num_hosts), tag)
         return handle
 
@@ -130,15 +132,15 @@ class TwoStages(OverConnections):
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
         assert isinstance(handle, _Pending)
-        part = handle.keep.chunk(self._num_hosts)[self._host]
+        part = handle.held.chunk(self._num_hosts)[self._host]
         total = self._far.end_reduce(handle.stage, part, dtype, what, divisor)
-        self._far.settle(what, only_reductions=True)  # `keep` can be freed
+        self._far.settle(what, only_reductions=True)  # `held` can be freed
         return total
 
     @all_or_nothing
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         numel = total.numel()
-        staged = self._staged(-(-numel // self._num_places) * self._num_places, total.dtype)
+        staged = self._staged(-(-numel // self._ranks_per_host) * self._ranks_per_host, total.dtype)
         staged[:numel].copy_(total)
         staged[numel:].zero_()
         handle = self._begin_sum_of_host(staged, total, tag)
@@ -151,16 +153,18 @@ class TwoStages(OverConnections):
         near, far, step = self._near, self._far, handle.step
         handle.step += 1
         if step == 0:
-            handle.keep = self._sum_of_host(handle, what)
-            handle.stage = far.begin_all_reduce(handle.keep, tag, handle.divisor)
+            handle.held = self._sum_of_host(handle, what)
+            handle.stage = far.begin_all_reduce(handle.held, tag, handle.divisor)
         elif step == 1:
-            handle.stage = far.continue_all_reduce(handle.stage, handle.keep, tag, what)
+            handle.stage = far.continue_all_reduce(handle.stage, handle.held, tag, what)
         elif step == 2:
-            far.end_all_reduce(handle.stage, handle.keep, what)
-            numel = self._num_places * handle.keep.numel()
+            far.end_all_reduce(handle.stage, handle.held, what)
+            numel = self._ranks_per_host * handle.held.numel()
             full = total if total.numel() == numel else total.new_empty(numel)
             handle.target = full
-            handle.stage = near.begin_gather(handle.keep, full, full.chunk(self._num_places), tag)
+            handle.stage = near.begin_gather(
+                handle.held, full, full.chunk(self._ranks_per_host), tag
+            )
         else:
             near.end_gather(handle.stage, what)
             if handle.target is not total:
@@ -181,44 +185,44 @@ class TwoStages(OverConnections):
         self._far.settle(what, only_reductions)
 
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
-        if self._place == 0:
+        if self._local_rank == 0:
             self._far.broadcast(tensors, what)
         self._near.broadcast(tensors, what)
 
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
-        of_place = self._far.gather_now(own, what, tag)
-        full = self._near.gather_now(of_place, what, tag)
-        grid = full.view(self._num_places, self._num_hosts, own.numel())
+        over_hosts = self._far.gather_now(own, what, tag)
+        full = self._near.gather_now(over_hosts, what, tag)
+        grid = full.view(self._ranks_per_host, self._num_hosts, own.numel())
         return (grid.transpose(0, 1) if self._is_by_host else grid).reshape(-1)
 
     # -- parts
 
-    def _by_host_and_place(self, full: Tensor) -> Tensor:
-        """Return a view [hosts, places, S] of the segments of all ranks."""
-        hosts, places = self._num_hosts, self._num_places
+    def _by_host_and_local_rank(self, full: Tensor) -> Tensor:
+        """Return a view [hosts, local ranks, S] of the segments of all ranks."""
+        hosts, per_host = self._num_hosts, self._ranks_per_host
         size = full.numel() // self.ranks
         if self._is_by_host:
-            return full.view(hosts, places, size)
-        return full.view(places, hosts, size).transpose(0, 1)
+            return full.view(hosts, per_host, size)
+        return full.view(per_host, hosts, size).transpose(0, 1)
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for what the ranks of this host sum. That of earlier sums can be reused
+        """Return memory for what the ranks of this host sum. Memory of earlier sums can be reused
         once no peer reads it."""
         self._near.settle("gradients that this rank has sent", only_reductions=True)
         return self._near.allocate(numel, dtype)
 
     def _begin_sum_of_host(self, staged: Tensor, target: Tensor, tag: int) -> _Pending:
-        stage = self._near.begin_reduce(staged, staged.chunk(self._num_places), tag)
+        stage = self._near.begin_reduce(staged, staged.chunk(self._ranks_per_host), tag)
         return _Pending(stage, staged, target, tag)
 
     def _sum_of_host(self, handle: _Pending, what: str) -> Tensor:
-        own = handle.keep.chunk(self._num_places)[self._place]
+        own = handle.held.chunk(self._ranks_per_host)[self._local_rank]
         return self._near.end_reduce(handle.stage, own, own.dtype, what, None)
 
 
 def hosts_of(whole: GlooTransport) -> list[list[int]] | None:
-    """Return the ranks of an axis by host and place, if they exchange in two stages: several hosts
-    with as many ranks each, which are numbered host by host or place by place. Collective."""
+    """Return the ranks of an axis by host and local rank, if they exchange in two stages: several
+    hosts with equally many ranks, numbered host by host or round-robin over hosts. Collective."""
     if whole.ranks < 4:
         return None
     own = Process.own()
@@ -228,8 +232,8 @@ def hosts_of(whole: GlooTransport) -> list[list[int]] | None:
         for machine in dict.fromkeys(machines)
     ]
     ranks, num_hosts = range(whole.ranks), len(hosts)
-    num_places = whole.ranks // num_hosts
-    by_host = [list(ranks[i * num_places : (i + 1) * num_places]) for i in range(num_hosts)]
-    by_place = [list(ranks[i::num_hosts]) for i in range(num_hosts)]
-    is_regular = None not in machines and hosts in (by_host, by_place)
-    return hosts if is_regular and min(num_hosts, num_places) > 1 else None
+    per_host = whole.ranks // num_hosts
+    by_host = [list(ranks[i * per_host : (i + 1) * per_host]) for i in range(num_hosts)]
+    round_robin = [list(ranks[i::num_hosts]) for i in range(num_hosts)]
+    is_regular = None not in machines and hosts in (by_host, round_robin)
+    return hosts if is_regular and min(num_hosts, per_host) > 1 else None

@@ -76,16 +76,16 @@ def test_shards_that_have_moved_are_mapped_again_at_the_same_addresses() -> None
 def test_addresses_live_as_long_as_a_view_and_leave_nothing() -> None:
     shards = [shard(1.0), shard(2.0)]
     gc.collect()
-    before, parts = num_mapped(), mapped._num_parts
+    before, parts = num_mapped(), mapped._num_mapped
     mapping = mapping_of(shards)
     view = mapping.full[NUMEL:].view(-1, 4)[2]
     del mapping
     gc.collect()
-    assert mapped._num_parts == parts + 2
+    assert mapped._num_mapped == parts + 2
     assert (view == 2.0).all()
     del view
     gc.collect()
-    assert (num_mapped(), mapped._num_parts) == (before, parts)
+    assert (num_mapped(), mapped._num_mapped) == (before, parts)
 
 
 def test_what_cannot_be_mapped_is_refused() -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_mapped_is_refused() -> None:
     with pytest.raises(OSError, match="begin at a page"):
         map_shards(0, {}, [good], [[place._replace(offset=place.offset + 4)]], [None])
     with (
-        mock.patch.object(mapped, "MAX_PARTS", mapped._num_parts),
+        mock.patch.object(mapped, "MAX_MAPPED", mapped._num_mapped),
         pytest.raises(OSError, match="too many mappings"),
     ):
         map_shards(0, {}, [good], [[place]], [None])

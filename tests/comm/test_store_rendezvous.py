@@ -18,8 +18,8 @@ import torch.distributed as dist
 from fsdp_compat import StateError
 from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
 from fsdp_compat._comm.divergence.processes import Process
-from fsdp_compat._comm.divergence.status_store import Answer, Inquiry, Post, StatusStore
-from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous, Turn
+from fsdp_compat._comm.divergence.status_store import Answer, MissingRanks, Post, StatusStore
+from fsdp_compat._comm.divergence.store_rendezvous import Attempt, StoreRendezvous
 from fsdp_compat._comm.divergence.waits import RENDEZVOUS, Activity, Report, Wait
 from tests.support.simulation import Simulation
 
@@ -183,7 +183,7 @@ def test_different_calls_are_refused_without_waiting_for_missing_ranks(
     messages = ranks.simulation.run(ranks.call(0, "state_dict"), ranks.call(1, "clip_grad_norm_"))
     assert ranks.simulation.now < 1001.0
     for message, call in zip(messages, ("state_dict()", "clip_grad_norm_()"), strict=True):
-        assert message.startswith(f"The ranks did not come together in {call}.")
+        assert message.startswith(f"Not all ranks called {call}.")
         assert "rank 0 called state_dict() at train.py:1 in main()" in message
         assert "rank 1 called clip_grad_norm_() at train.py:1 in main()" in message
         assert "rank 2 has not arrived" in message
@@ -195,13 +195,13 @@ def test_rank_that_arrives_while_the_rendezvous_is_closed_is_told_its_own_call(
 ) -> None:
     """Rank 2 arrives after rank 0 has seen that the calls differ, and before that rank closes the
     rendezvous."""
-    ranks, close, pauses_s = make(3), Turn.close, (0.1, 0.2, 1.0)
+    ranks, close, pauses_s = make(3), Attempt.close, (0.1, 0.2, 1.0)
 
-    def close_late(turn: Turn, known: dict[int, str]) -> None:
-        ranks.simulation.sleep(pauses_s[turn._activity.rank])
-        close(turn, known)
+    def close_late(attempt: Attempt, known: dict[int, str]) -> None:
+        ranks.simulation.sleep(pauses_s[attempt._activity.rank])
+        close(attempt, known)
 
-    monkeypatch.setattr(Turn, "close", close_late)
+    monkeypatch.setattr(Attempt, "close", close_late)
     messages = ranks.simulation.run(
         ranks.call(0, "state_dict"), ranks.call(1, "apply"), ranks.call(2, "apply", after_s=0.05)
     )
@@ -368,13 +368,13 @@ def test_waiting_rank_publishes_that_it_can_be_refused(make: Callable[..., Ranks
 
 
 def inquire(*answers: Answer | None) -> list[tuple[str, bool]]:
-    """What an inquiry returns after each answer. The first one is there before the question."""
+    """What a missing rank is found to do after each answer. The first is there before the question."""
     store, found = StatusStore(dist.HashStore()), []
-    inquiry = Inquiry(store, CONNECTIONS)
+    missing = MissingRanks(store, CONNECTIONS)
     for answer in answers:
         if answer is not None:
             store.answer(1, answer)
-        found.append(inquiry.of(1))
+        found.append(missing.ask(1))
     return found
 
 
@@ -392,17 +392,17 @@ def test_answer_to_an_earlier_question_does_not_count(simulation: Simulation) ->
 def test_silent_rank_is_waited_for_while_its_process_lives(simulation: Simulation) -> None:
     """It may be stopped."""
     store = StatusStore(dist.HashStore())
-    inquiry = Inquiry(store, CONNECTIONS)
+    missing = MissingRanks(store, CONNECTIONS)
     with subprocess.Popen(["sleep", "60"]) as other:
         process = Process.with_id(other.pid)
         assert process is not None
         store.introduce(1, process)
         os.kill(other.pid, signal.SIGSTOP)
-        assert inquiry.of(1) == ("it has not answered for 0 s", False)
+        assert missing.ask(1) == ("it has not answered for 0 s", False)
         simulation.now += 1000.0
-        assert inquiry.of(1) == ("it has not answered for 1000 s", False)
+        assert missing.ask(1) == ("it has not answered for 1000 s", False)
         os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         gone = "its process ended without a message, as a killed one does", True
-        assert inquiry.of(1) == gone, "a zombie"
-    assert inquiry.of(1) == gone
+        assert missing.ask(1) == gone, "a zombie"
+    assert missing.ask(1) == gone

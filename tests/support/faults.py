@@ -436,7 +436,7 @@ def _assert_fails_for_good(subject: Subject, call: Call) -> None:
     that nothing works afterwards unless the call was refused before anything was sent."""
     message = message_of_first(subject, call)
     last = subject.pair.ranks - 1
-    if "did not come together" in message:
+    if "Not all ranks called" in message:
         assert_told(message, rf"rank {last} has not arrived: its? .*ended", r"called \S+\(\) at ")
     elif "did not stay together" in message:
         assert_told(message, rf"rank {last} \(process \d+\) has ended")

@@ -1,2 +1,2 @@
-"""What ranks find out about each other while they wait, and how a wait that can never end is ended.
-Nothing here knows how messages travel."""
+"""What ranks learn about each other while they wait, and how a wait that can never end is aborted.
+Nothing here knows how messages are sent."""

@@ -1,37 +1,37 @@
-"""Detects waits that can never end, and ends them with an error that says which rank waits for
+"""Detects waits that can never end, and aborts them with an error that says which rank waits for
 what.
 
 A background thread looks at what this process waits for (waits.py). When a wait has lasted
 ``PATIENCE`` seconds, it publishes the wait in the status store, with how often this rank has begun
-each message, and searches the posts of other ranks for a circle. A wait in a circle is
-ended, and all communication of the process fails with it: see ``give_up``. So does a wait for a
-rank that has gone, because gloo does not tell every message, and a child of a killed process may
-hold its connections open. A rendezvous in a circle is refused alone, because nothing has been sent
-in it.
+each message, and searches the posts of other ranks for a cycle. A wait in a cycle is aborted, and
+all communication of the process fails with it (``give_up``). The same happens to a wait for a rank
+that has gone: gloo does not report a closed connection to every pending message, and a child of a
+killed process may hold the connection open. A rendezvous in a cycle is refused alone, because
+nothing has been sent in it.
 
-The same thread tells other ranks what this process is doing (progress.py) when they ask, so that a
-rank that is late can be told from a rank that will never come. A long wait that may still end is
-reported as a warning, with the answers of the ranks that it waits for (``Inquiry``). The thread has
-its own connection to the store, because the main thread may be waiting in the other one. While no
-rank asks and nothing waits, it measures nothing and makes one request, which only reads, every
-``quiet_s()`` seconds.
+The same thread tells other ranks what this process is doing (progress.py) when they ask, so that
+they can distinguish a late rank from one that will never come. A long wait that may still end is
+reported as a warning, with the answers of the missing ranks (``MissingRanks``). The thread has its
+own connection to the store, because the main thread may be waiting on the other one. While no rank
+asks and nothing waits, it measures nothing and makes one read-only request every ``quiet_s()``
+seconds.
 
-Circles. A rank *lacks* what another rank waits for while it has begun it less often than the
+Cycles. A rank *lacks* what another rank waits for while it has begun it less often than the
 waiting rank.
 
-A circle that the search finds is real, however old a post is. A waiting rank starts nothing. If
-rank B has not yet started what A waits for, and B itself waits, then A's wait ends after B's. In a
-circle of such waits no wait can be the first to end. The same holds for a chain that ends at a wait
-over connections of which some rank has failed: every exchange needs that rank. A rank that computes
-has no post, and a message in flight was begun; so neither a slow rank nor a slow network looks like
-a circle. All this needs ranks that communicate from one thread: while several threads do,
-the thread does not search.
+Every cycle found is real, even if the posts are stale. A waiting rank starts nothing. If rank B has
+not yet started what A waits for, and B itself waits, then A's wait ends after B's. In a cycle of
+such waits no wait can be the first to end. The same holds for a chain that ends at a wait over
+connections on which some rank has failed: every exchange needs that rank. A rank that computes has
+no post, and a message in flight was begun, so neither a slow rank nor a slow network looks like a
+cycle. All this assumes that a rank communicates from one thread; while several threads do, there is
+no search.
 
-A rank that waits in a rendezvous has sent nothing yet. If a circle passes through such ranks, only
+A rank that waits in a rendezvous has sent nothing yet. If a cycle passes through such ranks, only
 they get an error and the waits of the others go on, because a refused rank can still do what they
-wait for. All of its ranks wait for the same missing ones, so they are one place of a circle, and
-only the ranks that ask which ones are missing search from there: the first to arrive, and later a
-few more, as it may die. A search thus asks for few posts, whatever the number of ranks."""
+wait for. All ranks of a rendezvous wait for the same missing ones, so they are one node, and only
+the ranks that ask which ones are missing search from there: the first to arrive and, because it may
+die, later a few more. So a search reads few posts, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from ... import _torch_private
 from ..environment import quiet_s, warn_after_s
 from . import progress
 from .processes import Process
-from .status_store import Answer, Inquiry, Post, StatusStore, status_store
+from .status_store import Answer, MissingRanks, Post, StatusStore, status_store
 from .waits import Report, Wait, Waiter, Waiting
 
 PATIENCE = 5.0  # seconds in the same wait before it is published
-LOOK_S = 1.0  # at most, between two looks of the thread
-_MAX_NAMED = 4  # ranks in a warning
-FORGOTTEN_S = 10.0  # without a question: no rank waits for an answer any more
+LOOK_S = 1.0  # the thread looks at least this often
+_MAX_NAMED = 4  # ranks listed in a warning
+FORGOTTEN_S = 10.0  # without a question for so long, no rank waits for an answer any more
 
 _logger = logging.getLogger("fsdp_compat.waits")
 
@@ -82,7 +82,7 @@ class Responder:
         self._num_answered = 0
         self._answered_at = self._looked_at = -FORGOTTEN_S
         self._progress = progress.Progress()
-        # what this process does, and since when every question has found the same
+        # what this process does, and since when all questions have found the same
         self._text, self._since = "", 0.0
         store.introduce(rank, Process.own())
 
@@ -115,12 +115,12 @@ class Responder:
 
 
 class Search:
-    """Follows the current wait of this process, publishes it when it is long, looks for a circle,
-    and warns while there is none."""
+    """Follows the current wait of this process, publishes a long one, searches for a cycle, and
+    warns while there is none."""
 
     def __init__(self) -> None:
         self._seen: Waiting | None = None
-        self._inquiry: Inquiry | None = None  # about the ranks that it waits for
+        self._missing: MissingRanks | None = None  # that it waits for
         self._warn_s = 0.0  # seconds of waiting at the next warning; 0: no warnings
         self._since = self._probed_at = 0.0  # monotonic seconds
         self._posted: Wait | None = None  # what the post in the store says
@@ -132,13 +132,13 @@ class Search:
         waiter, waiting = _current(waiters)
         if waiting is not self._seen:
             self._seen, self._since = waiting, time.monotonic()
-            self._inquiry, self._warn_s = None, warn_after_s()
+            self._missing, self._warn_s = None, warn_after_s()
             self.withdraw(store)
         elif waiter is not None and waiting is not None:
             waited_s = time.monotonic() - self._since
             if waited_s >= PATIENCE:
                 self._look_at_long_wait(waiters, waiter, waiting, store)
-            # some time before a warning, so that the missing ranks can answer until then
+            # some time before a warning, so that the missing ranks can answer in time
             is_due = self._warn_s and waited_s >= self._warn_s - warn_after_s() / 2
             if is_due and waiter.activity.diagnosis is None:
                 wait = waiter.describe(waiting)
@@ -146,11 +146,11 @@ class Search:
                     self._ask(wait, waited_s, store)
 
     def _ask(self, wait: Wait, waited_s: float, store: StatusStore) -> None:
-        """Ask what the missing ranks are doing and, when it is time, warn; at growing intervals."""
-        self._inquiry = self._inquiry or Inquiry(store, wait.name)
+        """Ask what the missing ranks are doing and, at growing intervals, warn."""
+        self._missing = self._missing or MissingRanks(store, wait.name)
         posts = {rank: store.post_of(rank) for rank in wait.peers}
         missing = [rank for rank, post in posts.items() if post is None or post.lacks(wait)]
-        found = [f"rank {rank}: {self._inquiry.of(rank)[0]}" for rank in missing]
+        found = [f"rank {rank}: {self._missing.ask(rank)[0]}" for rank in missing]
         if waited_s < self._warn_s:
             return
         while self._warn_s <= waited_s:
@@ -184,17 +184,17 @@ class Search:
             self._posted = own.wait
             store.post(own.wait.rank, own)
         if activity.diagnosis is not None:
-            waiter.end_wait()  # again, as this wait may have begun after the last time
+            waiter.end_wait()  # again, because this wait may have begun after the last attempt
             return
         report = find_cycle(store, own)
         now = time.monotonic()
         if report is None and now - max(self._since, self._probed_at) >= PATIENCE:
-            self._probed_at = now  # rarely, because each time a message is sent
+            self._probed_at = now  # rarely, because each probe sends a message
             report = _report_of_lost(waiter, own.wait, store)
         if report is not None and activity.waiting is waiting:
             activity.diagnosis = report
             if not own.wait.can_be_refused:
-                # first: a peer that loses its connection looks here for the reason
+                # first: a peer that loses its connection looks for the reason in the store
                 _report_failure(waiters, report, store)
             waiter.end_wait()
 
@@ -230,7 +230,7 @@ class _Watcher:
         return [waiter for waiter in self._waiters if waiter.is_alive]
 
     def end(self) -> None:
-        """The interpreter ends: a thread that returned from a call after that would crash it."""
+        """Stop the thread before the interpreter ends: returning from a call later would crash."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2.0)
@@ -282,9 +282,9 @@ def watch(waiter: Waiter) -> None:
 
 def find_cycle(store: StatusStore, own: Post) -> Report | None:
     """Return why a wait can never end, or None if it may end."""
-    posts: dict[int, Post | None] = {own.wait.rank: own}  # as far as they were read, by rank
-    path: dict[object, Post] = {}  # by place, in the order of the search
-    done: set[object] = set()  # places that lead to no circle
+    posts: dict[int, Post | None] = {own.wait.rank: own}  # those read so far, by rank
+    path: dict[object, Post] = {}  # by node, in the order of the search
+    done: set[object] = set()  # nodes that lead to no cycle
 
     def with_path(report: Report) -> Report:
         lines = {post.wait.rank: post.wait.text for post in path.values()}
@@ -292,29 +292,29 @@ def find_cycle(store: StatusStore, own: Post) -> Report | None:
 
     def search(post: Post) -> Report | None:
         wait = post.wait
-        path[wait.place] = post
+        path[wait.node] = post
         failed = None if wait.can_be_refused else store.failure_of(wait.name)
         if failed is not None:
             return with_path(failed)
-        is_told = wait.can_be_refused and post is not own
-        for rank in store.missing_in(wait.name, wait.number) if is_told else wait.peers:
+        is_published = wait.can_be_refused and post is not own
+        for rank in store.missing_in(wait.name, wait.number) if is_published else wait.peers:
             if rank not in posts:
                 posts[rank] = store.post_of(rank)
             peer = posts[rank]
-            if peer is None or peer.wait.place in done or not peer.lacks(wait):
+            if peer is None or peer.wait.node in done or not peer.lacks(wait):
                 continue
-            if peer.wait.place not in path:
+            if peer.wait.node not in path:
                 found = search(peer)
                 if found is not None:
                     return found
                 continue
-            places = list(path)
-            circle = places[places.index(peer.wait.place) :]
-            refused = [place for place in circle if path[place].wait.can_be_refused]
-            if not refused or own.wait.place in refused:
+            nodes = list(path)
+            cycle = nodes[nodes.index(peer.wait.node) :]
+            refused = [node for node in cycle if path[node].wait.can_be_refused]
+            if not refused or own.wait.node in refused:
                 return with_path(Report({}))
-        del path[wait.place]
-        done.add(wait.place)
+        del path[wait.node]
+        done.add(wait.node)
         return None
 
     return search(own)
@@ -331,11 +331,11 @@ def _report_of_lost(waiter: Waiter, wait: Wait, store: StatusStore) -> Report | 
 
 
 def reason_of(waiter: Waiter, wait: Wait, is_lost: bool) -> Report | None:
-    """Return why a wait has failed, as far as the store tells: what another member has reported or,
-    with ``is_lost``, that one has gone."""
+    """Return why a wait has failed, as far as the store knows: another member's report or, with
+    ``is_lost``, that one has gone."""
     store = status_store()
     if store is not None:
-        with contextlib.suppress(RuntimeError):  # the rank that is lost may have had the store
+        with contextlib.suppress(RuntimeError):  # the lost rank may have hosted the store
             reported = store.failure_of(wait.name, except_of=wait.rank)
             return reported or (_report_of_lost(waiter, wait, store) if is_lost else None)
     return None

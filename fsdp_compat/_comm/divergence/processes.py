@@ -1,4 +1,4 @@
-"""The processes of ranks, to tell which share a machine and whether a silent one still lives."""
+"""The processes of ranks: which of them share a machine, and whether a silent one is alive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import uuid
 from pathlib import Path
 
-# Among the fields of a process's stat after its name. The address of its stack is random, and
-# another one after an exec, which keeps all else; it is 0 for processes that may not know it.
+# Indices into the fields of a process's stat after its name. The address of its stack is random and
+# changes by an exec, which changes nothing else; it is 0 for readers without permission.
 _STATE, _START_TIME, _STACK = 0, 19, 25
 
 
@@ -31,8 +31,8 @@ def _stat_of(pid: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A name of a process and of the program that it runs. It tells a killed process, which is
-    silent, from a stopped one, which is silent too."""
+    """Identifies a process and the program that it runs. It distinguishes a killed process from a
+    stopped one; both are silent."""
 
     machine: str  # the same for processes that see each other's ids
     pid: int

@@ -2,8 +2,8 @@
 whether the process waits.
 
 It waits while the followed thread's innermost Python frame is a collective of torch.distributed, or
-a lock and all other threads wait too. Everything else is work: a loop, an evaluation,
-``torch.save`` of a large file, an upload; also a sleep, and a C function that the user's code
+a lock while all other threads wait too. Everything else counts as work: a loop, an evaluation,
+``torch.save`` of a large file, an upload, but also a sleep or a C function that the user's code
 calls, which look the same. Nothing is measured until another rank asks."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _followed = threading.main_thread().ident or 0
 
 
 def follow() -> None:
-    """Follow the calling thread: it makes the collective calls."""
+    """Follow the calling thread, which makes the collective calls."""
     global _followed
     _followed = threading.get_ident()
 
@@ -70,8 +70,8 @@ _error = ""
 
 
 def note_error(error: BaseException | None) -> None:
-    """Keep the error that has ended a pass on this rank, until the next pass (None): other ranks
-    may be waiting for the rest of it."""
+    """Remember the error that ended a pass on this rank until the next pass (None), because other
+    ranks may be waiting for the rest of it."""
     global _error
     if error is None:
         _error = ""
@@ -89,13 +89,13 @@ class Progress:
     """Measures for how long this process has been in the same wait."""
 
     def __init__(self) -> None:
-        # Holding the frame keeps its identity from another call. It also holds the frame's
+        # Held, so that no other call gets a frame of the same identity. It also holds the frame's
         # variables, so this object must not outlive the questions of other ranks.
         self._frame: types.FrameType | None = None
         self._instruction, self._since = 0, 0.0
 
     def idle_s(self) -> float:
-        """Return for how many seconds every call has found this process in the same wait; 0.0 if it
+        """Return for how many seconds all calls have found this process in the same wait; 0.0 if it
         does not wait."""
         frames, now = sys._current_frames(), time.monotonic()
         frame = frames.get(_followed)

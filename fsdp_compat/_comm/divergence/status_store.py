@@ -1,5 +1,5 @@
-"""What ranks tell each other through the store of the default process group, beside the messages
-that they exchange. All keys are here."""
+"""What ranks tell each other through the store of the default process group. All of its keys are
+here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .waits import Report, Wait
 
 @dataclasses.dataclass(frozen=True)
 class Post:
-    """A wait, and what its rank had begun at that time."""
+    """A wait, and what its rank had begun by then."""
 
     wait: Wait
     counts: dict[str, dict[int, int]]  # by name of the activity and by tag
@@ -29,13 +29,13 @@ class Post:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a process says that it is doing."""
+    """A process's answer to the question what it is doing."""
 
     number: int  # of the question that it answers
     text: str  # as in "is at train.py:41 in main()"
     idle_s: float  # how long it has been in one wait; 0.0 in a wait that deadlock.py watches
     ended: bool = False  # its program, or the process group that the question was about
-    since_s: float = 0.0  # how long every question has found the same text
+    since_s: float = 0.0  # how long all questions have found the same text
 
 
 class StatusStore:
@@ -45,8 +45,8 @@ class StatusStore:
         self._store = store
 
     def _get(self, key: str) -> typing.Any:
-        """Return the value of a key, or None. One request: a ``get`` waits for a key that does not
-        exist, so it takes two."""
+        """Return the value of a key, or None, by one request: ``get`` would wait for a missing key,
+        so it needs a second request before."""
         text = self._store.compare_set(f"fsdp_compat/{key}", "", "").decode()
         return ast.literal_eval(text) if text else None
 
@@ -64,21 +64,21 @@ class StatusStore:
         return value and Post(Wait(*value[0]), value[1])
 
     def report_failure(self, name: str, rank: int, report: Report) -> None:
-        """Tell all members that what has this name has failed on a rank. The first report counts,
-        as the others may be its consequences."""
+        """Tell all members that the communication named ``name`` has failed on a rank. The first
+        report counts, because the others may be its consequences."""
         value = repr((rank, dataclasses.astuple(report)))
         self._store.compare_set(f"fsdp_compat/failed/{name}", "", value)
 
     def failure_of(self, name: str, *, except_of: int | None = None) -> Report | None:
-        """Return what the first rank on which ``name`` has failed has reported, unless that is the
-        rank ``except_of``."""
+        """Return the report of the first rank on which ``name`` failed, unless that is the rank
+        ``except_of``."""
         value = self._get(f"failed/{name}")
         return None if value is None or value[0] == except_of else Report(*value[1])
 
     # -- rendezvous, see store_rendezvous.py
 
     def count(self, name: str) -> int:
-        """Return how often a name was counted."""
+        """Return how often this was called for a name before, on all ranks together."""
         return self._store.add(f"fsdp_compat/count/{name}", 1) - 1
 
     def arrive(self, name: str, number: int, rank: int, call: str, value: int) -> int:
@@ -92,20 +92,20 @@ class StatusStore:
         return call if posted == number else ""
 
     def sum_of(self, name: str, number: int) -> int:
-        found: int = self._get(f"sum/{name}/{number}")  # a file does not grow, as it does by an add
+        found: int = self._get(f"sum/{name}/{number}")  # an add of 0 would make a FileStore grow
         return found
 
     def tell_missing(self, name: str, number: int, ranks: Sequence[int]) -> None:
-        """Publish ranks that a rendezvous waits for."""
+        """Publish the ranks that a rendezvous waits for."""
         self._set(f"missing/{name}", [number, *ranks])
 
     def missing_in(self, name: str, number: int) -> list[int]:
-        """Return ranks that a rendezvous waits for, as far as one of its ranks has asked."""
+        """Return the ranks that a rendezvous waits for, as far as one of its ranks has asked."""
         about, *ranks = self._get(f"missing/{name}") or [0]
         return ranks if about == number else []
 
     def replace_sum(self, name: str, number: int, before: int, value: int) -> int:
-        """Set the counter, if it is still what it was before (0: not there); return what it is
+        """Set the counter to ``value`` if it still is ``before`` (0: not there); return what it is
         now."""
         key = f"fsdp_compat/sum/{name}/{number}"
         return int(self._store.compare_set(key, str(before or ""), str(value)))
@@ -119,12 +119,12 @@ class StatusStore:
     # -- questions and answers
 
     def ask(self, rank: int) -> int:
-        """Ask a rank what it is doing; return the number of the question. Ask again as long as you
-        wait."""
+        """Ask a rank what it is doing; return the number of the question. Repeat it while
+        waiting."""
         return self._store.add(f"fsdp_compat/asked/{rank}", 1)
 
     def num_asked(self, rank: int) -> int:
-        """Return how often a rank was asked, which has introduced itself."""
+        """Return how often a rank was asked since it introduced itself."""
         found: int = self._get(f"asked/{rank}")
         return found
 
@@ -142,13 +142,14 @@ class StatusStore:
         self.answer(rank, None)
 
     def is_gone(self, rank: int) -> bool:
-        """True if the process of a rank is known to have ended. Only ranks on its host can tell."""
+        """True if the process of a rank is known to have ended, which only ranks of its host can
+        see."""
         value, own = self._get(f"process/{rank}"), Process.own()
         process = value and Process(*value)
         return bool(process and own and own.machine == process.machine and process.has_ended())
 
     def fate_of(self, rank: int) -> str:
-        """Return why a rank is not there any more, as far as that is known."""
+        """Return why a rank has gone, as far as that is known."""
         answer = self.answer_of(rank)
         if answer is not None and answer.ended:
             return f"rank {rank} {answer.text}"
@@ -163,9 +164,9 @@ def status_store() -> StatusStore | None:
     return None if store is None else StatusStore(store)
 
 
-class Inquiry:
-    """What a waiting rank knows about the missing ones. The thread of deadlock.py answers on
-    these."""
+class MissingRanks:
+    """What a waiting rank knows about the missing ones. On each of them the thread of deadlock.py
+    answers."""
 
     def __init__(self, store: StatusStore, name: str) -> None:
         """name: of the connections that the call will use."""
@@ -173,8 +174,8 @@ class Inquiry:
         # by rank: number of its last answer, and when that was received
         self._last: dict[int, tuple[int, float]] = {}
 
-    def of(self, rank: int) -> tuple[str, bool]:
-        """Ask a missing rank once more. Return what it does, in words, and whether waiting for it
+    def ask(self, rank: int) -> tuple[str, bool]:
+        """Ask a missing rank again. Return what it is doing, in words, and whether waiting for it
         is pointless."""
         number, now = self._store.ask(rank), time.monotonic()
         answer = self._store.answer_of(rank)

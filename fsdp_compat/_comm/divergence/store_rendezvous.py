@@ -9,23 +9,23 @@ checksum of the call above them. So one atomic add gives both the number of arri
 calls match; all but the last rank then poll the counter, less often the longer it takes. A complete
 rendezvous costs the last rank one round trip, whatever the number of ranks.
 
-Missing ranks. Waiting ranks, above all the first, ask the missing ones what they are doing; the
-thread of deadlock.py answers. The wait continues while a missing rank works (progress.py), while it
-waits for other ranks in a way that deadlock.py sees, and while it does not answer because it is
-stopped; at most for the time limit of the process group. It ends when a missing rank has been in
+Missing ranks. Waiting ranks (mainly the first to arrive) ask the missing ranks what they are doing;
+the thread of deadlock.py answers for them. The wait continues while a missing rank works
+(progress.py), waits for other ranks in a way that deadlock.py sees, or does not answer because it
+is stopped, at most for the time limit of the process group. It ends when a missing rank has been in
 another wait for ``idle_limit_s()`` since it was first asked, when its communication has failed, or
 when its program has ended or its process is gone. A rendezvous is also a wait that deadlock.py
-watches: if a missing rank waits for one that has arrived, that is a circle.
+watches: if a missing rank waits for one that has arrived, that is a cycle.
 
-The end. Either the counter becomes complete, or one rank replaces it by a negative number, with a
-compare-and-set; never both. Then every rank of the rendezvous gets the error. Nothing was sent, so
-all of them can go on. A rank that arrives later finds the counter closed and takes the next number,
-where the refused ranks come next; if they do not come, it is refused there. The last rank of a
-complete rendezvous deletes the earlier counters, so that the store does not grow.
+The end. Either the counter becomes complete, or one rank replaces it with a negative number by a
+compare-and-set; never both. In the second case every rank of the rendezvous gets the error. Nothing
+was sent, so all of them can go on. A rank that arrives later finds the counter closed and takes the
+next number, where the refused ranks come next; if they do not, it is refused there. The last rank
+of a complete rendezvous deletes the earlier counters, so that the store does not grow.
 
-Many ranks. The requests of all ranks together grow no faster than W log W: only the first ranks to
-arrive ask for missing ones, up to ``MAX_ASKED`` of them; more than ``FEW`` ranks poll less often;
-and only the rank that closes a rendezvous reads all calls, and names a few."""
+Many ranks. The requests of all W ranks together grow no faster than W log W: only the first ranks
+to arrive ask for missing ones, up to ``MAX_ASKED`` of them; more than ``FEW`` ranks poll less
+often; and only the rank that closes a rendezvous reads all calls, and names a few."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ...errors import StateError
 from ..environment import checks_calls, idle_limit_s
 from ..mesh import MAX_NAMED, named
 from . import deadlock, progress
-from .status_store import Inquiry, StatusStore
+from .status_store import MissingRanks, StatusStore
 from .waits import (
     MAX_ASKED,
     RENDEZVOUS,
@@ -56,15 +56,15 @@ from .waits import (
     Waiting,
 )
 
-ASK_S = 1.0  # at most, between two questions to a missing rank
-PAUSE_S = 0.2  # at most, between two looks at the counter, of up to FEW ranks
-FEW = 256  # of more ranks each looks less often, so that all together look as often
+ASK_S = 1.0  # longest pause between two questions to a missing rank
+PAUSE_S = 0.2  # longest pause between two polls of the counter, with up to FEW ranks
+FEW = 256  # more ranks poll less often each, so that all together poll as often
 
-# With as many bits again for the sum over all ranks, both fit into the store's 64 bits.
+# The sums of both over all ranks fit into the store's 64 bits.
 _COUNT_BITS, _CALL_BITS = 18, 24
-_CLOSED = -(1 << 61)  # stays negative, whatever is added later
+_CLOSED = -(1 << 61)  # stays negative, whatever late ranks add
 
-# backends of torch whose ranks do not exist, or are threads of one process
+# backends of torch whose ranks do not exist or are threads of one process
 _NOT_PROCESSES = ("fake", "threaded")
 
 
@@ -78,24 +78,24 @@ class StoreRendezvous(Waiter):
         timeout_s: float,
         group: Callable[[], dist.ProcessGroup | None] = lambda: None,
     ) -> None:
-        """Every member makes one. group: a weak reference to the default process group."""
+        """All members must make one. group: a weak reference to the default process group."""
         self.activity, self.store, self.timeout_s = activity, StatusStore(store), timeout_s
         self.group = group
         self._subjects: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._num_subjects = 0
-        self.next = 1  # number of the next rendezvous, unless that is closed by then
+        self.next = 1  # number of the next rendezvous, unless it is closed by then
         self.last_complete = 0
-        self.missing: tuple[int, ...] = ()  # global ranks, when this rank asked last
+        self.missing: tuple[int, ...] = ()  # global ranks, when this rank last asked
         self._lock = threading.Lock()
 
     @property
     def many(self) -> float:
-        """How much longer ranks pause between two looks because they are many."""
+        """The factor by which many ranks pause longer between two polls."""
         return max(1.0, len(self.activity.members) / FEW)
 
     def number_of(self, subject: object) -> int:
-        """Return the number of what calls are about, in the order in which it was first asked for,
-        which is the same on all ranks."""
+        """Number the subjects of calls in the order of their first calls, which is the same on all
+        ranks."""
         if subject not in self._subjects:
             self._num_subjects += 1
             self._subjects[subject] = self._num_subjects
@@ -104,11 +104,11 @@ class StoreRendezvous(Waiter):
     def meet(self, call: str, subject: object, name: str) -> None:
         """Wait until all members have arrived. Collective: the members.
 
-        call: as errors show it. subject: what it is about. name: of the connections that the call
-        will use.
+        call: as errors show it. subject: the object that it is made on. name: of the connections
+        that it will use.
         """
         rank = self.activity.global_rank
-        turn = Turn(self, call, self.number_of(subject), name)
+        attempt = Attempt(self, call, self.number_of(subject), name)
         progress.follow()
         if not self._lock.acquire(blocking=False):
             raise self.error(
@@ -116,15 +116,15 @@ class StoreRendezvous(Waiter):
                 f"rank {rank} called {call} from a second thread",
             )
         try:
-            turn.run()
+            attempt.run()
         except StateError:
             raise
         except RuntimeError as error:
-            first = f"The ranks did not come together in {call}."
+            first = f"The check that all ranks called {call} failed."
             raise self.error(first, f"rank {rank} cannot reach the store ({error})") from error
-        except BaseException as error:  # above all an interrupt, while other ranks wait here
+        except BaseException as error:  # usually an interrupt, while other ranks wait here
             with contextlib.suppress(RuntimeError):
-                turn.close({rank: f"rank {rank} left {call} with {type(error).__name__}"})
+                attempt.close({rank: f"rank {rank} left {call} with {type(error).__name__}"})
             raise
         finally:
             self.activity.waiting = self.activity.diagnosis = None
@@ -139,7 +139,7 @@ class StoreRendezvous(Waiter):
             f"ranks {named(members)}",
             got=got,
             where=f"rank {self.activity.global_rank}, at {progress.place()}",
-            fix="make the call on every rank; if a rank decides about it, broadcast the "
+            fix="make the call on every rank; if one rank decides about it, broadcast the "
             "decision. Nothing was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables "
             "this check",
         )
@@ -154,8 +154,8 @@ class StoreRendezvous(Waiter):
         return Wait(rank, missing, self.activity.name, tag, number, text)
 
 
-class Turn:
-    """One rendezvous, as one of its ranks sees it."""
+class Attempt:
+    """One rank's attempt to complete a rendezvous."""
 
     def __init__(self, rendezvous: StoreRendezvous, call: str, subject: int, name: str) -> None:
         self._rendezvous, self._store = rendezvous, rendezvous.store
@@ -165,10 +165,10 @@ class Turn:
         self._value = 1 + (checksum << _COUNT_BITS)  # what each member adds to the counter
         self._number = rendezvous.next
         self._total = 0  # of the counter
-        self._inquiry = Inquiry(self._store, name)
-        # ranks that were not seen to arrive
+        self._missing_ranks = MissingRanks(self._store, name)
+        # ranks not yet seen to arrive
         self._absent = collections.deque(rendezvous.activity.others)
-        self._told: dict[int, str] = {}  # by missing rank: what it does, as of the last question
+        self._doing: dict[int, str] = {}  # by missing rank: what it was doing when last asked
         self._started = self._asked_at = time.monotonic()
         self._ask_s, self._limit_s = min(ASK_S, idle_limit_s() / 5), rendezvous.timeout_s
 
@@ -181,7 +181,7 @@ class Turn:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next look."""
+        """How long to wait before the next poll."""
         waited_s, many = time.monotonic() - self._started, self._rendezvous.many
         return min(PAUSE_S * many, max(5e-5 * many, waited_s / 10))
 
@@ -189,8 +189,8 @@ class Turn:
         self._total = self._store.sum_of(self._name, self._number)
 
     def look(self) -> bool:
-        """Return True if all members have arrived. Ask for those that have not, and close the
-        rendezvous if they never will. Raises StateError if it is closed."""
+        """Return True if all members have arrived. Asks about missing ranks, and closes the
+        rendezvous if they will never come. Raises StateError if it is closed."""
         if self._is_complete(self._total):
             self._rendezvous.last_complete = self._number
             return True
@@ -216,14 +216,14 @@ class Turn:
         if self._is_complete(self._total):
             self._forget_earlier()
             return
-        num_before = min(self._num_arrived() - 1, 10)  # they ask already; but they may die
+        num_before = min(self._num_arrived() - 1, 10)  # these ranks ask already, but may die
         self._ask_s *= 5**num_before
         self._limit_s += num_before
         activity.waiting = (RENDEZVOUS, self._number, 0), 0, self._call
 
     def close(self, known: dict[int, str]) -> None:
         """Close the rendezvous, unless it is complete or closed. known: why, for some ranks."""
-        own = _CLOSED - self._activity.rank  # tells this rank's from another one's
+        own = _CLOSED - self._activity.rank  # says which rank has closed it
         before = self._total
         while before != own:
             if before < 0 or self._is_complete(before):
@@ -233,12 +233,12 @@ class Turn:
         self._store.report_failure(self._key(), self._activity.global_rank, self._reason(known))
 
     def _reason(self, known: dict[int, str]) -> Report:
-        """Return why the rendezvous is closed: of a few ranks that make the difference what they
-        have called, or do instead."""
+        """Return why the rendezvous is closed: what a few ranks that differ have called, or do
+        instead."""
         members = self._activity.members
         calls = {rank: self._call_of(rank) for rank in members}
         texts = {
-            rank: call or f"has not arrived{self._told.get(rank, '')}"
+            rank: call or f"has not arrived{self._doing.get(rank, '')}"
             for rank, call in calls.items()
         }
         different = {text: rank for rank, text in reversed(texts.items())}
@@ -263,15 +263,15 @@ class Turn:
         if now - self._started > self._limit_s:
             over = f"the time limit of {limit_s:g} s is over"
             for rank in self._missing():
-                told = self._told.get(rank, "").removeprefix(": ")
-                self._told[rank] = f": {over}; {told}" if told else f": {over}"
+                doing = self._doing.get(rank, "").removeprefix(": ")
+                self._doing[rank] = f": {over}; {doing}" if doing else f": {over}"
             return True
         if now - self._asked_at <= self._ask_s:
             return False
         self._asked_at = now
         missing = self._missing()
-        answers = {rank: self._inquiry.of(rank) for rank in missing}
-        self._told = {rank: f": {text}" for rank, (text, _) in answers.items()}
+        answers = {rank: self._missing_ranks.ask(rank) for rank in missing}
+        self._doing = {rank: f": {text}" for rank, (text, _) in answers.items()}
         if missing != self._rendezvous.missing:
             self._store.tell_missing(self._name, self._number, missing)
             self._rendezvous.missing = missing
@@ -287,7 +287,7 @@ class Turn:
         rank = self._activity.global_rank
         own = {rank: f"rank {rank} called {self._call} at {progress.place()}"}
         report = report or Report({})
-        first = f"The ranks did not come together in {self._call}."
+        first = f"Not all ranks called {self._call}."
         return self._rendezvous.error(first, f"{Report(own | report.lines)}{report.cause}")
 
     def _key(self) -> str:
@@ -298,8 +298,8 @@ class Turn:
         return self._store.call_of(self._name, self._number, rank)
 
     def _missing(self) -> tuple[int, ...]:
-        """Return up to MAX_ASKED ranks that have not arrived. Whom one call has seen, the next one
-        does not ask for."""
+        """Return up to MAX_ASKED ranks that have not arrived. Ranks once seen to arrive are not
+        looked up again."""
         missing: list[int] = []
         while self._absent and len(missing) < MAX_ASKED:
             rank = self._absent.popleft()
@@ -309,7 +309,7 @@ class Turn:
         return tuple(missing)
 
     def _forget_earlier(self) -> None:
-        """Every rank has arrived here, so that none reads the earlier counters."""
+        """Delete the earlier counters: every rank has arrived here, so none reads them."""
         last = self._rendezvous.last_complete
         with contextlib.suppress(RuntimeError):
             for number in range(max(last, 1), self._number):
@@ -336,7 +336,7 @@ def rendezvous_of(members: tuple[int, ...], purpose: str = "calls") -> StoreRend
         found[key] = None
         if dist.get_backend(world) not in _NOT_PROCESSES:
             name = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
-            # a store may outlive a default process group, with the keys of the last one
+            # a store may outlive a default process group, and then holds its keys
             name += f"/{StatusStore(store).count(name) // len(members)}"
             activity = Activity(name, members.index(dist.get_rank()), members)
             timeout_s = _torch_private.group_timeout(world).total_seconds()

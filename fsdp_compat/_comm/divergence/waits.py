@@ -1,12 +1,12 @@
 """The protocol between code that waits for other ranks and the detection of waits that never end.
 
 Two kinds of objects wait: the connections of a gloo communicator (gloo_connections.py) and a
-rendezvous (store_rendezvous.py). Each is a ``Waiter`` and keeps an ``Activity``, two facts long:
+rendezvous (store_rendezvous.py). Each is a ``Waiter`` and keeps an ``Activity`` of two facts:
 
     activity.counts[tag] += 1          this rank has begun another message with this tag
     activity.waiting = (id, i, what)   this rank waits now; None when the wait is over
 
-deadlock.py reads the activities from a thread of its own, and has two answers:
+deadlock.py reads the activities in a thread of its own, and has two answers:
 
     activity.diagnosis = report, waiter.end_wait()     this wait can never end
     waiter.close(report)                               all communication of this process has failed
@@ -26,7 +26,7 @@ from ... import _torch_private
 COLLECTIVE = -1  # a synchronous collective of all members
 RENDEZVOUS = -2  # a rendezvous: nothing has been sent yet
 
-MAX_ASKED = 64  # of the ranks that a wait needs
+MAX_ASKED = 64  # ranks that one waiting rank asks, at most
 
 # (tag, how often the tag was used, number of receives among the works, which come before the sends)
 MessageId = tuple[int, int, int]
@@ -42,10 +42,10 @@ class Report:
     lines: dict[int, str]  # by global rank: what it waits for
     # In words: a time limit, a lost connection, an interrupt; "": ranks wait for each other.
     cause: str = ""
-    culprit: int | None = None  # the global rank whose own error comes first, if one is known
+    culprit: int | None = None  # the global rank whose own error came first, if known
 
     @property
-    def is_circle(self) -> bool:
+    def is_cycle(self) -> bool:
         return not self.cause
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Activity:
     rank: int  # among the members
     members: tuple[int, ...]  # global ranks
     counts: dict[int, int] = dataclasses.field(default_factory=dict)  # by tag: how often begun
-    thread: int = 0  # the last one that has begun something, 0 if none has
+    thread: int = 0  # the last one that has begun a message; 0: none
     waiting: Waiting | None = None
     diagnosis: Report | None = None  # of a wait that can never end; set before the wait is ended
 
@@ -79,8 +79,8 @@ class Wait:
     """A wait in a form that other ranks can read."""
 
     rank: int  # global, of the rank that waits
-    # Global: the wait ends when all of them have begun the same. At most MAX_ASKED; of a rendezvous
-    # those that were missing when this rank asked last, none if it has not asked.
+    # Global ranks: the wait ends when all of them have begun the same. At most MAX_ASKED; of a
+    # rendezvous those that were missing when this rank last asked, none if it has not asked.
     peers: tuple[int, ...]
     name: str  # of the activity
     tag: int
@@ -89,18 +89,18 @@ class Wait:
 
     @property
     def can_be_refused(self) -> bool:
-        """True if nothing was sent: after an error all ranks can go on."""
+        """True if nothing was sent, so that all ranks can go on after an error."""
         return self.tag == RENDEZVOUS
 
     @property
-    def place(self) -> object:
-        """What a search for circles passes through: all ranks of a rendezvous are one place."""
+    def node(self) -> object:
+        """The node of the wait in the search for cycles: all ranks of a rendezvous are one node."""
         return (self.name, self.number) if self.can_be_refused else self.rank
 
 
 class Waiter:
-    """An object whose waits are watched. Its methods are called from the watching thread. A
-    subclass without connections has nothing to lose, and polls its diagnosis."""
+    """An object whose waits are watched. The watching thread calls its methods. A subclass without
+    connections polls its diagnosis instead."""
 
     activity: Activity
     group: Callable[[], dist.ProcessGroup | None]  # a weak reference

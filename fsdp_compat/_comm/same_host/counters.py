@@ -1,9 +1,9 @@
 """Counters in shared memory: how ranks of one host tell each other how far they have come.
 
 Each rank has a ``Table`` that it alone writes and that its peers map read-only. It has a row for
-every tag: the number of the last message that this rank has sent, that of the last one that it has
-read of all its peers, and a few words about the one sent. A peer sleeps in the kernel (a futex)
-until a counter reaches the number that it waits for; idle ranks do no work.
+every tag: the number of the last message that this rank has sent, the number of the last one that
+it has read from all its peers, and a few words that describe the one sent. A peer sleeps in the
+kernel (a futex) until a counter reaches the number that it waits for; idle ranks do no work.
 
 A waiting rank wakes every ``SLICE_S`` seconds to check that the peer's process still runs the same
 program (divergence/processes.py), that its table is open, and that the wait was not aborted.
@@ -27,7 +27,7 @@ from .memory_files import MappedFile, SealedFile
 
 NUM_TAGS = VALUES + 1
 NUM_WORDS = 6  # about a message
-SLICE_S = 0.1  # of a wait, between two looks at what may end it
+SLICE_S = 0.1  # a waiting rank wakes this often
 
 # A row: number of the last message sent, of the last one read, words about the one sent.
 _ROW_NBYTES = 64
@@ -59,14 +59,14 @@ class Table:
 
     def __init__(self, token: bytes) -> None:
         """token: of this process's memory. Raises OSError if the system refuses."""
-        # None when the peers have opened it
+        # None once the peers have opened it
         self.file: SealedFile | None = SealedFile(_NBYTES, token)
         self._memory = MappedFile(self.file.fd, self.file.number)
         self._counters = self._memory.view.cast("I")
 
     def send(self, tag: int, number: int, words: Sequence[int]) -> None:
-        """Tell the peers of a message, in NUM_WORDS of 64 bits. They have read the last one of the
-        tag."""
+        """Announce a message to the peers, in NUM_WORDS of 64 bits. They must have read the last
+        one with this tag."""
         row = _row(tag)
         _WORDS.pack_into(self._memory.view, row + _SAID, *words)
         self._set(row, _SENT, number)
@@ -80,7 +80,7 @@ class Table:
         _futex()(self._memory.address + row + 4 * counter, _WAKE, _ALL, None, None, 0)
 
     def close(self, has_failed: bool) -> None:
-        """Let the waits of all peers fail and, if communication has failed, what they read now."""
+        """End the waits of all peers. has_failed: also invalidate what they are reading now."""
         if has_failed:
             self._counters[_FAILED] = 1
         self._counters[_CLOSED] = 1
@@ -97,7 +97,7 @@ class PeerTable:
         self._counters = memory.view.cast("I")
 
     def words(self, tag: int) -> tuple[int, ...]:
-        """Return what the peer has said of its last message."""
+        """Return the words that describe the peer's last message."""
         return _WORDS.unpack_from(self._memory.view, _row(tag) + _SAID)
 
     def sent(self, tag: int, number: int) -> CounterWork:
@@ -119,17 +119,17 @@ class PeerTable:
 
     @property
     def has_failed(self) -> bool:
-        """True if the peer's communication has failed: what was read may be other values."""
+        """True if the peer's communication has failed: values read from it may be wrong."""
         return bool(self._counters[_FAILED])
 
     @property
     def is_lost(self) -> bool:
-        """True if the peer will not count any more."""
+        """True if the peer's counters will never change again."""
         return bool(self._counters[_CLOSED]) or self._process.has_ended()
 
 
 class CounterWork:
-    """A wait for a counter of a peer, which is waited for as a torch.distributed Work is."""
+    """A wait for a counter of a peer. (A Work.)"""
 
     __slots__ = ("_counter", "_is_aborted", "_number", "_table")
 

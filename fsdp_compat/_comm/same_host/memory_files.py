@@ -1,4 +1,4 @@
-"""Files without a name in memory, and mappings of them at given addresses (Linux)."""
+"""Anonymous files in memory, and mappings of them at given addresses (Linux)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _LIMITS = {
 
 
 def refusal_of(error: OSError) -> str:
-    """Return what the system has refused, with the limit that was reached."""
+    """Return, in words, which limit of the system was reached."""
     limit = _LIMITS.get(error.errno or 0)
     return str(error) if limit is None else f"no more {limit}"
 

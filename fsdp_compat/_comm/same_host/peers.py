@@ -1,12 +1,13 @@
 """How the ranks of an axis find, read and map each other's memory on their host.
 
 Mapped shards are an all-gather without a copy. Ranks of one host can read each other's shards in
-shared memory. Where every shard begins and ends at a page, a rank can map them one behind the
-other: the full buffer is that mapping, for ever, and a host holds one copy of the parameters.
+shared memory. Where every shard begins and ends at a page boundary, a rank can map them one after
+the other: the mapping *is* the all-gather output, permanently, so the host holds a single copy of
+the parameters.
 
-The pages are mapped privately. Who writes to an unsharded parameter gets pages of its own, as with
-a buffer that was gathered, and no other rank sees it; ``forget_writes`` drops these pages. A shared
-mapping would let a write reach all ranks; one that is read-only would end the process."""
+The pages are mapped privately. A write to an unsharded parameter is copy-on-write: it stays private
+to the process, as in a gathered buffer, and ``forget_writes`` drops the copied pages. With a shared
+mapping a write would reach all ranks; with a read-only one it would crash the process."""
 
 from __future__ import annotations
 
@@ -44,16 +45,15 @@ if sys.platform != "win32":
 
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 
-# of the parts that all mappings of this process consist of; the system has a limit of 65,530
-MAX_PARTS = 1 << 14
+MAX_MAPPED = 1 << 14  # shards mapped by this process; the system has a limit of 65,530 mappings
 
 PAGEMAP = "/proc/self/pagemap"
-# bits of its entries, one word per page: it is somewhere, and it is a file's
+# bits of its entries, one word per page: the page exists, and it belongs to a file
 _EXISTS, _OF_A_FILE = -1 << 62, 1 << 61
 _ENTRY_NBYTES = 8
 
 _NO_ACCESS = 0
-_num_parts = 0
+_num_mapped = 0
 
 
 class Message(typing.NamedTuple):
@@ -78,8 +78,8 @@ class Message(typing.NamedTuple):
 
 
 class PeerMemory:
-    """Another process's blocks. Everything it says of them is checked before it is read: the file
-    is one of its arena and sealed, so that it cannot shrink, and the location lies inside it."""
+    """Another process's blocks. What it says about them is checked before they are read: the file
+    belongs to its arena and is sealed, so that it cannot shrink, and the location lies inside."""
 
     def __init__(self, pid: int, token: bytes) -> None:
         """token: of its memory."""
@@ -87,7 +87,7 @@ class PeerMemory:
         self._chunks: dict[int, MappedFile] = {}  # by index: the latest file
 
     def open(self, fd: int, number: int) -> MappedFile:
-        """Map a file of the process. Raises OSError if it is not one of its memory."""
+        """Map a file of the process. Raises OSError if the file does not belong to its arena."""
         file = self.descriptor(fd, number)
         try:
             return MappedFile(file, number, mmap.PROT_READ)
@@ -95,8 +95,8 @@ class PeerMemory:
             os.close(file)
 
     def descriptor(self, fd: int, number: int) -> int:
-        """Open a file of the process for reading, and return the descriptor. Raises OSError if it
-        is not one of its memory."""
+        """Open a file of the process for reading, and return the descriptor. Raises OSError if the
+        file does not belong to its arena."""
         path = f"/proc/{self.pid}/fd/{fd}"
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have an effect
             raise OSError(f"descriptor {fd} of process {self.pid} is not a file")
@@ -113,7 +113,7 @@ class PeerMemory:
 
     def map_chunk(self, location: Location) -> MappedFile:
         """Return the chunk of a location, mapped. Raises OSError if the system refuses, or if the
-        file is not one of its memory."""
+        file does not belong to the arena."""
         chunk = self._chunks.get(location.chunk)
         if chunk is None or chunk.number != location.number:
             chunk = self._chunks[location.chunk] = self.open(location.fd, location.number)
@@ -133,7 +133,7 @@ class PeerMemory:
             raise OSError(
                 f"{nbytes} bytes at {location.offset} do not lie in a chunk of {chunk.nbytes} bytes"
             )
-        # its own buffer: a storage over the whole chunk would count as gigabytes
+        # a buffer of exactly this size: a storage over the whole chunk would count as gigabytes
         held: typing.Any = (ctypes.c_ubyte * nbytes).from_address(chunk.address + location.offset)
         held.chunk = chunk
         return torch.frombuffer(held, dtype=dtype)
@@ -164,8 +164,8 @@ class Peer:
 
 
 def introduce() -> tuple[Introduction, Table] | None:
-    """Return what is told to the other ranks of an axis, and this rank's counters there. None: no
-    rank could read its memory."""
+    """Return this rank's introduction to the other ranks of an axis, and its counters there. None:
+    no rank could read its memory."""
     process, chunk = Process.own(), shared_memory.first_location()
     if process is None or chunk is None:
         return None
@@ -200,33 +200,33 @@ def attach(told: Sequence[Introduction | None], rank: int) -> dict[int, Peer] | 
 
 
 class MappedFiles:
-    """Addresses for ``full`` [ranks * S], which stay while a tensor views them. (A Mapping.)"""
+    """Every rank's shard, mapped at addresses that stay while a tensor views them. (A Mapping.)"""
 
     def __init__(self, ranks: int, numel: int, dtype: torch.dtype) -> None:
         """numel: of one shard, whose bytes are whole pages. Raises OSError if the system
         refuses."""
-        global _num_parts
-        self._part_nbytes = numel * dtype.itemsize
-        self._nbytes = ranks * self._part_nbytes
-        if _num_parts + ranks > MAX_PARTS:
+        global _num_mapped
+        self._shard_nbytes = numel * dtype.itemsize
+        self._nbytes = ranks * self._shard_nbytes
+        if _num_mapped + ranks > MAX_MAPPED:
             raise OSError("too many mappings")
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         self._address = map_memory(None, self._nbytes, private, -1, 0, _NO_ACCESS)
         held: typing.Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
-        _num_parts += ranks
-        # leaves, saved tensors and what the user keeps hold the array, and so the addresses
+        _num_mapped += ranks
+        # parameters, saved tensors and the user's views hold the array, and so the addresses
         weakref.finalize(
             held, _unmap, os.getpid(), self._address, self._nbytes, ranks
         ).atexit = False
         self.full = torch.frombuffer(held, dtype=dtype)
 
     def put(self, rank: int, file: int, offset: int) -> None:
-        address = self._address + rank * self._part_nbytes
+        address = self._address + rank * self._shard_nbytes
         private = mmap.MAP_PRIVATE | FIXED | NORESERVE
-        map_memory(address, self._part_nbytes, private, file, offset)
+        map_memory(address, self._shard_nbytes, private, file, offset)
 
     def keep(self) -> None:
-        # into pages of this process alone; .data: autograd sees no change
+        # writing copies the pages; .data: autograd sees no change
         self.full.data.copy_(self.full.clone())
 
     def forget_writes(self) -> None:
@@ -240,10 +240,10 @@ class MappedFiles:
         return bool(((entries & _EXISTS != 0) & (entries & _OF_A_FILE == 0)).any())
 
 
-def _unmap(pid: int, address: int, nbytes: int, parts: int) -> None:
-    global _num_parts
+def _unmap(pid: int, address: int, nbytes: int, shards: int) -> None:
+    global _num_mapped
     if os.getpid() == pid:
-        _num_parts -= parts
+        _num_mapped -= shards
     unmap_in(pid, address, nbytes)
 
 
@@ -258,8 +258,8 @@ def writes_are_found() -> bool:
 
 @functools.cache
 def _open_pages(pid: int, path: str) -> int:
-    """Open the pages of this process, for as long as it lives: there may be no descriptor left
-    later. After a fork, the parent's file still shows the parent's pages."""
+    """Open the page map of this process, once: there may be no descriptor left later. pid: because
+    after a fork the parent's file still shows the parent's pages."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -267,27 +267,27 @@ def map_shards(
     rank: int,
     memories: typing.Mapping[int, PeerMemory],
     shards: Sequence[torch.Tensor],
-    places: Sequence[Sequence[Location]],
+    locations: Sequence[Sequence[Location]],
     mappings: Sequence[Mapping | None],
 ) -> list[Mapping]:
-    """Map shards of all ranks, each into its mapping or, without one, into a new one, and return
-    the mappings. Raises OSError if the system refuses one of them.
+    """Map the shards of all ranks into ``mappings``, or into a new mapping for None, and return the
+    mappings. Raises OSError if the system refuses.
 
-    memories: of the peers. places: by rank, where the shards lie.
+    memories: of the peers. locations: of the shards, by rank.
     """
-    ranks, found = len(places), list[Mapping]()
+    ranks, found = len(locations), list[Mapping]()
     files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
     try:
         for index, (shard, mapping) in enumerate(zip(shards, mappings, strict=True)):
             made = mapping or MappedFiles(ranks, shard.numel(), shard.dtype)
             for each in range(ranks):
-                place = places[each][index]
-                if place.offset % PAGE_NBYTES:
-                    raise OSError("a shard does not begin at a page")
-                key = each, place.fd, place.number
+                at = locations[each][index]
+                if at.offset % PAGE_NBYTES:
+                    raise OSError("a shard does not begin at a page boundary")
+                key = each, at.fd, at.number
                 if each != rank and key not in files:
-                    files[key] = memories[each].descriptor(place.fd, place.number)
-                made.put(each, files.get(key, place.fd), place.offset)
+                    files[key] = memories[each].descriptor(at.fd, at.number)
+                made.put(each, files.get(key, at.fd), at.offset)
             found.append(made)
     finally:
         for file in files.values():

@@ -1,21 +1,20 @@
 """Tensors in memory that the other ranks of this host can read: ``allocate`` puts them into blocks
-of this process's arena, and ``locate`` says where a tensor lies. Where the system has no more
+of this process's arena, and ``locate`` says where a tensor lies. If the system runs out of
 descriptors or addresses, new tensors are ordinary memory.
 
-The blocks lie in a few large files. These are sparse memfds without a name, mapped shared. A peer
-opens them through ``/proc``, so that nothing has to be agreed on, /dev/shm can have any size, and a
-killed process leaves nothing behind. A block is handed out as a buffer of exactly its size, and
-returns when the buffer dies. Its pages are kept for the next block, because a page fault costs
-several times as much as filling the page.
+The blocks lie in a few large files. These are sparse anonymous memfds, mapped shared. Peers open
+them through ``/proc``, so no names need to be agreed on, /dev/shm can have any size, and a killed
+process leaves nothing behind. A block is handed out as a buffer of exactly its size, and returns
+when the buffer dies. Its pages are kept for the next block, because a page fault costs several
+times as much as filling the page.
 
-Forks. A child must see the memory as it was at the fork, as it does with ordinary memory. A private
-mapping of a shared file would show what is written to the file later. So nothing is written to the
-file later: a fork *freezes* every file with a live block. Parent and child both map it privately
-from then on, which copies the pages that either writes to, and the parent puts a new file under the
-free addresses of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. A
-fork then costs a few system calls and no copy, however many there are; a child that does not touch
-the weights needs no memory; and all forks between two gathers together cost one copy of this rank's
-shards.
+Forks. After a fork the child must keep seeing the memory as it was. A private mapping of a shared
+file would still show the parent's later writes, so the parent stops writing to that file: a fork
+*freezes* every file that holds a live block. From then on parent and child both map it privately,
+which copies the pages that either writes to, and the parent maps a new file at the free addresses
+of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. So a fork costs a
+few system calls and no copy; a child that does not touch the weights needs no memory; and all forks
+between two gathers together cost one copy of this rank's shards.
 
 Alternatives that were considered: a copy at each fork costs each worker of a DataLoader the memory
 and time of a full copy; leaving the pages out of the child (MADV_DONTFORK) ends it with a
@@ -56,7 +55,7 @@ from .memory_files import (
 
 # Pages of freed blocks that are kept for the next block; the rest goes back to the system.
 KEPT_NBYTES = 1 << 30
-# Of address space, at least: a chunk is as large as all before it together, so that there are few.
+# Least address space of a chunk: each is as large as all before it together, so that there are few.
 CHUNK_NBYTES = 1 << 30
 
 
@@ -72,7 +71,7 @@ class Chunk:
         self.index, self.nbytes = index, nbytes
         self._token = token
         self.file: SealedFile | None = SealedFile(nbytes, token)
-        # before forks; a peer may have their descriptors and not have opened them yet
+        # from before forks: a peer may have received a descriptor and not opened it yet
         self.old_files: list[SealedFile] = []
         self._memory = MappedFile(self.file.fd, self.file.number)
         self.address, self.view = self._memory.address, self._memory.view
@@ -131,7 +130,7 @@ class Chunk:
             return 0
         old, free = self.file, self.free
         self.old_files.append(old)
-        # in case anything below fails
+        # if anything below fails, the chunk has no file
         self.frozen, self.file, self.free = sorted(self.taken), None, []
         private = mmap.MAP_PRIVATE | FIXED | NORESERVE
         for start in live:
@@ -179,10 +178,11 @@ class Arena:
     def __init__(self) -> None:
         self.pid, self.token = os.getpid(), os.urandom(TOKEN_NBYTES)  # that files begin with
         self.chunks: list[Chunk] = []
-        self.is_supported, self.refusal = are_supported(), "no files in memory"  # the last one
+        self.is_supported = are_supported()
+        self.refusal = "no files in memory"  # the last one of the system
         self.lock = threading.RLock()
-        # A block may die inside any allocation, even one of the arena's own: it waits here for the
-        # next call of `take`.
+        # A block may die during any allocation, even one of the arena's: it waits here for the next
+        # call of `take`.
         self._returned: collections.deque[tuple[Chunk, int, int]] = collections.deque()
         self._kept_nbytes = 0  # approximately: pages of free blocks
 
@@ -256,7 +256,7 @@ class Arena:
     def freeze(self) -> None:
         self._take_back()
         for chunk in self.chunks:
-            with contextlib.suppress(OSError):  # the fork proceeds
+            with contextlib.suppress(OSError):  # the fork goes on
                 self._kept_nbytes = max(self._kept_nbytes - chunk.freeze(), 0)
 
     def leave(self) -> None:
@@ -275,7 +275,7 @@ _arena = Arena()
 
 
 class Location(typing.NamedTuple):
-    """Where a message lies, in terms that other processes understand."""
+    """Where a tensor lies, as other processes find it."""
 
     chunk: int  # index
     number: int  # of the file of the chunk; no two files of a process have the same one
@@ -284,11 +284,11 @@ class Location(typing.NamedTuple):
 
 
 def num_forks() -> int:
-    """Return how often this process has forked: every time, tensors in blocks may move to another
+    """Return how often this process has forked: each fork may move tensors in blocks to another
     file (see ``locate``).
 
-    Under the lock: a fork in another thread is counted if it has frozen blocks, and only then. So a
-    location that was asked for after the count is out of date only if the count has changed.
+    Under the lock, so that a fork in another thread is counted exactly if it has frozen blocks. A
+    location that was requested after the count is stale only if the count has changed.
     """
     with _arena.lock:
         return _num_forks
@@ -296,7 +296,7 @@ def num_forks() -> int:
 
 def _before_fork() -> None:
     global _num_forks
-    _arena.lock.acquire()  # until the fork is done: no block is taken or thawed meanwhile
+    _arena.lock.acquire()  # held during the fork: no block is taken or thawed meanwhile
     _arena.freeze()
     _num_forks += 1
 
@@ -325,13 +325,13 @@ def allocate(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Ten
         make = torch.zeros if zero else torch.empty
         return make(numel, dtype=dtype, device="cpu")
     tensor = torch.frombuffer(block, dtype=dtype)
-    vars(tensor.untyped_storage())["resize_"] = _let_go  # of this storage, from whatever view of it
+    vars(tensor.untyped_storage())["resize_"] = _resize  # of this storage, through any view of it
     return tensor
 
 
-def _let_go(nbytes: int) -> None:
-    """``resize_`` of a storage in a block: clients free a model by ``resize_(0)`` before they let
-    go of it, and other ranks may still be reading. The memory is freed with its last tensor."""
+def _resize(nbytes: int) -> None:
+    """``resize_`` of a storage in a block. Clients free a model by ``resize_(0)``, but other ranks
+    may still be reading: the memory is freed with its last tensor instead."""
     if nbytes:
         raise RuntimeError("memory that fsdp_compat shares with other ranks cannot be resized")
 
@@ -358,8 +358,8 @@ def locate(tensor: torch.Tensor) -> Location | None:
 
 
 def first_location() -> Location | None:
-    """Return the beginning of a chunk that peers can map, or None if no process could read this
-    one's memory."""
+    """Return the start of a chunk that peers can map, or None if no process could read this one's
+    memory."""
     _arena.open()
     for chunk in _arena.chunks:
         if chunk.file is not None:
@@ -373,7 +373,7 @@ def arena() -> Arena:
 
 
 def forget_old_files() -> None:
-    """Close the files from before forks, which were kept for peers that have not opened them yet.
-    The caller knows that no peer still has to read anything."""
+    """Close the files from before forks, kept for peers that had not opened them. Call it only when
+    no peer has anything left to read."""
     for chunk in _arena.chunks:
         chunk.old_files.clear()

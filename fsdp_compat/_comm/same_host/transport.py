@@ -20,8 +20,9 @@ from .peers import Message, Peer, map_shards, writes_are_found
 
 
 def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
-    """Return the transport of an axis whose ranks can all read each other's memory, or None on all
-    of them. Collective. values: the transport for other ranks. maps: see SameHostTransport."""
+    """Return the transport of an axis if its ranks can all read each other's memory; otherwise None
+    on all of them. Collective. values: the transport that sends values. maps: see
+    SameHostTransport."""
     own = peers.introduce()
     told = values.gather_objects(None if own is None else own[0])
     if own is None or None in told:
@@ -43,8 +44,7 @@ class SameHostTransport(GlooTransport):
     *ack* by its own counters; the sender must not modify the memory before it arrives. Waits for
     both have the same time limit and the same deadlock detection as waits for gloo.
 
-    A rank whose communication fails says so in its counters, and a reader looks there after it has
-    read.
+    A rank whose communication fails says so in its counters; readers check it after reading.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SameHostTransport(GlooTransport):
         """table: of this rank. maps: large shards may be mapped (peers.py)."""
         super().__init__(axis, device, connections)
         self._table, self._peers, self.maps = table, peers, maps
-        # no method: connections in a cycle would live on, and then be freed in a forked process
+        # not a method: a reference cycle would outlive its users, and be freed in a forked process
         connections.on_close = functools.partial(_close, table, peers)
 
     def new_tag(self) -> int:
@@ -102,7 +102,7 @@ class SameHostTransport(GlooTransport):
             error = f"rank {rank} can get no more shared memory: {shared_memory.arena().refusal}"
             connections.fail(what, cause=error)
         last = connections.activity.counts.get(tag, 0)
-        if (tag, last) in connections.sent:  # whose place the message takes
+        if (tag, last) in connections.sent:  # this message takes its row
             self._await_taken(tag, last, what)
         number = self._begin(tag)
         self._table.send(tag, number, Message.words(location, block))
@@ -127,18 +127,18 @@ class SameHostTransport(GlooTransport):
     def _fill(self, handle: Handle, what: str) -> None:
         self._end(handle, what)
         for source in self._peers:
-            into = handle.parts[source]
+            into = handle.received[source]
             into.copy_(self._read(handle, source, into, what).view(into.shape))
 
     def _read(self, handle: Handle, source: int, like: Tensor, what: str) -> Tensor:
-        """Return this rank's part of a message. like: a tensor of the expected length and dtype;
-        the dtype of what this rank sends is accepted, too."""
+        """Return this rank's part of a message. like: a tensor of the expected length and dtype; a
+        message may also have the dtype of what this rank sends."""
         tag, peer, rank = handle.message[0], self._peers[source], self.members[source]
-        sent, numel = Message.of_words(peer.table.words(tag)), handle.keep.numel()
+        sent, numel = Message.of_words(peer.table.words(tag)), handle.held.numel()
         if (
             sent.dtype is None
             or sent.numel != numel
-            or sent.dtype not in (like.dtype, handle.keep.dtype)
+            or sent.dtype not in (like.dtype, handle.held.dtype)
         ):
             error = f"rank {rank} has sent {sent} for {numel} of {like.dtype}"
             self.connections.fail(what, cause=error)
@@ -185,9 +185,9 @@ class SameHostTransport(GlooTransport):
         ]
         if absent:
             return (
-                f"no shared memory on ranks {absent}, for want of file descriptors (ulimit -n), "
-                "address space (ulimit -v) or mappings (sysctl vm.max_map_count), at the latest "
-                "fork or before"
+                f"no shared memory on ranks {absent}, which ran out of file descriptors "
+                "(ulimit -n), address space (ulimit -v) or mappings (sysctl vm.max_map_count), at "
+                "the latest fork or before"
             )
         found, refusal = list[Mapping](), ""
         memories = {rank: peer.memory for rank, peer in self._peers.items()}

@@ -109,7 +109,7 @@ def saves_on_rank_0() -> list[str]:
 def test_save_on_one_rank_while_another_trains_is_refused() -> None:
     saving, training = run_ranks(2, saves_on_rank_0, environment=NOT_MAPPED)
     for message in saving:
-        assert message.startswith("The ranks did not come together in state_dict().")
+        assert message.startswith("Not all ranks called state_dict().")
     assert_told(
         saving[0],
         rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in message_of\(\)",
@@ -210,7 +210,7 @@ def builds_alone() -> list[str]:
 def test_model_built_by_one_rank_alone_is_refused_and_all_ranks_go_on() -> None:
     (circle, idle), _ = run_ranks(2, builds_alone, environment=NOT_MAPPED)
     connect = r"connect\(\) over a process group"
-    assert circle.startswith("The ranks did not come together in connect() over a process group.")
+    assert circle.startswith("Not all ranks called connect() over a process group.")
     assert_told(
         circle,
         rf"rank 0 waits in {connect} for the ranks \[1\], at {HERE}:\d+ in <lambda>\(\)",

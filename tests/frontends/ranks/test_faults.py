@@ -115,7 +115,7 @@ def refuses_different_calls(folder: str, in_place: bool) -> None:
             own, other = (another, name) if subject.is_last else (name, another)
             message = message_of(REFUSABLE[own], subject)
             facts = called(subject.rank, own) + called(1 - subject.rank, other)
-            assert_told(message, "did not come together", *facts)
+            assert_told(message, "Not all ranks called", *facts)
             subject.assert_trains()
 
 
@@ -139,7 +139,7 @@ def refuses_calls_made_by_some(folder: str, in_place: bool) -> None:
         for name, call in share_of(subject.refusable).items():
             if not subject.is_last:
                 message = message_of(call, subject)
-                assert_told(message, "did not come together", *called(subject.rank, name))
+                assert_told(message, "Not all ranks called", *called(subject.rank, name))
                 assert_told(message, rf"waits for {FIRST_OF_A_STEP} from rank \d")
             subject.assert_trains()
 
@@ -266,7 +266,7 @@ def fails_where_one_rank_raises(folder: str, in_place: bool) -> None:
                 with planted(subject, place), pytest.raises(Planted, match=f"^{place}$"):
                     subject.train()
                 messages = [message_of(call, subject)]
-                if "did not come together" in messages[0]:  # the others go on to wait
+                if "Not all ranks called" in messages[0]:  # the others go on to wait
                     messages.append(message_of(Subject.forward, subject))
                 rank = rf"rank \d waits for {PART_OF_A_STEP} from rank"
             else:
