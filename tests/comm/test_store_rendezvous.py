@@ -368,7 +368,7 @@ def test_waiting_rank_publishes_that_it_can_be_refused(make: Callable[..., Ranks
 
 
 def inquire(*answers: Answer | None) -> list[tuple[str, bool]]:
-    """What a missing rank is found to do after each answer. The first is there before the question."""
+    """What a missing rank does after each answer. The first answer precedes the question."""
     store, found = StatusStore(dist.HashStore()), []
     missing = MissingRanks(store, CONNECTIONS)
     for answer in answers:
