@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .divergence.waits import COLLECTIVE
-from .gloo_connections import OverConnections, all_or_nothing
+from .gloo_connections import OverConnections, fails_if_interrupted
 from .transport import VALUES, Handle, Kind, as_bytes
 
 _CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: stays in the cache until it is divided
@@ -76,13 +76,13 @@ class GlooTransport(OverConnections):
     def unfinished_gather(self, tag: int) -> Handle | None:
         return self.connections.unfinished.get(tag)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         full = super().gather_now(own, what, tag)
         self._await_taken(tag, self.connections.activity.counts[tag], what)
         return full
 
-    @all_or_nothing
+    @fails_if_interrupted
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         """By a binomial tree: a rank receives from the one whose number lacks its lowest set bit,
         and sends to those whose number has one more bit below that."""
@@ -98,7 +98,7 @@ class GlooTransport(OverConnections):
         sends = [(tensor, target) for target in targets for tensor in sent]
         connections.wait(connections.post((), sends, VALUES, what), message, what)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_gather(
         self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
@@ -112,19 +112,19 @@ class GlooTransport(OverConnections):
     def _cast(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         return own.to(dtype)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_gather(self, handle: Handle, what: str) -> None:
         self.connections.names[handle.message[0]] = what
         if not handle.ended:
             self._fill(handle, what)
             self._finish(handle, what)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         self.traffic.add(Kind.REDUCE, segments[self.rank].nbytes * (self.ranks - 1))
         return self._start(buffer, tag + Kind.REDUCE)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
@@ -137,14 +137,14 @@ class GlooTransport(OverConnections):
         self._finish(handle, what)
         return total
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         self.traffic.add(Kind.REPLICATE, 2 * (self.ranks - 1) * total.nbytes // self.ranks)
         handle = self._start(total, tag + Kind.REPLICATE)
         handle.divisor = divisor
         return handle
 
-    @all_or_nothing
+    @fails_if_interrupted
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         pieces, sent = self._pieces(total), handle.held
         own = pieces[self.rank]
@@ -156,12 +156,12 @@ class GlooTransport(OverConnections):
         # that they may write there.
         return self._start(sent, tag + Kind.REPLICATE_BACK, pieces)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._fill(handle, what)
         self._finish(handle, what)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
         connections = self.connections
         if not only_reductions:  # a peer may be waiting for this rank to read what it gathers

@@ -42,7 +42,7 @@ _NOTHING: list[Work] = []
 Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
 
 
-def all_or_nothing(method: Method) -> Method:
+def fails_if_interrupted(method: Method) -> Method:
     """Let communication fail if an exception interrupts the method: no rank could know what was
     sent and what was read. Profilers see the call, even where nothing is sent."""
     name = f"fsdp_compat::{getattr(method, '__name__', '')}"

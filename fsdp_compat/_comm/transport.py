@@ -96,7 +96,7 @@ class Transport(abc.ABC):
     ordinary memory, and nothing is mapped.
 
     Every method is a collective of the axis, except ``allocate``, ``settle``, ``new_tag``,
-    ``places``, ``unfinished_gather`` and ``require_working``.
+    ``addresses``, ``unfinished_gather`` and ``require_working``.
 
     ``what`` names the thing that is waited for, for error messages. A wait that fails raises
     StateError, and so does every later use: all communication of this process has failed then. Only
@@ -262,7 +262,7 @@ class Transport(abc.ABC):
 
     # -- mapped shards; only where ``maps``
 
-    def places(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
+    def addresses(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
         """Return a value that changes when ``shards`` have moved and must be mapped again."""
         return ()
 

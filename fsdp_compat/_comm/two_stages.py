@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .divergence.processes import Process
 from .gloo import GlooTransport
-from .gloo_connections import OverConnections, all_or_nothing
+from .gloo_connections import OverConnections, fails_if_interrupted
 from .mesh import Axis
 from .messages import MessageTransport
 from .transport import Handle
@@ -79,7 +79,7 @@ class TwoStages(OverConnections):
     def unfinished_gather(self, tag: int) -> Handle | None:
         return self._gathers.get(tag)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_gather(
         self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
     ) -> Handle:
@@ -90,7 +90,7 @@ class TwoStages(OverConnections):
         handle = self._gathers[tag] = _Pending(stage, staged, full, tag)
         return handle
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_gather(self, handle: Handle, what: str) -> None:
         while not handle.ended:
             self._end_gather(next(iter(self._gathers.values())), what)
@@ -113,21 +113,21 @@ class TwoStages(OverConnections):
         handle.ended, handle.held = True, None
         del self._gathers[tag]
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
         grid = self._by_host_and_local_rank(buffer)
         staged = self._staged(buffer.numel(), buffer.dtype)
         staged.view(grid.transpose(0, 1).shape).copy_(grid.transpose(0, 1))
         return self._begin_sum_of_host(staged, staged, tag)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
         assert isinstance(handle, _Pending)
         total = handle.held = self._sum_of_host(handle, what)
         handle.stage = self._far.begin_reduce(total, total.chunk(self._num_hosts), tag)
         return handle
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
@@ -137,7 +137,7 @@ class TwoStages(OverConnections):
         self._far.settle(what, only_reductions=True)  # `held` can be freed
         return total
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
         numel = total.numel()
         staged = self._staged(-(-numel // self._ranks_per_host) * self._ranks_per_host, total.dtype)
@@ -147,7 +147,7 @@ class TwoStages(OverConnections):
         handle.divisor = divisor
         return handle
 
-    @all_or_nothing
+    @fails_if_interrupted
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
         assert isinstance(handle, _Pending)
         near, far, step = self._near, self._far, handle.step
@@ -171,12 +171,12 @@ class TwoStages(OverConnections):
                 total.copy_(handle.target[: total.numel()])
         return handle
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
         self._near.settle(what)  # the piece of this rank can be freed
         self._far.settle(what, only_reductions=True)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
         if not only_reductions and not self.has_failed:
             for handle in tuple(self._gathers.values()):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .bulk_dict import exhaust
+from .bulk_dict import consume
 from .conduct import ReduceAxes
 from .store import ParamStore
 
@@ -74,7 +74,7 @@ class ShardedGrads:
             ]
         takes = map(operator.is_not, grads, _NONES) if is_dtensor else map(_requires_grad, params)
         if all(takes) and not any(map(operator.is_not, map(_grad, params), _NONES)):
-            exhaust(map(setattr, params, _GRAD, grads))
+            consume(map(setattr, params, _GRAD, grads))
             if is_dtensor:
                 self._run_hooks(params, axes, what)
             return

@@ -1,10 +1,9 @@
-"""The models of all ranks are compared before anything of them is sent: where they differ, messages
-would have other lengths than the receivers expect, or ranks would wait for each other.
+"""Compares the models of all ranks before anything is sent: if they differed, messages would not
+have the lengths that receivers expect, or ranks would wait for each other.
 
-Only ranks that share the parameters of a unit compare it, by names, shapes, dtypes and
-``requires_grad`` of the parameters, in their order, and by the settings that decide what is sent.
-They exchange a digest, one message per mesh axis, and look for the first difference if digests
-differ."""
+Only ranks that share a unit's parameters compare it: names, shapes, dtypes and ``requires_grad`` of
+the parameters, their order, and the settings that decide what is sent. They exchange a digest, one
+message per mesh axis, and search for the first difference if digests differ."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def parameter(name: str, shape: Iterable[int], dtype: torch.dtype, requires_grad
 _of_units: weakref.WeakKeyDictionary[Unit, tuple[Mesh, Facts]] = weakref.WeakKeyDictionary()
 
 
-def keep(of: Unit, mesh: Mesh, facts: Facts) -> None:
-    """Keep the facts of a unit for ``require_units_alike``."""
+def store_facts(of: Unit, mesh: Mesh, facts: Facts) -> None:
+    """Store the facts of a unit for ``require_units_alike``."""
     _of_units[of] = mesh, facts
 
 
@@ -63,9 +62,9 @@ def require_all_alike(parts: Iterable[tuple[Mesh, torch.device, Facts]], where: 
 
 
 def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -> None:
-    """Raise UsageError, on all ranks of a mesh, if they have other facts. Collective.
+    """Raise UsageError, on all ranks of a mesh, if their facts differ. Collective.
 
-    device: of the units. where: the model that the facts are of, for the error.
+    device: of the units. where: the model, for the error.
     """
     axes = [axis for axis in (mesh.shard, mesh.replica) if axis.ranks > 1]
     if not axes or device.type == "meta":  # a simulation: tensors have no values
@@ -74,16 +73,16 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
     what = "the comparison of the ranks' models"
     if are_alike(repr(facts), communicators, what):
         return
-    told = _gathered(len(facts), mesh, communicators)
+    lengths = _gathered(len(facts), mesh, communicators)
     at = bisect.bisect_left(  # the first difference
-        range(1, max(told.values())),
+        range(1, max(lengths.values())),
         True,
         key=lambda length: not are_alike(repr(facts[:length]), communicators, what),
     )
     raise UsageError.of(
         "The models of the ranks differ.",
         expected="the same units, parameters and settings, in the same order, on all of the "
-        f"ranks {named(sorted(told))}",
+        f"ranks {named(sorted(lengths))}",
         got=_difference(_gathered(_fact(facts, at), mesh, communicators), facts[:at]),
         where=f"{where}, at {progress.place()}",
         fix="build the model in the same way on every rank; give modules that only some ranks "
@@ -93,15 +92,15 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
 
 def _gathered(value: Any, mesh: Mesh, communicators: Iterable[Transport]) -> dict[int, Any]:
     """Return every rank's small value, by global rank. Collective."""
-    told = [(mesh.shard.members[mesh.shard.rank], value)]
+    found = [(mesh.shard.members[mesh.shard.rank], value)]
     for each in communicators:
-        told = [pair for pairs in each.gather_objects(told) for pair in pairs]
-    return dict(sorted(told))
+        found = [pair for pairs in each.gather_objects(found) for pair in pairs]
+    return dict(sorted(found))
 
 
 def _difference(facts: Mapping[int, str], before: Facts) -> str:
-    """Return where ranks differ. facts: the first different ones, by global rank. before: those in
-    which they agree."""
+    """Return where ranks differ. facts: the first that differ, by global rank. before: the ones
+    that agree."""
     by_fact: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         by_fact.setdefault(fact, []).append(rank)

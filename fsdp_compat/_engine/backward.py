@@ -79,7 +79,7 @@ class BackwardRunner:
         )
         self._every: list[Gradients] = []  # of all units, in their order
         self.sync = True  # False inside no_sync
-        self.finalizes_by_hand = False  # ``begin_finalize`` reduces, not the end of backward
+        self.reduces_on_finalize = False  # reductions start in ``begin_finalize``, not in backward
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
         self.is_open = False  # a backward began and has not ended
@@ -230,7 +230,7 @@ class BackwardRunner:
             gradients.collect()
             # A user's hook communicates by itself: where ranks use different units, all of them
             # call it at the end of backward.
-            if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and not (
+            if gradients.wants_reduction(self.sync and not self.reduces_on_finalize) and not (
                 self._allow_unused_units and gradients.policy.hook is not None
             ):
                 received.append(gradients)
@@ -244,7 +244,7 @@ class BackwardRunner:
         one; but what stays for later backwards is always allocated on the side stream."""
         policy = unit.conduct.reduction
         leaves_nothing = self.sync and policy.sync and policy.over_replicas
-        if at_end and leaves_nothing and not self.finalizes_by_hand:
+        if at_end and leaves_nothing and not self.reduces_on_finalize:
             return _HERE
         return self._on_side()
 
@@ -298,7 +298,7 @@ class BackwardRunner:
         is_used = dict(zip(every, used, strict=True))
         for unit in reversed(self._units):
             policy = unit.conduct.reduction
-            reduces = self.sync and policy.sync and not self.finalizes_by_hand
+            reduces = self.sync and policy.sync and not self.reduces_on_finalize
             is_ordered = self._allow_unused_units or backward.defers
             left = [
                 group.gradients for group in unit.groups if group.gradients not in backward.reduced

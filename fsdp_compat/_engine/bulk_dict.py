@@ -10,8 +10,8 @@ from typing import Any
 
 DictEntry = tuple[dict[Any, Any], Any, Any]  # dictionary, key, value
 
-# exhaust(iterator): run it and keep nothing.
-exhaust = collections.deque[Any](maxlen=0).extend
+# consume(iterator): run it and keep nothing.
+consume = collections.deque[Any](maxlen=0).extend
 _value_of: Any = dict.get
 
 
@@ -31,19 +31,19 @@ class BulkDict:
         return all(map(operator.is_, map(_value_of, self._dicts, self._keys), self._values))
 
     def put_in(self) -> None:
-        exhaust(map(operator.setitem, self._dicts, self._keys, self._values))
+        consume(map(operator.setitem, self._dicts, self._keys, self._values))
 
     def take_out_own(self) -> None:
         """Delete the keys that have their values, and leave values that other code has put."""
         if self.are_in_place():
-            exhaust(map(operator.delitem, self._dicts, self._keys))
+            consume(map(operator.delitem, self._dicts, self._keys))
             return
         for entries, key, value in zip(self._dicts, self._keys, self._values, strict=True):
             if entries.get(key) is value:
                 del entries[key]
 
 
-def swap_of(present: BulkDict, old: BulkDict, new: BulkDict) -> Callable[[], bool]:
+def make_swap(present: BulkDict, old: BulkDict, new: BulkDict) -> Callable[[], bool]:
     """Return a function that replaces ``old``, a part of ``present``, by ``new``, and returns True.
     If ``present`` does not stand it changes nothing and returns False."""
     dicts, keys, values = present._dicts, present._keys, present._values
@@ -53,8 +53,8 @@ def swap_of(present: BulkDict, old: BulkDict, new: BulkDict) -> Callable[[], boo
     def exchange() -> bool:
         if not all(map(operator.is_, map(_value_of, dicts, keys), values)):
             return False
-        exhaust(map(operator.delitem, old_dicts, old_keys))
-        exhaust(map(operator.setitem, new_dicts, new_keys, new_values))
+        consume(map(operator.delitem, old_dicts, old_keys))
+        consume(map(operator.setitem, new_dicts, new_keys, new_values))
         return True
 
     return exchange

@@ -1,4 +1,4 @@
-"""All communicators of a runtime at once."""
+"""Operations on all communicators of a runtime."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Communicators:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._communicators: list[Transport] = []
-        self.have_tags = True  # if not, ranks must make their collectives in one order
+        self.have_tags = True  # False: ranks must make their collectives in the same order
         self._offloads: list[OffloadPolicy] = []
 
     def take(self, groups: Iterable[Group]) -> None:
-        """Use those of ``groups`` from now on."""
+        """Use the communicators of ``groups`` from now on."""
         groups = list(groups)
         found = [each for group in groups for each in (group.shard, group.replica)]
         found += [group.partial.communicator for group in groups if group.partial is not None]
@@ -30,8 +30,8 @@ class Communicators:
         self._offloads = [group.offload for group in groups if group.offload.is_offloaded]
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Collective. Return for each flag whether it is set on any rank. One byte per flag. what:
-        they are for, for errors."""
+        """Collective. Return for each flag, one byte, whether it is set on any rank. what: names
+        them in errors."""
         values = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         for communicator in self._communicators:
             values = communicator.any_of(values, what)
@@ -39,14 +39,14 @@ class Communicators:
 
     def flush(self, what: str, in_graph: bool = False) -> None:
         """Wait until everything that this rank has sent, or copied to the host, has arrived.
-        what: that was sent, for errors. in_graph: a backward follows, and waits for copies of
-        offloaded shards: here the host would wait until the device has computed."""
+        what: names it in errors. in_graph: leave copies of offloaded shards to the backward that
+        follows, because waiting for them here would stall the host until the device is done."""
         for communicator in self._communicators:
             communicator.settle(what)
         if not in_graph:
             self.wait_copies()
 
     def wait_copies(self) -> None:
-        """Wait until offloaded shards can be written to, and their gradients can be read."""
+        """Wait until offloaded shards may be overwritten and their gradients read."""
         for offload in self._offloads:
             offload.wait_readers()

@@ -177,7 +177,7 @@ class Gathering:
         self._prefetches_forward = forward_prefetch
         self._prefetches_backward = backward_prefetch is Prefetch.PRE
         # By backward, as far as the last one tells: it stays unsharded until then.
-        self._used_first: Unit | None = None
+        self._first_in_backward: Unit | None = None
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
         """Collective. Make ``unit`` unsharded and show it; prefetch the next one. backward: in a
@@ -246,7 +246,7 @@ class Gathering:
             # In a fixed order no unit is kept: ranks gather the same units again.
             if keeps and (
                 not conduct.reshard_after_forward
-                or unit is self._used_first
+                or unit is self._first_in_backward
                 or unit is self._units[0]  # the root
             ):
                 unit.view.show_sharded()
@@ -259,7 +259,7 @@ class Gathering:
             return  # also after a forward without a graph: generation calls it again and again
         if keeps and conduct.partial_ranks:
             unit.reshard_to_partial()
-        elif keeps and unit is self._used_first:
+        elif keeps and unit is self._first_in_backward:
             unit.view.show_sharded()
         else:
             unit.reshard()
@@ -271,7 +271,7 @@ class Gathering:
         if not is_inside and self._reads_shards():
             self.mapped.begin(Pass.FORWARD)
         self.forward_order.restart(self.rounds.units_to_gather)
-        self._used_first = self.backward_order.first_after_root()
+        self._first_in_backward = self.backward_order.first_after_root()
 
     def _reads_shards(self) -> bool:
         """False if parameters are whole already, in memory of their own. A pass sends nothing then,

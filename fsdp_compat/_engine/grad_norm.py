@@ -14,17 +14,17 @@ from .group import Group
 
 
 def gradients_of(group: Group) -> Sequence[torch.Tensor]:
-    """Return tensors that hold the gradients of all sharded parameters of a group, if possible a
-    single one."""
+    """Return tensors, if possible a single one, that hold the gradients of all sharded parameters
+    of a group."""
     grads = [param.grad for param, _ in group.store.sharded_params if param.grad is not None]
     return packed(group, grads)
 
 
 def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the reduced gradient [S] if ``grads`` are all gradients of a group and still views of
-    it, as a reduction leaves them; otherwise ``grads``.
+    """Return the reduced gradient [S] if ``grads`` are all of a group's gradients and still views
+    of it; otherwise ``grads``.
 
-    Elements of [S] between the views are zero, unless a user's hook has reduced.
+    The padding of [S] is zero, unless a user's hook has reduced.
     """
     of_group = group.gradients
     if (
@@ -50,13 +50,13 @@ def norm_of(
     device: torch.device,
 ) -> torch.Tensor:
     """Return the norm of the gradients of sharded groups and of ``whole``, gradients that every
-    rank holds whole.
+    rank holds whole: 0-d, in fp32 (fp64 for fp64 parameters).
 
-    fp32 (fp64 for fp64 parameters), 0-d. Collective: all ranks, with the same groups; one
-    all-reduce per shard axis. norm_type: positive, or inf.
+    Collective: all ranks, with the same groups; one all-reduce per shard axis. norm_type: positive,
+    or inf.
     """
     whole = list(whole)
-    # Of the parameters: all ranks know these, but not each other's gradients.
+    # Those of the parameters, because ranks do not know each other's gradients.
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     by_axes: dict[tuple[int, ...], tuple[list[Transport], list[torch.Tensor]]] = {(): ([], whole)}
@@ -75,10 +75,10 @@ def norm_of(
 def dtype_of_norm(
     sharded: Iterable[tuple[Group, Sequence[torch.Tensor]]], whole: Iterable[torch.Tensor]
 ) -> torch.dtype:
-    """Return the dtype that torch gives the norm of these gradients: the promotion of theirs, fp32
+    """Return the dtype that torch gives the norm of these gradients: the promotion of theirs; fp32
     without gradients.
 
-    Groups of which this rank has no part count as well, so that all ranks return the same.
+    Includes groups of which this rank has no part, so that all ranks return the same.
     """
     dtypes = [grad.dtype for grad in whole]
     for group, grads in sharded:
@@ -113,7 +113,7 @@ def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
 def _local_norm(
     grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of local gradients. Empty ones, which the inf norm refuses, count as zero."""
+    """Return the norm of local gradients. Empty ones, which the inf norm rejects, count as zero."""
     norms = [
         norm.to(device, dtype)
         for (_, grad_dtype), tensors in _by_kind(grad for grad in grads if grad.numel()).items()

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import _torch_private
 from .accumulation import ShardedGrads
-from .bulk_dict import exhaust
+from .bulk_dict import consume
 from .conduct import CommHook, Conduct, ReduceAxes, ReducePolicy, predivisor
 from .device import side_stream
 from .dtypes import Precision
@@ -144,7 +144,7 @@ class Gradients:
                 index for index, grad in zip(indices, grads, strict=True) if grad is not None
             ]
             grads = [grad for grad in grads if grad is not None]
-        exhaust(map(setattr, params, _GRAD, nones))
+        consume(map(setattr, params, _GRAD, nones))
         self._put(indices, grads)
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
@@ -184,7 +184,7 @@ class Gradients:
         is_hooked, params = self.policy.hook is not None, memory.unsharded_params
         if (
             axes.ranks == 1
-            and form.pieces_are_whole
+            and form.is_contiguous_per_param
             and not is_hooked
             and memory.aliased
             and len(self._memories) == 1

@@ -221,9 +221,9 @@ class Group:
         """Raise AssertedStateError, and undo the change, if the user has given an unsharded
         parameter other memory."""
         for memory in self.memories:
-            strayed = memory.strayed()
+            strayed = memory.moved_params()
             if strayed:
-                memory.bring_back(self.store, strayed)
+                memory.restore_views(self.store, strayed)
                 shape = tuple(memory.unsharded_params[strayed[0]].shape)
                 raise AssertedStateError.of(
                     "An unsharded parameter was given other memory, which the next all-gather "

@@ -1,10 +1,10 @@
-"""Passes over units that read every rank's shard where it is mapped (_comm/same_host/peers.py):
-parameters view the mapping, or are copied out of it.
+"""Passes over units that read every rank's mapped shard (_comm/same_host/peers.py): parameters view
+the mapping, or are copied out of it.
 
-Such a unit sends nothing when it is unsharded, so that no rank waits there. Instead the ranks meet
-at both ends of a pass. At its beginning all shards have the values that the pass reads; when it has
-ended no rank reads them any more, and they may be written to. Outside of a pass, where users of
-fully_shard may unshard units, these are all-gathered."""
+Such a unit sends nothing and waits for nothing when it is unsharded. Instead there is a barrier at
+both ends of a pass: after the first, all shards have the values that the pass reads; after the
+second, no rank reads them any more, and they may be written to. Outside a pass, where users of
+fully_shard may unshard units, units are all-gathered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .group import Group
 
 
 class Pass(enum.IntEnum):
-    """Kinds of passes. They have barriers of their own: a backward may begin in a forward."""
+    """Kinds of passes, each with barriers of its own: a backward may begin inside a forward."""
 
     FORWARD = 0
     BACKWARD = 2
@@ -35,13 +35,13 @@ class _Axis:
     communicator: Transport
     groups: list[Group]
     tag: int
-    mapped_at: tuple[object, ...] = ()  # places of this rank's shards, when they were mapped
+    mapped_at: tuple[object, ...] = ()  # addresses of this rank's shards when they were mapped
     version: int = 0  # increases when they have moved
-    others: Sequence[int] = ()  # the versions of all ranks, this one first
+    versions: Sequence[int] = ()  # of all ranks, this one first
 
-    def places(self) -> tuple[object, ...]:
-        """Return what changes when this rank's shards have moved."""
-        return self.communicator.places([group.store.shard for group in self.groups])
+    def addresses(self) -> tuple[object, ...]:
+        """Return a value that changes when this rank's shards have moved."""
+        return self.communicator.addresses([group.store.shard for group in self.groups])
 
 
 class MappedShards:
@@ -51,11 +51,12 @@ class MappedShards:
         self._label = "a module"
         self._candidates: list[Group] = []
         self._axes: list[_Axis] | None = None  # None: not decided yet
-        self._open: dict[Pass, list[tuple[_Axis, Handle]]] = {}  # by pass: the end was told
+        # by pass: the barriers at its end, once this rank has left it
+        self._open: dict[Pass, list[tuple[_Axis, Handle]]] = {}
         self._reading: set[Pass] = set()  # passes in which this rank may read shards now
 
     def take(self, groups: Iterable[Group], label: str) -> None:
-        """Work with ``groups`` from now on. label: of the root, for errors."""
+        """Use ``groups`` from now on. label: of the root, for errors."""
         self._label, self._axes = label, None
         self._candidates = [group for group in groups if _can_map(group)]
         self._open.clear()
@@ -77,24 +78,24 @@ class MappedShards:
         what = f"the beginning of a {which.name.lower()} of {self._label}"
         handles = []
         for axis in self._axes:
-            places = axis.places()
-            if places != axis.mapped_at:
-                axis.mapped_at, axis.version = places, axis.version + 1
+            addresses = axis.addresses()
+            if addresses != axis.mapped_at:
+                axis.mapped_at, axis.version = addresses, axis.version + 1
             handles.append(axis.communicator.begin_barrier(axis.tag + which, axis.version))
-        told = [
+        found = [
             [axis.version, *axis.communicator.end_barrier(handle, what)]
             for axis, handle in zip(self._axes, handles, strict=True)
         ]
-        for axis, versions in zip(self._axes, told, strict=True):
-            if versions != axis.others:
+        for axis, versions in zip(self._axes, found, strict=True):
+            if versions != axis.versions:
                 refusal = self._map(axis)
                 if refusal:
                     self._refuse(refusal)
-                axis.others = versions
+                axis.versions = versions
         self._reading.add(which)
 
     def leave(self, which: Pass, has_raised: bool = False) -> None:
-        """Tell the other ranks that this one reads no shards any more in the pass."""
+        """Tell the other ranks that this one reads no more shards in the pass."""
         self._reading.discard(which)
         if which in self._open and not self._open[which]:
             self._open[which] = [
@@ -123,15 +124,15 @@ class MappedShards:
             axis.groups.append(group)
         mapped = [axis for axis in found.values() if not self._map(axis)]
         for axis in mapped:
-            axis.others = [axis.version] * axis.communicator.ranks
+            axis.versions = [axis.version] * axis.communicator.ranks
         return mapped
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _map(self, axis: _Axis) -> str:
-        """Collective. Map the shards where they are now. Return why, if some rank cannot map all of
-        them: then the groups stay as they are, on all ranks."""
-        places = axis.places()  # first: a fork in another thread may move shards meanwhile
+        """Collective. Map the shards where they are now. If some rank cannot map all of them,
+        return the reason and change nothing, on all ranks."""
+        addresses = axis.addresses()  # first: a fork in another thread may move shards meanwhile
         mappings = axis.communicator.map_shards(
             [group.store.shard.detach() for group in axis.groups],
             [group.memories[0].mapping for group in axis.groups],
@@ -144,13 +145,13 @@ class MappedShards:
                 continue
             for memory in group.memories:
                 memory.use_copies_of(group.store, mapping, self._reading)
-        axis.mapped_at = places
+        axis.mapped_at = addresses
         return ""
 
     def _refuse(self, refusal: str) -> typing.NoReturn:
         raise StateError.of(
-            "Shards that have moved, as they do when a process forks, cannot be mapped again.",
-            expected="as many file descriptors, mappings and as much address space as before, "
+            "Shards that have moved, for example because a process forked, cannot be mapped again.",
+            expected="as many file descriptors and mappings, and as much address space, as before "
             "on all ranks",
             got=refusal,
             where=self._label,
@@ -160,7 +161,7 @@ class MappedShards:
 
 
 def _can_map(group: Group) -> bool:
-    """True if all ranks may be able to map the group's shards: by what is alike on all of them."""
+    """True if all ranks may be able to map the group's shards, judged by what they all share."""
     store, memory = group.store, group.memories[0]
     return (
         group.shard.maps
@@ -168,7 +169,7 @@ def _can_map(group: Group) -> bool:
         and not memory.aliased
         and is_in_pages(store.numel, store.dtype)
         and not store.has_extension
-        # parameters of one byte are copied as bytes, and not cast
+        # one-byte elements are copied as bytes, not cast
         and (
             group.gather_dtype == store.dtype
             or min(group.gather_dtype.itemsize, store.dtype.itemsize) > 1
@@ -177,9 +178,8 @@ def _can_map(group: Group) -> bool:
 
 
 def _views(group: Group) -> bool:
-    """True if the parameters are the mapped shards themselves. Otherwise they are copied out of
-    them: where they are cast, where they lie apart, and where the user may keep them whole while
-    shards are written to."""
+    """True if the parameters view the mapped shards. Otherwise they are copied out of them, because
+    they are cast, are not contiguous in them, or may be kept by the user while shards change."""
     return (
         group.conduct is None
         and not group.memories[0].has_copies

@@ -14,7 +14,7 @@ _INTERNAL = frozenset((*nn.Module().__dict__, *_MARKS))
 
 
 def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
-    """Mark a unit's modules, except ignored ones, as torch does. Call it before the unit is made.
+    """Mark a unit's modules, except ignored ones, as torch does; before the unit is constructed.
 
     Dynamo reads the marks, and so does transformers' generate, to keep ranks together. Dynamo
     refuses modules marked with use_orig_params=False; ours show unsharded parameters in forward
@@ -51,6 +51,6 @@ class TensorAttributes:
 
 
 def _keeps_attributes(module: nn.Module) -> bool:
-    """False for torch's own layers and for wrappers: their forward leaves no tensors, and searching
-    all of them would cost more than the swap of parameters."""
+    """False for torch's own layers and for wrappers: their forward leaves no tensors on them, and
+    searching them all would cost more than swapping parameters."""
     return type(module).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import StateError
-from .bulk_dict import BulkDict, DictEntry, swap_of
+from .bulk_dict import BulkDict, DictEntry, make_swap
 from .dtypes import ComputeDtype
 from .placeholders import Placeholders
 from .store import ModuleSlot
@@ -293,7 +293,7 @@ class _Swap:
         self._old, self._new = BulkDict([*gone, *away]), BulkDict([*new, *here])
         # exchange(): make the swap and return True, if every slot holds its old parameter. Absent
         # attributes are absent from the dictionary: None would silently drop a bias.
-        self.exchange = swap_of(BulkDict([*present, *away]), self._old, self._new)
+        self.exchange = make_swap(BulkDict([*present, *away]), self._old, self._new)
 
     def foreign(self, but_new: bool = False) -> _Slot | None:
         """Return a slot that holds something else than its old parameter, and, with ``but_new``,

@@ -14,8 +14,8 @@ from .. import _torch_private
 
 @dataclasses.dataclass(frozen=True)
 class ParamSlots:
-    """Where modules hold an original parameter, and its names, of which the first one counts. Does
-    not hold the parameter itself."""
+    """Where modules hold an original parameter, and its names. Does not hold the parameter
+    itself."""
 
     slots: tuple[tuple[nn.Module, str], ...]  # (module, attribute); several if it is tied
     # Relative to the module that was traversed; several per slot if a module is shared.
@@ -26,14 +26,14 @@ class ParamSlots:
         return self.names[0]
 
     def present(self) -> Any:
-        """Return the parameter that modules hold now; None: the attribute is absent."""
+        """Return the parameter that modules hold now, or None if the attribute is absent."""
         module, attribute = self.slots[0]
         return _torch_private.parameters_of(module).get(attribute)
 
 
 @dataclasses.dataclass(frozen=True)
 class OrigParam:
-    """An original parameter and its place. It keeps the whole parameter in memory."""
+    """An original parameter, kept whole in memory, and where modules hold it."""
 
     parameter: nn.Parameter
     place: ParamSlots
@@ -58,7 +58,7 @@ def assign_owners(
 
     That unit is unsharded whenever any of the uses runs. Gathering the parameter in a unit per use
     would double the bytes and split its gradient over several reductions. skip: parameters that are
-    not managed. closed: modules that are not entered, because they were sharded before.
+    not managed. closed: modules that are not entered because they are sharded already.
     """
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     slots: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}

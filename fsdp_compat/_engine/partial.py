@@ -32,7 +32,7 @@ class PartialShard:
         self.communicator: Transport = communicator(axis, device)
         self._tag = self.communicator.new_tag()
         self._memory = memory
-        memory.allocate_params()  # nothing can view memory that is not there
+        memory.allocate_params()  # an empty storage cannot be viewed
         rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks, memory.unsharded_params)
         memory.free()
         self._storage = Storage(rows.full)
@@ -50,8 +50,8 @@ class PartialShard:
         return (0 if self._held is None else self._held.nbytes) + self._storage.resident_nbytes
 
     def hold(self) -> list[nn.Parameter]:
-        """The unsharded parameters are readable: keep this rank's rows, and return the parameters
-        that modules show meanwhile."""
+        """Copy this rank's rows of the unsharded parameters, which are readable. Return the
+        parameters that modules show meanwhile."""
         full, ranks = self._rows.full, self.communicator.ranks
         held = full.new_zeros(full.numel() // ranks)
         params = self._rows.params(held)

@@ -38,20 +38,20 @@ class Preparation:
         device: torch.device,
         init: Callable[[nn.Module], None] | None,
         broadcast_over: Mesh | None,
-        keep: Collection[nn.Parameter],
+        not_broadcast: Collection[nn.Parameter],
     ) -> None:
         """
         units: the modules that become units, including ``root``.
         closed: modules that need no preparation, with all below them.
         init: initializes one module on the meta device; None: its ``reset_parameters`` does.
-        broadcast_over: whose first rank's values all ranks take; None: they keep their own.
-        keep: parameters that are not broadcast.
+        broadcast_over: the mesh whose first rank's values all ranks take; None: no broadcast.
+        not_broadcast: parameters to which this does not apply.
 
         Raises UsageError, before anything changes, if a module on the meta device cannot be
         initialized.
         """
         self._root, self._device, self._init = root, device, init
-        self._broadcast_over, self._keep = broadcast_over, keep
+        self._broadcast_over, self._not_broadcast = broadcast_over, not_broadcast
         self._done = {below for child in closed for below in child.modules()}
         self._was_meta = False
         # Slots of parameters and buffers from the meta device that still have no values.
@@ -73,15 +73,19 @@ class Preparation:
         filled = set() if self._simulated else self._materialize(modules)
         self._was_meta = self._was_meta or bool(filled)
         self._restore_ties()
-        for module in modules:  # a store copies its part of each parameter into its shard itself
+        for module in modules:  # buffers only: stores copy parameters into their shards
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.device != self._device:
                     setattr(module, name, buffer.to(self._device))
         tensors = _slots_of(modules)
         left = {slot for slot in filled if is_uninitialised(tensors[slot])}
         if self._broadcast_over is not None:
-            sent = {slot: tensor for slot, tensor in tensors.items() if tensor not in self._keep}
-            # The ranks take NaN from rank 0 as a value, unless rank 0 marks it as left without one.
+            sent = {
+                slot: tensor
+                for slot, tensor in tensors.items()
+                if tensor not in self._not_broadcast
+            }
+            # NaN from rank 0 counts as a value, unless rank 0 marks the tensor as uninitialised.
             marks = torch.tensor(
                 [slot in left for slot in sent], dtype=torch.uint8, device=self._device
             )
@@ -93,8 +97,8 @@ class Preparation:
         return [OrigParam(member.place.present(), member.place) for member in members]
 
     def _materialize(self, modules: Sequence[nn.Module]) -> set[Slot]:
-        """Give those ``modules`` that have tensors on the meta device memory and values. Return the
-        slots that got memory: ``to_empty`` replaces all tensors of a module."""
+        """Give modules with tensors on the meta device memory and values. Return the slots that got
+        memory: ``to_empty`` replaces all tensors of a module."""
         on_meta = [m for m in modules if any(tensor.is_meta for _, tensor in _own_tensors(m))]
         before = _addresses(on_meta)
         for module in on_meta:
@@ -124,11 +128,8 @@ class Preparation:
         return {slot for slot, address in after.items() if before.get(slot) != address}
 
     def _restore_ties(self) -> None:
-        """Tie parameters to the first module's again: materialising modules one by one gave each
-        module a parameter of its own.
-
-        Skips ties with parameters that are still on the meta device.
-        """
+        """Tie parameters again, unless some are still on the meta device: materialising modules one
+        by one gave each module a parameter of its own."""
         for slots in self._ties:
             tied = [_torch_private.parameters_of(module).get(name) for module, name in slots]
             if not any(parameter is None or parameter.is_meta for parameter in tied):
@@ -138,8 +139,8 @@ class Preparation:
     def uninitialised(
         self, module: nn.Module, stores: Iterable[StateStore], taken: Collection[nn.Module]
     ) -> list[Uninitialised]:
-        """Return what was left without values in a unit: parameters in its stores, and buffers of
-        its modules that are not ``taken`` by other units."""
+        """Return the uninitialised parameters and buffers of a unit. taken: modules of other
+        units."""
         if not self._left:
             return []
         found = [
@@ -161,7 +162,7 @@ class Preparation:
 def _own_modules(
     module: nn.Module, units: Collection[nn.Module], seen: set[nn.Module]
 ) -> Iterator[nn.Module]:
-    """Yield the modules of a unit, without those that belong to a unit below it."""
+    """Yield the modules of a unit, except those that belong to units below it."""
     seen.add(module)
     yield module
     for child in module.children():
@@ -215,7 +216,7 @@ def _name_of(root: nn.Module, module: nn.Module) -> str:
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """True if a tensor holds only the pattern that fills uninitialised memory. Never for empty and
+    """True if a tensor holds only the fill pattern of uninitialised memory. Never for empty and
     boolean tensors."""
     tensor = _torch_private.local_part(tensor.detach()).reshape(-1)
     if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
@@ -226,9 +227,8 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 
 def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
-    """Overwrite tensors with those of the mesh's first rank.
+    """Overwrite tensors with those of the mesh's first rank. Collective: all ranks of the mesh.
 
-    Collective: all ranks of the mesh. First over the replica axis, then over the shard axis.
     Tensors that are not on ``device`` are copied there one at a time.
     """
     tensors = {id(tensor): _torch_private.local_part(tensor.detach()) for tensor in states}

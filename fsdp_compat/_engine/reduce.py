@@ -1,10 +1,10 @@
 """The buffers that collect gradients of unsharded parameters, and the reduction that turns them
 into gradients of sharded parameters.
 
-One rule covers all cases. Which gradients were *received* is a property of the buffer: the first
-gradient of a parameter is assigned, later ones are added, and a reduction sends the buffer, with
-zeros for what was not received, and empties the set. Accumulation without communication, several
-backwards, recomputation and late gradients need nothing else."""
+One rule covers all cases. The buffer knows which gradients it has *received*: the first gradient of
+a parameter is assigned, later ones are added, and a reduction sends the buffer, with zeros for
+missing gradients, and empties the set. Accumulation without communication, several backwards,
+recomputation and late gradients need nothing else."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .store import ParamStore, ReduceForm
 
 
 class Left(enum.Enum):
-    """What the next stage of a reduction does, as long as there is one."""
+    """What the next stage of a reduction does."""
 
-    SUM = enum.auto()  # it waits for the sum over the shard axis, frees the buffer, and may send
-    HOST = enum.auto()  # it waits only for ranks of this host, and sends
-    MESSAGES = enum.auto()  # it may send some
-    WAIT = enum.auto()  # it sends nothing, but may wait for peers
-    READ = enum.auto()  # it only makes the host wait for a device, so it can wait for the end
+    SUM = enum.auto()  # waits for the sum over the shard axis, frees the buffer, and may send
+    HOST = enum.auto()  # waits only for ranks of this host, and sends
+    MESSAGES = enum.auto()  # may send, and wait for peers
+    WAIT = enum.auto()  # sends nothing, but may wait for peers
+    READ = enum.auto()  # makes the host wait for a device, so it is left for the end
 
 
-# of a reduction; the last one yields the gradient of every sharded parameter
+# of a reduction; the last yields the gradients of all sharded parameters
 Stages = Iterator[Sequence[torch.Tensor | None] | Left]
 
 
@@ -51,8 +51,8 @@ class ReduceBuffer:
     """A flat buffer [ranks * S] in the dtype of the reduction. It holds memory only from the first
     received gradient to the end of the reduction.
 
-    It is other memory each time where peers read later what is sent, and with one rank, which has
-    all the gradients: there it becomes the gradients.
+    The memory is new each time where peers read later what is sent, and with one rank, where it
+    becomes the gradients.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ReduceBuffer:
         predivisor: float = 1.0,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """dtype: of the reduction. predivisor: of gradients when they are put in. grad_dtype: of
+        """dtype: of the reduction. predivisor: of gradients before they are summed. grad_dtype: of
         the result; None: the form's."""
         self.received = set[int]()  # the indices of parameters whose gradients are here
         self.form, self._axes, self._predivisor = form, axes, predivisor
@@ -76,11 +76,11 @@ class ReduceBuffer:
         self._storage = Storage(buffer)
         self.views = self._own = self._views_of(buffer)
         self._storage.free()
-        # In place of the buffer's own memory: what peers read later, or what becomes gradients.
+        # Instead of the buffer's own memory: read later by peers, or becomes the gradients.
         self._block: torch.Tensor | None = None
         self._all_indices, self.indices = form.indices, frozenset(form.indices)
-        self._is_clean = False  # zeros lie around the gradients already
-        # Summed over the shard axis, not yet over the replicas, and the parameters in it.
+        self._is_clean = False  # all gradients are there, and the padding is zero
+        # The sum over the shard axis that is not yet summed over replicas; and its parameters.
         self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
         # The policy of the last reduction, and what it has divided by.
         self._divided: tuple[ReducePolicy | None, Divisor]
@@ -88,7 +88,9 @@ class ReduceBuffer:
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
         ranks, places = self._axes.shard.ranks, self.form.places(buffer)
-        whole = [of_param[0] for of_param in places[:-1]] if self.form.pieces_are_whole else None
+        whole = (
+            [of_param[0] for of_param in places[:-1]] if self.form.is_contiguous_per_param else None
+        )
         rows = buffer.view(ranks, self.form.numel)
         return Views(buffer, Segments(buffer, ranks), places, whole, rows)
 
@@ -118,17 +120,17 @@ class ReduceBuffer:
     # -- gradients
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Take gradients: assign those not yet received, add the others. An index may come twice.
+        """Assign gradients not yet received, and add the others. An index may come twice.
         ``grads`` may be empty afterwards, because each can be freed once it was copied."""
         received = self.received
         if not received:
             self._allocate()
             self._is_clean = (
-                self.form.takes_all and self._predivisor == 1 and indices == self._all_indices
+                self.form.can_pack_grads and self._predivisor == 1 and indices == self._all_indices
             )
             if self._is_clean:
                 received.update(indices)
-                self.form.put_all(self.views.rows, grads)
+                self.form.pack_grads(self.views.rows, grads)
                 return
         if received.isdisjoint(indices) and len(set(indices)) == len(indices):
             self._assign(indices, grads)
@@ -142,7 +144,7 @@ class ReduceBuffer:
                 self._assign([index], [grad])
 
     def _assign(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Put first gradients into their places, which have memory."""
+        """Write the first gradients of parameters into the buffer, which has memory."""
         self.received.update(indices)
         whole = self.views.whole
         if whole is not None:
@@ -178,16 +180,16 @@ class ReduceBuffer:
         self._free()
 
     def take_over(self, other: ReduceBuffer) -> None:
-        """Take what another buffer has received, for parameters that are in both forms.
+        """Take over what another buffer has received, for parameters in both forms.
 
-        Raises StateError if it holds gradients that are summed over the shard axis only.
+        Raises StateError if it holds gradients that were summed over the shard axis only.
         """
         if other._partial is not None:
             raise StateError.of(
                 "requires_grad was changed while gradients wait for their all-reduce.",
                 expected="the same trainable parameters from set_requires_all_reduce(False) to "
                 "the backward that all-reduces",
-                got="other ones",
+                got="a different set of trainable parameters",
                 where="a unit of fully_shard",
                 fix="change requires_grad after a backward with set_requires_all_reduce(True)",
             )
@@ -207,8 +209,8 @@ class ReduceBuffer:
         """Reduce the gradients, with zeros for those not received. Collective.
 
         A generator of stages, each of which may wait for the one before. At the end of backward the
-        stages of all groups run in turn, so that ranks that finish groups in different orders do
-        not wait for each other in a circle.
+        stages of all groups are interleaved, so that ranks that finish groups in different orders
+        cannot deadlock.
         """
         axes, dtype, received = self._axes, self._own.buffer.dtype, self.indices
         self._zero_missing()
@@ -227,7 +229,7 @@ class ReduceBuffer:
             total = self._by_custom(policy.custom)
             yield Left.MESSAGES
         else:
-            # Division and rounding may be exchanged where nothing is rounded.
+            # If the sum is not rounded, it can be divided in the same pass.
             is_exact = dtype == self._sum_dtype or not policy.rounds_first
             now = is_exact and not axes.have_replicas
             total = yield from self._scatter(what, divisor.tensor if now else None)
@@ -281,7 +283,7 @@ class ReduceBuffer:
             wait()
 
     def _zero_missing(self) -> None:
-        """Zero what was not received, and what belongs to no parameter."""
+        """Zero missing gradients, and the padding."""
         received, views = self.received, self.views
         if not received:
             self._allocate()
@@ -299,7 +301,7 @@ class ReduceBuffer:
     def _mark(self, received: Collection[int]) -> None:
         """Mark the parameters in ``received``."""
         if self._is_clean and received:
-            return  # put_all has marked all
+            return  # pack_grads has marked all
         marks = self.form.marks(self.views.rows)
         marks.fill_(1)
         for position, index in enumerate(self._all_indices):
@@ -341,8 +343,7 @@ class ReduceBuffer:
         """Sum ``total`` over the replica axis. Return it, and what it is still to be divided by."""
         axis, tag = self._axes.replica, self._axes.replica_tag
         total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
-        # Each piece is divided during the all-reduce, unless it would be rounded before it is in
-        # the wider dtype again.
+        # Pieces are divided during the all-reduce, unless that would round in the narrow dtype.
         now = divisor.is_exact or total.dtype == self._sum_dtype
         pending = axis.begin_all_reduce(total, tag, divisor.tensor if now else None)
         for step in range(axis.all_reduce_steps):
@@ -353,8 +354,8 @@ class ReduceBuffer:
         return total, _DIVIDED if now else divisor
 
     def _by_hook(self, hook: CommHook) -> torch.Tensor:
-        """Let the user's hook sum and divide; return [S] in the dtype of sums. The hook may set
-        ``.data`` of its arguments."""
+        """Return the user's hook's average [S] in the dtype of sums. The hook may set ``.data`` of
+        its arguments."""
         grad = self.views.buffer.clone()  # the hook may keep it
         if self._axes.shard.ranks == 1:
             hook.function(hook.state, grad)
@@ -385,8 +386,8 @@ class ReduceBuffer:
 
 
 class DirectGradBuffer:
-    """For a single rank whose sharded parameters have the shapes of the unsharded ones: passes
-    gradients on unchanged, without a buffer. Its methods are those of ReduceBuffer."""
+    """The ReduceBuffer of a single rank whose sharded parameters have the shapes of the unsharded
+    ones: passes gradients on unchanged, without a buffer."""
 
     def __init__(self, store: ParamStore) -> None:
         self.form: ReduceForm = store.reduce_form()

@@ -49,10 +49,10 @@ def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Tran
 
 
 def register(groups: Iterable[Group]) -> None:
-    """Number groups, and let this process answer ranks that will wait for it. All ranks of the
-    groups, in the same order."""
+    """Number groups, and let this process answer ranks that wait for it. All ranks must register
+    groups in the same order."""
     if checks_calls():
-        idle_limit_s()  # an invalid one is reported now, on every rank
+        idle_limit_s()  # reports an invalid value now, on every rank
         progress.follow()
         for group in groups:
             for communicator, _ in _communicators([group], copies=True):
@@ -75,7 +75,7 @@ def require_all_ranks(
         communicator.require_working()
     if not (pairs or axes) or _depth.value:
         return
-    # the same order on all ranks, so that they cannot wait in a circle
+    # the same order on all ranks, so that they cannot deadlock
     pairs.sort(key=lambda pair: (-pair[0].ranks, pair[0].members))
     waits = [(communicator.members, communicator.name, group) for communicator, group in pairs]
     waits += [(axis.members, "", groups[0]) for axis in axes if axis.ranks > 1]
@@ -90,10 +90,9 @@ def require_all_ranks(
 
 
 def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
-    """Check the first such call of these groups alone: it is made in every training step, where
-    each check would cost the slowest rank's way to the store. If ranks diverge later, their next
-    messages wait for each other, which is found (gloo), or the backend's time limit ends it.
-    Collective."""
+    """Check only the first such call of these groups, because the call is made in every training
+    step, where each check would cost a round trip to the store. If ranks diverge later, their next
+    messages deadlock, which is detected (gloo) or ended by the backend's time limit. Collective."""
     groups = list(groups)
     for communicator, _ in _communicators(groups, copies=False):
         communicator.require_working()

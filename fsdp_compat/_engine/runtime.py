@@ -173,8 +173,8 @@ class Runtime:
             if outermost and not recomputing:
                 self._begin_forward()
             self._stack.append(call)
-            if call.module is not None and not recomputing and not unit.conduct.to_run:
-                unit.conduct.to_run.update(unit.modules)
+            if call.module is not None and not recomputing and not unit.conduct.modules_to_run:
+                unit.conduct.modules_to_run.update(unit.modules)
             self._gathering.unshard_for_use(unit, call.dtype, recomputing)
             unit.running += 1
             call.counted = True
@@ -246,16 +246,16 @@ class Runtime:
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:
-            unit.conduct.to_run.discard(call.module)
-        if not unit.conduct.to_run:
+            unit.conduct.modules_to_run.discard(call.module)
+        if not unit.conduct.modules_to_run:
             self._gathering.after_forward(unit, in_graph)
         if not self._stack:
             self._end_forward(has_raised, in_graph)
 
     def _end_forward(self, has_raised: bool, in_graph: bool) -> None:
         for unit in self._units_of_several:
-            if unit.conduct.to_run:  # its other modules were not called
-                unit.conduct.to_run.clear()
+            if unit.conduct.modules_to_run:  # its other modules were not called
+                unit.conduct.modules_to_run.clear()
                 self._gathering.after_forward(unit, True)
         self._gathering.end_forward()
         for unit in self._units_with_parts:
@@ -289,7 +289,7 @@ class Runtime:
         self.backward.discard()
         for unit in self.units:
             unit.running = 0
-            unit.conduct.to_run.clear()
+            unit.conduct.modules_to_run.clear()
             unit.reshard()
 
     def set_comm_hook(self, hook: CommHook) -> None:

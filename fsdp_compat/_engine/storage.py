@@ -22,9 +22,9 @@ _version = operator.attrgetter("_version")
 def new_shard(
     numel: int, dtype: torch.dtype, device: torch.device, *, ranks: int, pin: bool
 ) -> torch.Tensor:
-    """Return a tensor [numel] of zeros for one of ``ranks`` shards. pin: a GPU reads it.
+    """Return zeros [numel] for one of ``ranks`` shards. pin: a GPU reads it.
 
-    On the CPU it lies in shared memory, from where other ranks of the host read it without sending.
+    On the CPU they lie in shared memory, where other ranks of the host can read them.
     """
     if device.type == "cpu" and ranks > 1 and not pin:
         return allocate_shard(numel, dtype)
@@ -34,8 +34,8 @@ def new_shard(
 class Segments(Sequence[torch.Tensor]):
     """The views [S] of a buffer [ranks * S], by rank, made at the first access and kept.
 
-    The gloo transport uses all of them at every step; a backend with collectives of its own uses
-    one or two, and with 16,384 ranks the views of all ranks would take more memory than a shard.
+    The gloo transports use all of them in every step; other backends use one or two, and with
+    16,384 ranks the views of all ranks would take more memory than a shard.
     """
 
     __slots__ = ("_buffer", "_made", "_ranks", "_size")
@@ -65,7 +65,7 @@ class Segments(Sequence[torch.Tensor]):
 
 
 class Storage:
-    """A storage object that stays while its memory comes and goes. Views of it, also those that
+    """A storage that is freed and allocated again as one object: views of it, including those that
     autograd saved, stay valid."""
 
     __slots__ = ("_has_huge_pages", "nbytes", "untyped")
@@ -82,7 +82,7 @@ class Storage:
                 prefer_huge_pages(self.untyped.data_ptr(), self.nbytes)
 
     def free(self) -> None:
-        # A tensor that was given to numpy keeps its memory: an array may still view it.
+        # A tensor that was passed to numpy keeps its memory, because an array may still view it.
         if self.untyped.nbytes() and self.untyped.resizable():
             self.untyped.resize_(0)
 
@@ -103,8 +103,8 @@ class _Split(typing.NamedTuple):
 
 
 def _split_of(copy: _Copy) -> _Split | None:
-    """Return the same copy as a _Split, if its sources are columns of the rows of one matrix.
-    Otherwise a device starts a kernel for each of them."""
+    """Return the copy as a _Split if its sources are columns of one matrix; otherwise None: then
+    the device launches a kernel per source."""
     pairs = sorted(zip(*copy, strict=True), key=lambda pair: pair[1].storage_offset())
     first = pairs[0][1] if pairs else torch.empty(0)
     if first.ndim != 2:
@@ -120,7 +120,7 @@ def _split_of(copy: _Copy) -> _Split | None:
             or not target.is_contiguous()
         ):
             return None
-        if gap := int(source.storage_offset()) - at:  # what belongs to no parameter
+        if gap := int(source.storage_offset()) - at:  # padding
             sizes.append(gap)
             targets.append(target.new_empty(ranks, gap))
         sizes.append(source.shape[1])
@@ -133,14 +133,15 @@ def _split_of(copy: _Copy) -> _Split | None:
 
 
 class MappedCopy:
-    """How parameters are copied out of every rank's shard, where it is mapped."""
+    """How parameters are copied out of every rank's mapped shard."""
 
     __slots__ = ("copy", "is_due", "num_holders", "passes")
 
     def __init__(self, copy: _Copy, passes: Collection[object]) -> None:
-        """passes: those that all ranks are in now; shards can be read while there are some."""
+        """passes: those that all ranks are in now; shards may be read while there are any."""
         self.copy, self.passes = copy, passes
-        self.is_due = False  # the unit is about to be unsharded, and nothing is in flight
+        # ``wait_for_unshard`` is to copy: ``unshard`` has started no all-gather.
+        self.is_due = False
         self.num_holders = 0  # of the parameters' memory, through ``copy``
 
 
@@ -184,8 +185,8 @@ class GroupMemory:
             copy = store.copies(self.all_gather_output, self.unsharded_params)
             self._copy = (_split_of(copy) if has_streams(device) else None) or copy
         self.has_copies = self._copy is not None  # see `fill_unsharded_params`
-        # All ranks' shards: the parameters view them, in place of an all-gather output, or are
-        # copied out of them.
+        # All ranks' shards: the parameters view them instead of an all-gather output, or are copied
+        # out of them.
         self.mapping: Mapping | None = None
         self._num_writes = 0  # to mapped parameters
         self.mapped_copy: MappedCopy | None = None
@@ -219,8 +220,8 @@ class GroupMemory:
             storage.free()
 
     def use_mapping(self, store: ParamStore, mapping: Mapping) -> None:
-        """Let the parameters view every rank's shard where it is, and nothing is all-gathered any
-        more. Only while sharded, at first."""
+        """Let the parameters view every rank's shard in place, without any all-gather from now on.
+        The first call must come while sharded."""
         if mapping is self.mapping:
             return
         self.mapping = mapping
@@ -233,14 +234,15 @@ class GroupMemory:
         self._buffer = Storage(output[:0].clone())
         self._num_writes = self._count_writes()
 
-    def keep(self) -> None:
-        """Until the next ``free``, leave the parameters as they are when shards are written to."""
+    def keep_values(self) -> None:
+        """Keep the parameters' values until the next ``free``, even if shards are written to: a
+        graph made by create_graph reads parameters after backward."""
         if self.mapping is not None and self.views_mapping:
             self.mapping.keep()
             self._num_writes = -1
 
     def forget_writes(self) -> None:
-        """Mapped parameters are about to be used: drop what this process has written to them since
+        """Before mapped parameters are used: drop what this process has written to them since
         their last use. Autograd does not see every write (``.data``, numpy)."""
         assert self.mapping is not None
         if self.mapping.has_writes():
@@ -250,7 +252,7 @@ class GroupMemory:
     def _count_writes(self) -> int:
         return sum(map(_version, self.unsharded_params))
 
-    def strayed(self) -> list[int]:
+    def moved_params(self) -> list[int]:
         """Return the indices of parameters whose memory the user has replaced by ``.data =``.
         Those with storages of their own are not checked."""
         if self.has_copies:
@@ -262,10 +264,10 @@ class GroupMemory:
             if view.numel() and view.data_ptr() != start + offset
         ]
 
-    def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
-        """Make strayed parameters view the buffer again; the values they had are lost."""
+    def restore_views(self, store: ParamStore, indices: Sequence[int]) -> None:
+        """Make moved parameters view the buffer again; their values are lost."""
         was_free = not self.views_mapping and not self._buffer.resident_nbytes
-        self._buffer.allocate()  # nothing can view memory that is not there
+        self._buffer.allocate()  # an empty storage cannot be viewed
         params = store.make_unsharded_params(self.all_gather_output)
         for index in indices:
             self._views[index].data = _torch_private.local_part(params[index]).data
@@ -285,7 +287,7 @@ class GroupMemory:
             self._buffer.free()
 
     def copy_mapped(self) -> None:
-        """Copy every rank's shard, where it is mapped, into the parameters."""
+        """Copy every rank's mapped shard into the parameters."""
         assert self.mapped_copy is not None
         self._copy_out(self.mapped_copy.copy)
 
@@ -298,7 +300,7 @@ class GroupMemory:
 
     @property
     def num_holders(self) -> int:
-        """Tensors, and other objects, over memory that ``free`` takes away."""
+        """How many tensors and other objects hold memory that ``free`` releases."""
         if self.aliased:
             return 0
         holders = sum(_torch_private.num_holders(each.untyped) for each in self._param_storages)
@@ -318,7 +320,7 @@ class GroupMemory:
             return
         if self.mapping is not None and self.views_mapping:
             if self._count_writes() != self._num_writes:
-                self.mapping.forget_writes()  # the memory; what autograd does not see stays
+                self.mapping.forget_writes()  # frees the copied pages
             return
         if self.has_copies or not self.keeps_storage:
             self._buffer.free()

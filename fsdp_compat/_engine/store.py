@@ -75,13 +75,13 @@ class ReduceForm(typing.Protocol):
         """The parameters that have a place, in ascending order."""
 
     @property
-    def pieces_are_whole(self) -> bool:
+    def is_contiguous_per_param(self) -> bool:
         """True if every parameter has one place, in its shape, and ``split`` returns its
         argument."""
 
     @property
-    def takes_all(self) -> bool:
-        """True if ``put_all`` works."""
+    def can_pack_grads(self) -> bool:
+        """True if ``pack_grads`` works."""
         return False
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -95,7 +95,7 @@ class ReduceForm(typing.Protocol):
         """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
         the shapes of ``places(...)[index]``."""
 
-    def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+    def pack_grads(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
         """rows: [ranks, numel]. Write the gradients of all ``indices``, and zeros around them."""
         raise StateError(f"internal: a {type(self).__name__} takes no gradients together")
 
@@ -105,7 +105,7 @@ class ReduceForm(typing.Protocol):
 
     def marks(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [..., numel]. Return the view [..., P] with a place per parameter of ``indices``,
-        where a rank says that it has a gradient. ``put_all`` says so for all, and the sum of the
+        where a rank says that it has a gradient. ``pack_grads`` says so for all, and the sum of the
         marks is zero if no rank has one. Views of what belongs to no parameter hold them too."""
         raise StateError(f"internal: a {type(self).__name__} has no marks")
 

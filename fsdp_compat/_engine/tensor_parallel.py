@@ -69,7 +69,7 @@ class TensorParallel:
         return distribute_tensor(moved, self.mesh, self.placements, src_data_rank=None).to_local()
 
     @property
-    def own_dims(self) -> Sequence[int]:
+    def tensor_parallel_dims(self) -> Sequence[int]:
         """The dimensions of the mesh that data parallelism does not use."""
         return range(self.mesh.ndim)
 

@@ -289,7 +289,7 @@ class Unit:
     def keep(self) -> None:
         """The unit stays unsharded after a pass, although its shards may be written to."""
         for group in self.groups:
-            group.memory.keep()
+            group.memory.keep_values()
 
     def reshard_to_partial(self) -> None:
         """Keep rows of the unsharded parameters for backward's all-gather among fewer ranks, and
@@ -310,7 +310,7 @@ class Unit:
     def is_fresh(self) -> bool:
         """True if the unsharded parameters have the values of the sharded ones."""
         freshness = self.conduct.freshness
-        return freshness is not None and freshness.stands
+        return freshness is not None and freshness.is_current
 
     @property
     def stays_unsharded(self) -> bool:
@@ -319,7 +319,7 @@ class Unit:
         conduct = self.conduct
         return (
             conduct.pinned
-            or bool(conduct.to_run)
+            or bool(conduct.modules_to_run)
             or not conduct.reshard_after_forward
             or not conduct.reshard_after_backward
         ) and self.is_fresh

@@ -1,6 +1,6 @@
-"""What the user has changed between steps: memory of tensors (``Addresses``), values of sharded
-parameters (``Freshness``), ``requires_grad`` (``RequiresGrad``). checks.py compares all units at
-once, and says what each change means."""
+"""Detects what the user has changed between steps: memory of tensors (``Addresses``), values of
+sharded parameters (``Freshness``), ``requires_grad`` (``RequiresGrad``). checks.py compares all
+units at once, and decides what each change means."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _dtype, _version = map(operator.attrgetter, ("dtype", "_version"))
 
 
 class Addresses:
-    """Where tensors lay in memory at the last ``note``; of DTensors, the parts of this process. The
-    comparison is a few calls of C functions for all of them."""
+    """Where tensors (of DTensors, the local tensors) lay in memory at the last ``note``. Comparing
+    them all takes a few calls of C functions."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors, is_dtensor = list(tensors), _torch_private.is_dtensor
@@ -36,7 +36,7 @@ class Addresses:
         self.note()
 
     def note(self) -> None:
-        """Compare with the present memory from now on."""
+        """Compare with the current memory from now on."""
         self._noted = self._present()
 
     def changed(self) -> bool:
@@ -64,8 +64,8 @@ class _Steps:
 
     def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step for the units whose parameters the optimizer holds. DTensors that belong to
-        no unit may be copies of parameters in another dtype, which are written back after the step:
-        it is counted for all units. All ranks step an optimizer of DTensors."""
+        no unit may be copies of parameters in another dtype that are written back after the step,
+        so these count for all units; all ranks step an optimizer of DTensors."""
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         storages = set(map(_torch_private.storage_key, filter(_has_storage, held.values())))
         known: set[int] = set()
@@ -83,7 +83,7 @@ class _Steps:
 
 
 def count_fused_writes(params: Iterable[torch.Tensor]) -> None:
-    """Let the steps of fused optimizers, which move no version counters, move those of these
+    """Let steps of fused optimizers, which bump no version counters, bump those of these
     parameters."""
     _steps.fused.update(dict.fromkeys(params, True))
 
@@ -97,11 +97,10 @@ patches = Patch(lambda: [register_optimizer_step_post_hook(_steps.add).remove])
 class Freshness:
     """Whether the sharded parameters of a unit were written to since its last all-gather.
 
-    No version counter tells: an in-place operation on a DTensor moves only the counter of the
-    DTensor, a write to its local tensor only the counter of that, and the foreach and fused
-    optimizers move neither. So steps of optimizers are counted as well. Only those of optimizers
-    that concern the unit: a rank may step an optimizer of its own between two forwards, and must
-    not gather alone then."""
+    Version counters are not enough: an in-place operation on a DTensor bumps only its counter, a
+    write to its local tensor only that tensor's, and foreach and fused optimizers bump neither. So
+    optimizer steps are counted, but only of optimizers that concern the unit: a rank may step an
+    optimizer of its own between two forwards, and must not gather alone because of it."""
 
     def __init__(self, stores: Sequence[ParamStore]) -> None:
         self._params: list[nn.Parameter] = [
@@ -115,7 +114,7 @@ class Freshness:
         patches.patch()
 
     def is_in(self, storages: Collection[int]) -> bool:
-        """storages: by their keys. True if one holds the local tensor of a parameter."""
+        """True if one of these storages, given by their keys, holds a parameter's local tensor."""
         local = torch_dtensor.local_parts(self._dtensors)
         return any(_torch_private.storage_key(tensor) in storages for tensor in local)
 
@@ -124,7 +123,7 @@ class Freshness:
         self._noted = self._present()
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """True if nothing was written since ``note``."""
         return patches.is_made and self._noted == self._present()
 
@@ -142,22 +141,22 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 class RequiresGrad:
-    """Keeps requires_grad of one group's unsharded parameters like that of the sharded parameters,
-    which the user sees between steps."""
+    """Keeps requires_grad of one group's unsharded parameters equal to that of its sharded
+    parameters, which the user sees between steps."""
 
     def __init__(
         self, store: ParamStore, memories: Sequence[GroupMemory], large: Collection[nn.Parameter]
     ) -> None:
-        """large: unsharded parameters that need a hook each once they are trainable."""
+        """large: unsharded parameters that each need a hook once they are trainable."""
         self._store, self._memories = store, memories
         self._last = [param.requires_grad for param, _ in store.sharded_params]
         self._without_hook = set(large)
 
     def follow(self, where: str) -> list[tuple[int, nn.Parameter]]:
-        """Apply changes since the last call. Return the large parameters, with their indices, that
-        are trainable for the first time: they need a hook.
+        """Apply changes since the last call. Return (index, parameter) of the large parameters that
+        are trainable for the first time and need a hook.
 
-        Raises StateError where parts of a FlatParameter disagree. where: the unit, for the error.
+        Raises StateError if parts of a FlatParameter disagree. where: the unit, for the error.
         """
         found = []
         for position, (sharded_param, indices) in enumerate(self._store.sharded_params):

@@ -234,7 +234,7 @@ class FlatStore(StateStore, ReduceForm):
         return self
 
     @property
-    def pieces_are_whole(self) -> bool:
+    def is_contiguous_per_param(self) -> bool:
         return all(parallel is None for parallel in self.parallel)
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:

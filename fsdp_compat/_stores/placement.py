@@ -107,7 +107,7 @@ class _SpmdParallel(TensorParallel):
     data_dims: tuple[int, ...]
 
     @property
-    def own_dims(self) -> Sequence[int]:
+    def tensor_parallel_dims(self) -> Sequence[int]:
         return [dim for dim in range(self.mesh.ndim) if dim not in self.data_dims]
 
     def local(self, value: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ class RowReduceForm:
     marks, one element per parameter in every rank's segment, that say whether a rank has used it.
     (A ReduceForm.)"""
 
-    pieces_are_whole = False
+    is_contiguous_per_param = False
 
     def __init__(
         self, indices: Sequence[int], params: Sequence[RowParam], rank: int, dtype: torch.dtype
@@ -139,7 +139,7 @@ class RowReduceForm:
         shapes = [cut.part_shape(rank) for cut in cuts]
         # of this rank's parts in its segment
         self._places = shapes, list(map(row_major_strides, shapes)), list(layout.starts[:-1])
-        self.takes_all = any(cut.numel for cut in cuts) and all(
+        self.can_pack_grads = any(cut.numel for cut in cuts) and all(
             (param.cut.is_contiguous or param.cut.dim is None) and param.kind.parallel is None
             for param in own
         )
@@ -161,7 +161,7 @@ class RowReduceForm:
         parallel = param.kind.parallel
         return cut_up(value if parallel is None else parallel.local(value), param.cut)
 
-    def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+    def pack_grads(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
         kind = grads[0].dtype, grads[0].device
         if kind not in self._set_marks:
             marks = grads[0].new_zeros(rows.shape[0], self._mark_slot.numel)

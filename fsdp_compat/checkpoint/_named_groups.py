@@ -122,7 +122,7 @@ def tensor_parallel_axes(units: Sequence[Unit]) -> list[Axis]:
             for parallel in store_of(group).parallel:
                 if parallel is not None and id(parallel.mesh) not in seen:
                     seen.add(id(parallel.mesh))
-                    for dim in parallel.own_dims:
+                    for dim in parallel.tensor_parallel_dims:
                         axis = axis_of(parallel.mesh.get_group(dim))
                         if axis.ranks > 1:
                             found.setdefault(axis.members, axis)
@@ -135,7 +135,7 @@ def _split_axes(named: NamedUnit, store: StateStore, section: Section) -> list[A
     for index in range(section.first_param, section.first_param + len(section.layout.params)):
         if (parallel := store.parallel[index]) is None:
             continue
-        for dim in parallel.own_dims:
+        for dim in parallel.tensor_parallel_dims:
             placement = parallel.placements[dim]
             if not (placement.is_replicate() or placement.is_shard()):
                 name = f"{named.prefix}{clean_name(store.orig_params[index].name)}"

@@ -280,7 +280,7 @@ def test_gradients_reach_the_sharded_parameters_with_the_same_elements(case: Cas
 @each_case
 def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
     form = case.stores[0].reduce_form()
-    if not form.takes_all:
+    if not form.can_pack_grads:
         return
     gradients = [torch.randn_like(value) for value in case.values]
     one_by_one = torch.zeros(case.ranks * form.numel)
@@ -288,7 +288,7 @@ def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
     form.marks(one_by_one.view(case.ranks, -1)).fill_(1)
     for dtype in (torch.float32, torch.float64):
         together = torch.full((case.ranks * form.numel,), torch.nan, dtype=dtype)
-        form.put_all(together.view(case.ranks, -1), gradients)
+        form.pack_grads(together.view(case.ranks, -1), gradients)
         assert torch.equal(together, one_by_one.to(dtype))
 
 

@@ -192,8 +192,8 @@ def test_gradients_travel_as_rows() -> None:
     forms = [store.reduce_form() for store in stores]
     gradients = [torch.randn(4, 3), torch.randn(8, 5)]
     buffer = torch.empty(2 * forms[0].numel)
-    assert forms[0].takes_all
-    forms[0].put_all(buffer.view(2, -1), gradients)
+    assert forms[0].can_pack_grads
+    forms[0].pack_grads(buffer.view(2, -1), gradients)
     for index, gradient in enumerate(gradients):
         parts = [form.grads(own)[index] for form, own in zip(forms, buffer.chunk(2), strict=True)]
         assert torch.equal(torch.cat(parts), gradient)

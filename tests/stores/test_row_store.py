@@ -137,7 +137,7 @@ def _check_gradients(store: RowStore) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     form = store.reduce_form()
-    assert not form.takes_all
+    assert not form.can_pack_grads
     buffer = torch.empty(store.ranks * form.numel)
     for index in range(len(store.orig_params)):
         parallel = store.parallel[index]

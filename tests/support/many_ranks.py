@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compat import FullyShardedDataParallel, StateError, _torch_private, fully_shard
 from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
 from fsdp_compat._comm.divergence.status_store import Answer, StatusStore
-from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous, Turn
+from fsdp_compat._comm.divergence.store_rendezvous import Attempt, StoreRendezvous
 from fsdp_compat._comm.divergence.waits import Activity
 from fsdp_compat._state.units import units_of
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
@@ -131,18 +131,21 @@ def _rendezvous(store: Any, ranks: int) -> list[StoreRendezvous]:
 
 
 def _run(
-    clock: Clock, turns: list[Turn], arrivals: list[float], every: Callable[[int], None] | None
+    clock: Clock,
+    attempts: list[Attempt],
+    arrivals: list[float],
+    every: Callable[[int], None] | None,
 ) -> tuple[list[str], float]:
     """Let ranks arrive, and poll until the rendezvous ends for them. every: what the thread of a
     rank does each second. Return the errors, and the processor time of the rank that works the
     longest."""
-    start, errors, cpu_s = clock.now, [], [0.0] * len(turns)
+    start, errors, cpu_s = clock.now, [], [0.0] * len(attempts)
     events = [(start + at, rank, "arrive") for rank, at in enumerate(arrivals)]
     heapq.heapify(events)
-    waiting = set(range(len(turns)))
+    waiting = set(range(len(attempts)))
     while waiting:
         clock.now, rank, kind = heapq.heappop(events)
-        turn, began = turns[rank], time.process_time()
+        attempt, began = attempts[rank], time.process_time()
         if kind == "look" and every is not None:
             if rank in waiting:
                 every(rank)
@@ -150,13 +153,13 @@ def _run(
             cpu_s[rank] += time.process_time() - began
             continue
         if kind == "arrive":
-            turn.arrive()
+            attempt.arrive()
             if every is not None:
                 heapq.heappush(events, (clock.now + deadlock.LOOK_S, rank, "look"))
         else:
-            turn.poll()
+            attempt.poll()
         try:
-            is_over = turn.look()
+            is_over = attempt.look()
         except StateError as error:
             errors.append(str(error))
             is_over = True
@@ -164,7 +167,7 @@ def _run(
         if is_over:
             waiting.discard(rank)
         else:
-            heapq.heappush(events, (clock.now + turn.pause_s, rank, "poll"))
+            heapq.heappush(events, (clock.now + attempt.pause_s, rank, "poll"))
     return errors, max(cpu_s)
 
 
@@ -175,16 +178,16 @@ def _cost(store: CountingStore, ranks: int, errors: list[str], cpu_s: float) -> 
 def meet(ranks: int, clock: Clock) -> Cost:
     """A rendezvous to which all ranks come."""
     store = CountingStore()
-    turns = [Turn(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)]
+    attempts = [Attempt(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)]
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
-    return _cost(store, ranks, *_run(clock, turns, arrivals, None))
+    return _cost(store, ranks, *_run(clock, attempts, arrivals, None))
 
 
 def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
     """A rendezvous to which one rank comes late, while the others look for circles."""
     store = CountingStore()
     rendezvous = _rendezvous(store, ranks)
-    turns = [Turn(each, "state_dict()", 1, "0") for each in rendezvous]
+    attempts = [Attempt(each, "state_dict()", 1, "0") for each in rendezvous]
     status = StatusStore(store)
     status.answer(ranks - 1, Answer(0, "is at train.py:9 in main()", 0.0))
     searches = [deadlock.Search() for _ in rendezvous]
@@ -193,25 +196,25 @@ def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
         searches[rank].look([rendezvous[rank]], status)
 
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks - 1)] + [late_s]
-    return _cost(store, ranks, *_run(clock, turns, arrivals, look))
+    return _cost(store, ranks, *_run(clock, attempts, arrivals, look))
 
 
 def refused(ranks: int, clock: Clock) -> Cost:
     """A rendezvous in which the last rank makes another call."""
     store = CountingStore()
-    turns = [
-        Turn(each, "state_dict()" if rank < ranks - 1 else "apply()", 1, "0")
+    attempts = [
+        Attempt(each, "state_dict()" if rank < ranks - 1 else "apply()", 1, "0")
         for rank, each in enumerate(_rendezvous(store, ranks))
     ]
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
-    return _cost(store, ranks, *_run(clock, turns, arrivals, None))
+    return _cost(store, ranks, *_run(clock, attempts, arrivals, None))
 
 
 def timed_out(ranks: int, clock: Clock) -> Cost:
     """A rendezvous that every second rank does not come to, up to the time limit."""
     store = CountingStore()
-    turns = [Turn(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)][::2]
-    return _cost(store, ranks, *_run(clock, turns, [0.0] * len(turns), None))
+    attempts = [Attempt(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)][::2]
+    return _cost(store, ranks, *_run(clock, attempts, [0.0] * len(attempts), None))
 
 
 def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:

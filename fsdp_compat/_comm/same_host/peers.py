@@ -179,12 +179,12 @@ def introduce() -> tuple[Introduction, Table] | None:
     return Introduction(process, token, chunk, files), table
 
 
-def attach(told: Sequence[Introduction | None], rank: int) -> dict[int, Peer] | None:
-    """Return the peers of ``rank``, or None if it cannot read the memory of all of them. told: by
-    rank."""
+def attach(introductions: Sequence[Introduction | None], rank: int) -> dict[int, Peer] | None:
+    """Return the peers of ``rank``, or None if it cannot read the memory of all of them.
+    introductions: by rank."""
     found: dict[int, Peer] = {}
-    own = told[rank]
-    for peer, other in enumerate(told):
+    own = introductions[rank]
+    for peer, other in enumerate(introductions):
         if own is None or other is None or own.process.machine != other.process.machine:
             return None
         if peer != rank:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..gloo import GlooTransport
-from ..gloo_connections import ACK_TAG, GlooConnections, all_or_nothing, any_awaits_readers
+from ..gloo_connections import ACK_TAG, GlooConnections, any_awaits_readers, fails_if_interrupted
 from ..mesh import Axis, named
 from ..transport import VALUES, Handle, Kind, Mapping, Work
 from . import counters, peers, shared_memory
@@ -24,10 +24,10 @@ def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport 
     on all of them. Collective. values: the transport that sends values. maps: see
     SameHostTransport."""
     own = peers.introduce()
-    told = values.gather_objects(None if own is None else own[0])
-    if own is None or None in told:
+    introductions = values.gather_objects(None if own is None else own[0])
+    if own is None or None in introductions:
         return None
-    found = peers.attach(told, axis.rank)
+    found = peers.attach(introductions, axis.rank)
     if not all(values.gather_objects(found is not None)):
         return None
     assert found is not None
@@ -78,7 +78,7 @@ class SameHostTransport(GlooTransport):
     def allocate(self, numel: int, dtype: torch.dtype, zero: bool = False) -> Tensor:
         return shared_memory.allocate(numel, dtype, zero=zero)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def settle(self, what: str, only_reductions: bool = False) -> None:
         super().settle(what, only_reductions)
         if not any_awaits_readers():
@@ -169,19 +169,19 @@ class SameHostTransport(GlooTransport):
 
     # -- mapped shards
 
-    def places(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
+    def addresses(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
         return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)
 
-    @all_or_nothing
+    @fails_if_interrupted
     def map_shards(
         self, shards: Sequence[Tensor], mappings: Sequence[Mapping | None]
     ) -> Sequence[Mapping] | str:
-        places = [shared_memory.locate(shard) for shard in shards] if writes_are_found() else []
-        told = self.gather_objects(places)
+        own = [shared_memory.locate(shard) for shard in shards] if writes_are_found() else []
+        locations = self.gather_objects(own)
         absent = [
             rank
-            for rank, its_places in zip(self.members, told, strict=True)
-            if not its_places or None in its_places
+            for rank, of_rank in zip(self.members, locations, strict=True)
+            if not of_rank or None in of_rank
         ]
         if absent:
             return (
@@ -192,19 +192,19 @@ class SameHostTransport(GlooTransport):
         found, refusal = list[Mapping](), ""
         memories = {rank: peer.memory for rank, peer in self._peers.items()}
         try:
-            found = map_shards(self.rank, memories, shards, told, mappings)
+            found = map_shards(self.rank, memories, shards, locations, mappings)
         except OSError as error:
             refusal = f"rank {self.members[self.rank]}: {refusal_of(error)}"
         return "; ".join(filter(None, self.gather_objects(refusal))) or found
 
-    @all_or_nothing
+    @fails_if_interrupted
     def begin_barrier(self, tag: int, word: int = 0) -> Handle:
         number = self.connections.begin(tag)
         self._table.send(tag, number, [word] * counters.NUM_WORDS)
         works = self._arrivals(tag, number)
         return Handle(works, message=(tag, number, len(works)))
 
-    @all_or_nothing
+    @fails_if_interrupted
     def end_barrier(self, handle: Handle, what: str, fails: bool = False) -> list[int]:
         self._end(handle, what)
         tag, sources = handle.message[0], [source for source, _ in self.connections.peers]

@@ -121,7 +121,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
             device=settings.device,
             init=settings.param_init_fn,
             broadcast_over=settings.mesh if settings.sync_module_states else None,
-            keep=settings.ignored_parameters,
+            not_broadcast=settings.ignored_parameters,
         ),
         places=places_of(units, module),
     )
@@ -235,7 +235,7 @@ def _build(
         ]
         originals = [param.parameter for param in params]
         unit = make_flat_unit(wrapper, stores, settings, order, originals).unit
-    agreement.keep(unit, settings.mesh, facts)
+    agreement.store_facts(unit, settings.mesh, facts)
     if settings.mixed_precision.buffer_dtype is not None:
         unit.buffers = CastBuffers(cast, settings.mixed_precision.buffer_dtype)
     unit.uninitialised = preparation.uninitialised(module, stores, taken)

@@ -221,8 +221,8 @@ class FSDPModule:
         _require_root(state, where)
         if state.runtime is not None:
             state.runtime.require_idle(f"{where}()")
-            state.runtime.backward.finalizes_by_hand = flag
-        state.finalizes_by_hand = flag
+            state.runtime.backward.reduces_on_finalize = flag
+        state.reduces_on_finalize = flag
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what backwards have accumulated, on the root, after
@@ -404,7 +404,7 @@ def _require_root(state: ShardedModules, call: str) -> None:
 
 
 def _require_finalizable(root: ShardedModules, states: Iterable[ShardedModules]) -> None:
-    if not root.finalizes_by_hand:
+    if not root.reduces_on_finalize:
         raise StateError.of(
             "finalize_backward() was called without manual finalization.",
             expected="set_manual_backward_finalization(True) before the backward",

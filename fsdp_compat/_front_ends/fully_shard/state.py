@@ -65,7 +65,7 @@ class ShardedModules:
     is_dirty: bool = False  # parameters may have been replaced
     # reshard_after_forward=None: all but the root reshard.
     is_auto: bool = False
-    finalizes_by_hand: bool = False  # of the root: the end of backward reduces nothing
+    reduces_on_finalize: bool = False  # of the root: the end of backward reduces nothing
     max_inflight_reductions: int = 0  # of the root: see RuntimeOptions
     post_optim_event: torch.Event | None = None  # of the root: the next forward waits for it
     record: ModelUnit | None = None  # for state dicts and checkpoints
@@ -246,7 +246,7 @@ class ShardedModules:
                 max_inflight_reductions=self.max_inflight_reductions,
             )
             runtime = Runtime(units[0], units, list(states.values()), options)
-            runtime.backward.finalizes_by_hand = self.finalizes_by_hand
+            runtime.backward.reduces_on_finalize = self.reduces_on_finalize
             for state in states:
                 state.runtime = runtime
             return runtime
