@@ -1,10 +1,10 @@
-"""How long the work of a training step takes: kernels, collectives and copies, from bytes,
+"""Estimates how long the kernels, collectives and copies of a training step take, from bytes,
 floating-point operations and ranks.
 
-A roofline for kernels, bandwidth and latency for everything that travels. Work that runs at the
-same time divides what it shares (``Demand``); how much of it is a choice (``Contention``). The
-model knows no kernel's efficiency: ``flops`` and the bandwidths are those that are reached in
-practice, not the data sheet's."""
+Kernels follow a roofline model; collectives and copies take bandwidth and latency. Concurrent work
+divides shared resources (``Demand``), to an extent that can be chosen (``Contention``). The model
+does not know the efficiency of kernels: ``flops`` and bandwidths are those reached in practice, not
+the data sheet's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Demand(NamedTuple):
-    """What work takes while nothing else runs, as shares (0 to 1) of what there is."""
+    """What work uses of each resource while nothing else runs, as a fraction."""
 
     memory: float = 0.0  # bandwidth
     multiprocessors: float = 0.0
@@ -32,10 +32,9 @@ class Work(NamedTuple):
 
 
 def speeds(demands: Sequence[Demand]) -> list[float]:
-    """Return the speed (at most 1) of each work among those that run at the same time.
+    """Return the speed (at most 1) of each of several concurrent works.
 
-    Where together they want more of something than there is, all that want it are slowed down by
-    the same factor.
+    If their demand for a resource exceeds it, all that use it slow down by the same factor.
     """
     totals = [max(1.0, sum(shares)) for shares in zip(*demands, strict=True)]
     return [
@@ -46,13 +45,13 @@ def speeds(demands: Sequence[Demand]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Contention:
-    """What kernels that run at the same time are assumed to share."""
+    """What concurrent kernels are assumed to share."""
 
     matmul: float  # share of the multiprocessors that a matrix product takes
-    memory_bound: float  # the same of a kernel that only moves bytes
-    collective: float  # the same of a collective
+    memory_bound: float  # the same, of a kernel that only moves bytes
+    collective: float  # the same, of a collective
     traffic: float  # bytes of memory traffic for each byte that a rank receives
-    has_memory: bool  # whether bandwidth of the memory is shared
+    has_memory: bool  # whether memory bandwidth is shared
 
 
 CONTENTION = {
@@ -60,7 +59,7 @@ CONTENTION = {
     "free": Contention(0.0, 0.0, 0.0, 0.0, False),
     "memory": Contention(0.0, 0.0, 0.0, 2.5, True),
     "sm": Contention(1.0, 0.25, 0.0, 2.5, True),
-    # Besides, a collective takes 16 of 132 multiprocessors.
+    # In addition, a collective takes 16 of 132 multiprocessors.
     "collectives": Contention(1.0, 0.25, 0.12, 2.5, True),
     # Kernels that are not collectives run one after the other.
     "serial": Contention(1.0, 1.0, 0.0, 0.0, False),
@@ -77,11 +76,11 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The device of a rank, and what connects it with the others. Rates are per second."""
+    """The device of a rank, and its links to the others. Rates are per second."""
 
     flops: float  # of matrix products, in the dtype of the computation
     memory_bandwidth: float
-    launch_s: float  # the least time of a kernel
+    launch_s: float  # the shortest time of a kernel
     node: Link  # between the devices of a node
     network: Link  # between nodes, for each device
     host: Link  # each direction
@@ -89,7 +88,7 @@ class Machine:
     contention: Contention = CONTENTION["sm"]
 
     def kernel(self, nbytes: float, flops: float = 0.0) -> Work:
-        """nbytes: read and written. flops: of a matrix product; 0: it only moves bytes."""
+        """nbytes: read and written. flops: of a matrix product; 0: the kernel only moves bytes."""
         memory_s = nbytes / self.memory_bandwidth
         seconds = max(memory_s, flops / self.flops, self.launch_s)
         contention = self.contention
@@ -123,8 +122,8 @@ class Machine:
         return len({rank // self.ranks_per_node for rank in ranks}) > 1
 
     def _collective(self, received: float, ranks: Collection[int]) -> Work:
-        """received: bytes that a rank receives. The latency is that of trees: it does not grow
-        with the ranks."""
+        """received: bytes that a rank receives. The latency is constant, unlike that of a ring,
+        which grows with the ranks."""
         if len(ranks) == 1:
             return Work(0.0, Demand())
         spans_nodes = self.spans_nodes(ranks)
@@ -143,7 +142,7 @@ class Machine:
         )
 
 
-# Eight on NVLink, and 400 Gb/s of network for each.
+# Nodes of eight on NVLink, with 400 Gb/s of network each.
 H100 = Machine(
     flops=400e12,
     memory_bandwidth=2.67e12,

@@ -283,7 +283,7 @@ class FullyShardedDataParallel(ClientAttributes):
         """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
         runtime, view = self._runtime, self._unit.view
         if runtime.backward.has_raised:  # an exception in backward has left units unsharded
-            runtime.rest()
+            runtime.reshard_all()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if view.summoned else name, parameter
 

@@ -115,8 +115,8 @@ BREAKS = (
     ),
     Break(
         "gradient accumulated twice",
-        "place.add_(part, alpha=1 / self._predivisor)",
-        "place.add_(part, alpha=2 / self._predivisor)",
+        "view.add_(part, alpha=1 / self._predivisor)",
+        "view.add_(part, alpha=2 / self._predivisor)",
         f"{FRONTENDS}/gradients/test_accumulation.py -k any_pattern",
     ),
     Break(

@@ -168,9 +168,8 @@ class GlooConnections(Waiter):
 
     def _where(self) -> str:
         rank, members = self.activity.rank, self.activity.members
-        return (
-            f"rank {rank} of {len(members)} (global ranks {named(members)}), at {progress.place()}"
-        )
+        ranks = f"rank {rank} of {len(members)} (global ranks {named(members)})"
+        return f"{ranks}, at {progress.location()}"
 
     # -- messages
 
@@ -260,7 +259,7 @@ class GlooConnections(Waiter):
         if not self._is_closed:
             rank = self.activity.global_rank
             name = type(error).__name__
-            self._failure = f"rank {rank} left {what} with {name}, at {progress.place()}"
+            self._failure = f"rank {rank} left {what} with {name}, at {progress.location()}"
             deadlock.give_up(self, Report({rank: self._failure}, self._failure, rank))
 
     # -- for deadlock detection (divergence/waits.py)
@@ -285,7 +284,7 @@ class GlooConnections(Waiter):
             text = f"rank {rank} waits for {what} from rank {peer}"
             if is_send:
                 text = f"rank {rank} waits for rank {peer} to take {what}"
-        text += f", at {progress.place()}"
+        text += f", at {progress.location()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
     def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:

@@ -309,7 +309,7 @@ def group_destroyed() -> StateError:
         "The process group of this module was destroyed.",
         expected="communication before destroy_process_group",
         got="a process group that no longer exists",
-        where=progress.place(),
+        where=progress.location(),
         fix="wrap the model again after init_process_group",
     )
 

@@ -1,10 +1,10 @@
 """Gradients of sharded parameters: how reduced gradients accumulate in ``.grad``, and how zero_grad
 is detected while gradients accumulate without communication (no_sync).
 
-After a backward inside no_sync the gradients are in the group's gradient buffer, not in ``.grad``.
-Where ``.grad`` is None it is set to zeros, so that ``zero_grad`` finds something to clear, and the
-state of each ``.grad`` is noted. Before the next backward the notes tell which gradients were
-replaced, and are dropped from the buffer too, and which are zeroed in the buffer too."""
+After a backward inside no_sync the gradients are in the group's reduce buffer, not in ``.grad``.
+``.grad`` is set to zeros where it is None, so that ``zero_grad`` finds something to clear, and the
+state of each ``.grad`` is noted. Before the next backward, gradients that were replaced since are
+dropped from the buffer, and those that were zeroed are zeroed in it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ShardedGrads:
         is_dtensor: bool,
     ) -> None:
         """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: the sharded parameters are
-        DTensors. Their gradients stay None until a reduction, also after a backward without
-        communication, and where they were not used; users' hooks run after each accumulation."""
+        DTensors. Their gradients stay None until a reduction, even after a backward without
+        communication, and for unused parameters; users' hooks run after each accumulation."""
         self._dtype, self._is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
-        # Positions of parameters that this rank has no part of: they never have gradients here,
-        # and optimizers keep no state for them. DTensors have empty ones.
+        # Positions of parameters that this rank has no part of: they never have gradients here, and
+        # optimizers keep no state for them. DTensors have empty gradients instead.
         self._absent = frozenset(
             position
             for position, (param, indices) in enumerate(store.sharded_params)
@@ -88,7 +88,7 @@ class ShardedGrads:
                 if not is_settled:
                     axes.settle(what)
                     is_settled = True
-                # Of the plain tensors: the addition of DTensors costs ten times as much.
+                # On local tensors: adding DTensors costs ten times as much.
                 _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
             if is_dtensor:
                 self._run_hooks((param,), axes, what)
@@ -100,8 +100,7 @@ class ShardedGrads:
             _torch_private.run_post_accumulate_hooks(params)
 
     def step_in_backward(self) -> None:
-        """Run the optimizers that step in backward, with complete gradients, then drop the
-        gradients."""
+        """Run the optimizers that step in backward, then drop the gradients."""
         for param in self._params:
             optimizers = _torch_private.optimizers_in_backward(param)
             if optimizers and param.grad is not None:
@@ -115,8 +114,8 @@ class ShardedGrads:
     def note(self) -> None:
         """Note every ``.grad`` after a backward without communication: see the head of this file.
 
-        Parameters that this rank has no part of get a gradient too, until the next reduction: what
-        zero_grad clears is cleared on all ranks.
+        Even parameters of which this rank has no part get a gradient until the next reduction, so
+        that zero_grad clears the same gradients on all ranks.
         """
         self.notes = []
         if self._is_dtensor:
@@ -131,9 +130,9 @@ class ShardedGrads:
             self.notes.append(_Note(grad, grad._version))
 
     def take_cleared(self) -> tuple[list[int], list[int]]:
-        """Forget the notes. Return the positions of sharded parameters whose gradients were
-        replaced or set to None since ``note``, which is the same on all ranks, and of those whose
-        gradients were written to and are zero now, which depends on this rank's part."""
+        """Forget the notes. Return the positions of the sharded parameters whose gradients were
+        replaced or set to None since ``note`` (the same on all ranks), and of those whose gradients
+        were zeroed in place (which depends on this rank's part)."""
         replaced, zeroed = list[int](), list[int]()
         for position, (param, note) in enumerate(zip(self._params, self.notes, strict=True)):
             if note is None:

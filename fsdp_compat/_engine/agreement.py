@@ -84,7 +84,7 @@ def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) ->
         expected="the same units, parameters and settings, in the same order, on all of the "
         f"ranks {named(sorted(lengths))}",
         got=_difference(_gathered(_fact(facts, at), mesh, communicators), facts[:at]),
-        where=f"{where}, at {progress.place()}",
+        where=f"{where}, at {progress.location()}",
         fix="build the model in the same way on every rank; give modules that only some ranks "
         "have a process group of these ranks",
     )

@@ -49,9 +49,9 @@ class Backward:
         self.entered: list[Unit] = []  # between pre-backward and post-backward
         self.reduced: set[Gradients] = set()
         self.has_rest = False  # ranks may use different units, and agree at the end
-        # Everything is reduced at the end: without tags they must reduce units in one order.
+        # Everything is reduced at the end: without tags ranks must reduce units in one order.
         self.defers = False
-        # create_graph: the graph of the gradients may read parameters without passing a hook.
+        # create_graph: the graph of the gradients may read parameters without reaching a hook.
         self.keeps_params = False
 
 
@@ -68,8 +68,8 @@ class BackwardRunner:
         max_inflight_reductions: int,
         prefetches_late: bool,
     ) -> None:
-        """streams: None where there is only one. prefetches_late: a unit's all-gather starts before
-        the previous unit's gradients are sent."""
+        """streams: None for a device without streams. prefetches_late: a unit's all-gather starts
+        when it is needed, but before the previous unit's gradients are sent."""
         self._units, self._communicators, self._checks = units, communicators, checks
         self._gathering, self._streams = gathering, streams
         self._prefetches_late = prefetches_late and not self._allow_unused_units
@@ -77,7 +77,7 @@ class BackwardRunner:
         self.reductions = InFlightReductions(
             None if self._allow_unused_units else max_inflight_reductions, self._side is not None
         )
-        self._every: list[Gradients] = []  # of all units, in their order
+        self._every: list[Gradients] = []  # of all units, in order
         self.sync = True  # False inside no_sync
         self.reduces_on_finalize = False  # reductions start in ``begin_finalize``, not in backward
         self.steps = False  # optimizers that step in backward do so now
@@ -89,8 +89,8 @@ class BackwardRunner:
     def _allow_unused_units(self) -> bool:
         return self._gathering.rounds.allow_unused_units
 
-    def take(self, groups: Iterable[Group]) -> None:
-        """Work with ``groups`` from now on, those of all units."""
+    def use_groups(self, groups: Iterable[Group]) -> None:
+        """Use ``groups``, those of all units, from now on."""
         self._every = [group.gradients for group in groups]
         for gradients in self._every:
             gradients.limit_in_flight = self.reductions.limit_in_flight
@@ -133,8 +133,8 @@ class BackwardRunner:
         return current
 
     def _join(self, side: bool = False) -> None:
-        """Order this stream, of whichever caller or hook, after the engine's work so far. side:
-        also after that on the side stream."""
+        """Order the current stream after the engine's work so far. side: also after that on the
+        side stream."""
         if self._streams is not None:
             self._streams.join()
         if side and self._side is not None:
@@ -145,8 +145,8 @@ class BackwardRunner:
         return _HERE if self._side is None else self._side.work()
 
     def pre_backward(self, call: Call, unit: Unit) -> None:
-        """The gradient of one of the call's outputs is complete, so everything recorded after the
-        call has run (where autograd has a thread for each device: everything on this device).
+        """Handle a complete gradient of one of the call's outputs: everything recorded after the
+        call has run (where autograd has a thread per device: everything on this device).
         Collective."""
         if call.summoned or unit.view.summoned:
             raise StateError.of(
@@ -165,7 +165,7 @@ class BackwardRunner:
         backward.keeps_params |= torch.is_grad_enabled()
         if self._streams is not None:
             self._streams.join()
-            # Those that this rank's data have not used never come.
+            # Gradients of inputs that this rank's data did not use never come.
             call.inputs_left = sum(map(_torch_private.runs_now, call.inputs))
         entered = backward.entered
         if self._prefetches_late:
@@ -188,8 +188,8 @@ class BackwardRunner:
 
     @staticmethod
     def _has_calls_left(unit: Unit, backward: Backward) -> bool:
-        """True if there are calls in the graph that runs now, and it has not passed them: gradients
-        of parameters that they use are complete only after them."""
+        """True if the running graph has yet to reach calls of the unit: gradients of parameters
+        that they use are complete only afterwards."""
         for reference in unit.conduct.calls_in_graphs:
             call = reference()
             if call is not None and call.seen_by != backward.serial and call.runs_now():
@@ -197,7 +197,7 @@ class BackwardRunner:
         return False
 
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
-        """The gradient of a large parameter was accumulated: move it to the buffer."""
+        """Move the accumulated gradient of a large parameter to the buffer."""
         self._join()
         self._backward()
         group.gradients.take_large(index, param)
@@ -219,16 +219,16 @@ class BackwardRunner:
             self._reduce(unit, backward)
             return
         self._side.release()
-        with self._place(unit, at_end):
+        with self._stream_of(unit, at_end):
             self._reduce(unit, backward)
 
     def _reduce(self, unit: Unit, backward: Backward) -> None:
-        """Collective. Start to reduce the gradients that have come."""
+        """Collective. Start to reduce the unit's gradients."""
         received = []
         for group in unit.groups:
             gradients = group.gradients
             gradients.collect()
-            # A user's hook communicates by itself: where ranks use different units, all of them
+            # A user's hook does its own communication: where ranks use different units, all of them
             # call it at the end of backward.
             if gradients.wants_reduction(self.sync and not self.reduces_on_finalize) and not (
                 self._allow_unused_units and gradients.policy.hook is not None
@@ -238,10 +238,10 @@ class BackwardRunner:
             backward.reduced.update(received)
             self.reductions.start(received)
 
-    def _place(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the stream that takes a unit's gradients. At the end nothing is left to compute,
-        and the computing stream has the memory of activations for their buffer, often the largest
-        one; but what stays for later backwards is always allocated on the side stream."""
+    def _stream_of(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the stream that takes a unit's gradients. At the end it is the computing stream,
+        which has nothing left to compute and can reuse the memory of activations; but gradients
+        that stay for later backwards are always allocated on the side stream."""
         policy = unit.conduct.reduction
         leaves_nothing = self.sync and policy.sync and policy.over_replicas
         if at_end and leaves_nothing and not self.reduces_on_finalize:
@@ -249,12 +249,12 @@ class BackwardRunner:
         return self._on_side()
 
     def _end(self, backward: Backward) -> None:
-        """The graph task has ended: post-backward for the units that are left, finish every
+        """End the graph task: run post-backward for the remaining units, and finish every
         reduction. Collective."""
         self._join(side=True)
         with torch.no_grad():
             self._gathering.end_backward()
-            # those that came after post-backward of their unit, or without one
+            # gradients that came after their unit's post-backward, or without one
             late = self._checks.changes.groups_with_gradients()
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
@@ -268,7 +268,7 @@ class BackwardRunner:
                 if unit.residency is Residency.UNSHARDING:  # it stays unsharded
                     unit.wait_for_unshard()
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
-                    unit.keep()
+                    unit.keep_values()
             self._gathering.mapped.leave(Pass.BACKWARD)
             if backward.has_rest:
                 self._reduce_rest(backward)
@@ -285,10 +285,9 @@ class BackwardRunner:
             self._step_optimizers(backward)
 
     def _reduce_rest(self, backward: Backward) -> None:
-        """Collective, one byte per group where ranks may use different units. Reduce what
-        post-backward has left, in one order on all ranks: zeros for what only other ranks have
-        used, or where the user has asked for them. Groups that no rank has used keep ``.grad``
-        None."""
+        """Collective; sends one byte per group where ranks may use different units. Reduce what
+        post-backward has left, in one order on all ranks: zeros for groups that only other ranks
+        used, or where the user asked for them. Groups that no rank used keep ``.grad`` None."""
         every = self._every
         used = [gradients in backward.reduced or gradients.have_come for gradients in every]
         if self._allow_unused_units and self.sync:
@@ -312,7 +311,7 @@ class BackwardRunner:
                     or (policy.reduces_unused and gradients.is_trainable)
                 )
             ]
-            with self._place(unit, at_end=True):
+            with self._stream_of(unit, at_end=True):
                 for gradients in left if backward.defers else ():
                     gradients.collect()
                 if ready:
@@ -324,7 +323,7 @@ class BackwardRunner:
         self._join()
         for unit in reversed(self._units):
             if unit.conduct.reshard_after_backward:
-                unit.reshard()  # it may not have been so in the backwards
+                unit.reshard()  # the backwards may have run without resharding
             every = [group.gradients for group in unit.groups]
             received = [each for each in every if each.wants_reduction(self.sync)]
             if received:
@@ -340,8 +339,8 @@ class BackwardRunner:
             self._communicators.flush("gradients that this rank has sent")
 
     def _step_optimizers(self, backward: Backward) -> None:
-        """Run the optimizers that step in backward: at its end no rank reads the shards any more,
-        and no gradient is still added."""
+        """Run the optimizers that step in backward, at its end: no rank reads the shards any more,
+        and all gradients are complete."""
         self.steps = True
         try:
             for gradients in self._every:
@@ -351,7 +350,7 @@ class BackwardRunner:
             self.steps = False
 
     def discard(self) -> None:
-        """After a backward that raised: wait for what is in flight, drop partial gradients."""
+        """After a backward that raised: wait for what is in flight, and drop partial gradients."""
         self._join()
         self.reductions.forget()
         self._gathering.forget_backward()
@@ -368,7 +367,7 @@ class BackwardRunner:
 
 
 class ThreadedBackwardRunner(BackwardRunner):
-    """For devices of which autograd has a thread each: hooks may run at the same time."""
+    """For devices with a thread of autograd each, where hooks may run at the same time."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Module buffers in the dtype that a unit computes in."""
+"""Casts module buffers to the dtype that a unit computes in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtypes import ComputeDtype
 
-# {buffer that some unit has cast: its dtype before}. Several units may share a buffer.
+# {buffer cast by some unit: its dtype before}. Several units may share a buffer.
 _dtypes_before: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -19,8 +19,8 @@ class CastBuffers:
     """The floating-point buffers of one unit's modules, cast to the dtype of computation.
 
     Buffers are identified by module and name. The tensor objects stay the same, so code that shares
-    a buffer keeps sharing it. The exact values are kept as well: evaluation in full precision and
-    state dicts use them, and lose nothing to the cast.
+    a buffer keeps sharing it. The exact values are kept for evaluation in full precision and for
+    state dicts, which lose nothing to the cast.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class CastBuffers:
         self.follow(ComputeDtype.TRAIN)
 
     def _find_buffers(self) -> None:
-        """Note the present buffers, and the dtypes that they have without the cast."""
+        """Record the current buffers and their exact dtypes."""
         self._slots = [
             (module, name, _dtypes_before.get(buffer, buffer.dtype))
             for module in self._modules
@@ -44,7 +44,7 @@ class CastBuffers:
 
     @contextlib.contextmanager
     def uncast(self) -> Iterator[None]:
-        """Inside the context the buffers have their exact dtypes, and may be replaced."""
+        """A context in which the buffers have their exact dtypes and may be replaced."""
         before = self._current
         self.follow(ComputeDtype.EVAL)
         try:
@@ -78,7 +78,7 @@ class CastBuffers:
                     _dtypes_before[buffer] = before
 
     def in_full(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Copies of the exact buffers, by (id of the module, name)."""
+        """Return copies of the exact buffers, by (id of the module, name)."""
         if self._current is ComputeDtype.EVAL:
             return {}
         return {
@@ -93,7 +93,7 @@ class CastBuffers:
                 continue
             value = buffer.detach().to(before)
             for cast, exact in self._exact:
-                # Compared by value: a write through `.data` moves no version counter.
+                # Compared by value, because a write through `.data` bumps no version counter.
                 if cast is buffer and exact.dtype == before:
                     value = exact if torch.equal(exact.to(buffer.dtype), buffer) else value
             yield slot, value

@@ -10,7 +10,7 @@ from typing import Any
 
 DictEntry = tuple[dict[Any, Any], Any, Any]  # dictionary, key, value
 
-# consume(iterator): run it and keep nothing.
+# consume(iterator): run it and discard the items.
 consume = collections.deque[Any](maxlen=0).extend
 _value_of: Any = dict.get
 
@@ -34,7 +34,7 @@ class BulkDict:
         consume(map(operator.setitem, self._dicts, self._keys, self._values))
 
     def take_out_own(self) -> None:
-        """Delete the keys that have their values, and leave values that other code has put."""
+        """Delete the keys that have their values; leave values set by other code."""
         if self.are_in_place():
             consume(map(operator.delitem, self._dicts, self._keys))
             return
@@ -44,8 +44,8 @@ class BulkDict:
 
 
 def make_swap(present: BulkDict, old: BulkDict, new: BulkDict) -> Callable[[], bool]:
-    """Return a function that replaces ``old``, a part of ``present``, by ``new``, and returns True.
-    If ``present`` does not stand it changes nothing and returns False."""
+    """Return a function that replaces ``old``, a part of ``present``, by ``new``, and returns True;
+    if ``present`` is not in place it changes nothing and returns False."""
     dicts, keys, values = present._dicts, present._keys, present._values
     old_dicts, old_keys = old._dicts, old._keys
     new_dicts, new_keys, new_values = new._dicts, new._keys, new._values

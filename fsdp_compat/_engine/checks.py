@@ -1,20 +1,20 @@
-"""Checks of a model before a pass and between steps: the user's changes are followed, or refused
-with an error that says what to do.
+"""Checks a model before passes and between steps: the user's changes are adopted, or refused with
+an error that says what to do.
 
 What a write to a parameter means, however ranks exchange data:
 
 - To an unsharded parameter, by any means (``.data``, numpy, in place): it changes temporary values
-  of this rank, until the unit is resharded. That is after its forward and after its backward; for
-  units that stay unsharded in between (the root, and all with SHARD_GRAD_OP) after backward only.
-  With one rank, or NO_SHARD, the parameter is the shard, and keeps what was written.
-- To a sharded parameter, between steps: it counts from the next forward on.
-- To a sharded parameter, between a forward and its backward: as in plain torch, an error for what
-  autograd sees (steps of optimizers, operations in place). ``follow_writes`` tells autograd, which
-  raises where the graph has saved the parameter; a unit that stays unsharded raises anyway, as its
-  values are those of forward. What autograd does not see, as by ``.data``, counts where the unit is
-  gathered again, and must not be done where it stays unsharded.
-- Units of ``fully_shard`` compute in backward with the values that sharded parameters have then;
-  they are gathered again (Freshness)."""
+  of this rank until the unit is resharded, after its forward and after its backward. Units that
+  stay unsharded in between (the root, and all with SHARD_GRAD_OP) are resharded after backward
+  only. With one rank, or NO_SHARD, the parameter is the shard, and the write is permanent.
+- To a sharded parameter between steps: it takes effect in the next forward.
+- To a sharded parameter between a forward and its backward: as in plain torch, an error if autograd
+  sees it (optimizer steps, in-place operations). ``follow_writes`` tells autograd, which raises if
+  the graph has saved the parameter; a unit that stays unsharded always raises, because it has the
+  values of forward. A write that autograd does not see, as by ``.data``, takes effect if the unit
+  is gathered again, and is not allowed if it stays unsharded.
+- Units of ``fully_shard`` compute in backward with the current values of sharded parameters: they
+  are gathered again (Freshness)."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class ExternalChanges:
     """Whether the user has changed anything since the last ``note``: one comparison for all units,
     by a few calls of C functions.
 
-    Gradients of small unsharded parameters are None, requires_grad is unchanged, sharded and
-    unsharded parameters have the same memory. Where that holds, units need not be checked one by
-    one, which would cost a dozen calls each.
+    Nothing has changed if gradients of small unsharded parameters are None, requires_grad is the
+    same, and sharded and unsharded parameters have the same memory. Then units need not be checked
+    one by one, which would cost a dozen calls each.
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
@@ -59,7 +59,7 @@ class ExternalChanges:
         self.sharded = Addresses(sharded)
         self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
         self._noted: list[bool] | None = None  # requires_grad
-        # Sharded parameters with the unsharded ones that have their values. Where the user may
+        # Sharded parameters, with the unsharded ones that have their values. Where the user may
         # change units at any time (fully_shard), written parameters are gathered again instead.
         self._written = [
             (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
@@ -76,12 +76,9 @@ class ExternalChanges:
         return list(map(_version, self._written_params))
 
     def follow_writes(self) -> set[Group]:
-        """Tell autograd that unsharded parameters have changed with the sharded ones since the last
-        call: like plain torch, it refuses backward through graphs that have saved them. Return the
-        groups that have changed.
-
-        Writes by ``.data`` or numpy are not seen.
-        """
+        """Tell autograd which unsharded parameters have changed with the sharded ones since the
+        last call, so that it refuses backward through graphs that have saved them, as in plain
+        torch. Return the changed groups. Writes by ``.data`` or numpy are not seen."""
         before, self._versions = self._versions, self._count_writes()
         if before == self._versions:
             return set()
@@ -94,7 +91,7 @@ class ExternalChanges:
         return {group for group, _, _ in written}
 
     def groups_with_gradients(self) -> set[Group]:
-        """Return the groups with small parameters on which autograd has left gradients."""
+        """Return the groups in which small parameters have gradients."""
         have_come = map(operator.is_not, map(_grad, self._small_params), _NONES)
         return set(itertools.compress(self._of_small_params, have_come))
 
@@ -108,25 +105,25 @@ class ExternalChanges:
         )
 
     def note(self) -> None:
-        """All units were checked, and repaired."""
+        """Compare with the current state from now on: all units were checked and repaired."""
         self._noted = list(map(_requires_grad, self._trainable))
         self.sharded.note()
         self._unsharded.note()
 
 
 class Checks:
-    """What is checked before each forward and backward of one runtime."""
+    """The checks before each forward and backward of one runtime."""
 
     def __init__(self, root: Unit, units: Sequence[Unit], communicators: Communicators) -> None:
         self._root, self._units, self._communicators = root, units, communicators
         self.changes = ExternalChanges(())
-        # Every parameter and buffer has values: checked before the first forward. In a simulation
-        # on the meta device none has; front ends that shard in place leave it to the user.
+        # Whether every parameter and buffer has values, checked before the first forward. In a
+        # simulation on the meta device none has; with fully_shard it is up to the user.
         self._has_values = root.options.device.type == "meta" or not any(
             unit.conduct.freshness is None for unit in units
         )
 
-    def take(self, groups: Iterable[Group]) -> None:
+    def use_groups(self, groups: Iterable[Group]) -> None:
         """Check ``groups`` from now on."""
         self.changes = ExternalChanges(groups)
 
@@ -143,12 +140,12 @@ class Checks:
             self._require_values()
 
     def _check_units(self) -> None:
-        """Follow what the user has changed between steps, or refuse it."""
+        """Adopt or refuse what the user has changed between steps."""
         for unit in self._units:
             for group in () if unit.view.summoned else unit.groups:
-                stray = group.gradients.stray()
-                if stray is not None:
-                    _refuse_stray(group, stray)
+                index = group.gradients.bypassed_hooks()
+                if index is not None:
+                    _refuse_unreduced(group, index)
                 group.store.check(group.name)
                 group.require_unsharded_params()
                 for index, param in group.requires_grad.follow(group.name):
@@ -158,7 +155,7 @@ class Checks:
         """Raise UsageError, on all ranks, if a tensor that came from the meta device has no values
         yet.
 
-        Collective: one byte, once, as a value may be missing on one rank only.
+        Collective: one byte, once, because values may be missing on one rank only.
         """
         missing, names = [], []
         for unit in self._units:
@@ -171,7 +168,7 @@ class Checks:
             [bool(missing)], "a check that all parameters and buffers have values"
         )
         if some_missing:
-            # Where another rank lacks values, this one names its own from the meta device.
+            # If only other ranks lack values, this one names its tensors from the meta device.
             shown = missing or names or ["tensors of another rank"]
             raise UsageError.of(
                 "Parameters or buffers from the meta device were never given values.",
@@ -191,8 +188,8 @@ class Checks:
         """Raise AssertedStateError if parameters that stay unsharded from forward to backward were
         written to or given other memory in between.
 
-        In other units the new values count, as they are gathered again; but autograd refuses
-        backward where the graph has saved parameters that were written to (``follow_writes``).
+        Other units gather the new values again; but autograd refuses backward if the graph has
+        saved parameters that were written to (``follow_writes``).
         """
         written = self.changes.follow_writes()
         moved = self.changes.sharded.changed()
@@ -222,8 +219,8 @@ class Checks:
 
 
 def require_own(units: Iterable[Unit]) -> None:
-    """Raise StateError if parameters were replaced. Values written by `.data =` between steps
-    count from now on."""
+    """Raise StateError if parameters were replaced. Values written by `.data =` between steps take
+    effect from now on."""
     for unit in units:
         unit.view.require_own()
         for group in () if unit.view.summoned else unit.groups:
@@ -248,7 +245,7 @@ def refuse_meta(
 
 
 def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoReturn:
-    """``what`` was called inside forward or backward."""
+    """Refuse ``what``, which was called inside forward or backward."""
     raise error.of(
         f"{what} was called while the model runs.",
         expected="a call between steps",
@@ -269,7 +266,7 @@ def _refuse_change(group: Group, expected: str, got: str, fix: str) -> typing.No
     )
 
 
-def _refuse_stray(group: Group, index: int) -> typing.NoReturn:
+def _refuse_unreduced(group: Group, index: int) -> typing.NoReturn:
     group.gradients.discard()
     raise StateError.of(
         "A gradient bypassed FSDP's hooks and was never reduced across ranks.",

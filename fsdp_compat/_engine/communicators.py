@@ -20,7 +20,7 @@ class Communicators:
         self.have_tags = True  # False: ranks must make their collectives in the same order
         self._offloads: list[OffloadPolicy] = []
 
-    def take(self, groups: Iterable[Group]) -> None:
+    def use_groups(self, groups: Iterable[Group]) -> None:
         """Use the communicators of ``groups`` from now on."""
         groups = list(groups)
         found = [each for group in groups for each in (group.shard, group.replica)]

@@ -1,15 +1,15 @@
 """The order of streams, and CPU offloading.
 
-Unsharded parameters are allocated and freed on the stream that computes, and it waits for their
-all-gathers. So an unused prefetch is freed after it has arrived, and no memory needs to be recorded
-on a second stream. A program that computes on several streams (forward on one, backward on another)
-only needs these to be joined: work on the stream of the engine's last call comes before work on the
-stream of the present call.
+Unsharded parameters are allocated and freed on the computing stream, which waits for their
+all-gathers. Hence an unused prefetch is freed only after it has arrived, and ``record_stream`` is
+never needed. If a program computes on several streams (forward on one, backward on another), these
+are joined: work on the stream of the engine's last call comes before work on the stream of the
+current call.
 
-What need not be done on the computing stream is enqueued on side streams (``SideStream``): casts
-and copies of shards before their all-gathers on one, everything that is done with gradients on the
-other. Each waits for the computing stream before it is used, so that it sends the shard as the
-optimizer left it, and what it allocates is used in its own order."""
+Work that need not run on the computing stream is enqueued on side streams (``SideStream``): casts
+and copies of shards before their all-gathers on one, all work on gradients on the other. Each waits
+for the computing stream before it is used, so an all-gather sends the optimizer's latest values,
+and uses the memory that it allocates in its own order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ComputeStreams:
         self._last: torch.Stream | None = None
 
     def join(self) -> None:
-        """Let work that is enqueued from now on run after all work that the runtime has enqueued.
-        The CPU does not wait."""
+        """Order work enqueued from now on after all work that the runtime has enqueued. The CPU
+        does not wait."""
         current = torch.accelerator.current_stream(self._device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
@@ -38,12 +38,12 @@ class ComputeStreams:
 
 
 def has_streams(device: torch.device) -> bool:
-    """False for a device that computes in the order of the calls."""
+    """False for a device that runs operations in the order of the calls."""
     return device.type not in ("cpu", "meta")
 
 
 def compute_streams(device: torch.device) -> ComputeStreams | None:
-    """Return the streams of a device; None if it has none."""
+    """Return the streams of a device, or None if it has none."""
     return ComputeStreams(device) if has_streams(device) else None
 
 
@@ -53,7 +53,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device=device)
         self._held: list[torch.Tensor] = []
-        self._read: torch.Event | None = None  # after the last read of what is held
+        self._read: torch.Event | None = None  # after the last read of the held tensors
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
@@ -67,20 +67,20 @@ class SideStream:
             yield
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Inside ``work``: keep tensors that were allocated on the computing stream until
-        ``release``, because work enqueued here so far reads them."""
+        """Inside ``work``: keep tensors that were allocated on the computing stream, and that work
+        enqueued here reads, until ``release``."""
         if torch.accelerator.current_stream(self._device) == self._stream:
             self._held += tensors
             self._read = self._stream.record_event()
 
     def release(self) -> None:
-        """Let the current stream wait until what is held was read, and drop it."""
+        """Let the current stream wait until the held tensors were read, and drop them."""
         if self._read is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._read)
             self._held, self._read = [], None
 
     def mark(self) -> Callable[[], None]:
-        """See ``_mark``: of all work enqueued here so far."""
+        """Return ``_mark`` of this stream."""
         return _mark(self._stream)
 
     def join(self) -> None:
@@ -106,16 +106,16 @@ def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
 
 @functools.cache
 def side_stream(device: torch.device, use: typing.Literal["gather", "reduce"]) -> SideStream | None:
-    """Return the stream of a device that sends shards (gather), or the one that takes, reduces and
-    accumulates gradients (reduce); None if it has no streams."""
+    """Return the stream of a device that sends shards (gather), or the one that collects, reduces
+    and accumulates gradients (reduce); None if it has no streams."""
     return SideStream(device) if has_streams(device) else None
 
 
 def run_on(
     stream: torch.Stream, function: Callable[[torch.Tensor], object], tensor: torch.Tensor
 ) -> Callable[[], None]:
-    """Run ``function(tensor)`` on ``stream``, after all work of the current stream. Returns what
-    ``_mark`` does."""
+    """Run ``function(tensor)`` on ``stream``, after all work of the current stream. Returns
+    ``_mark`` of ``stream``."""
     stream.wait_stream(torch.accelerator.current_stream(stream.device))
     with stream:
         function(tensor)
@@ -123,36 +123,36 @@ def run_on(
 
 
 def _mark(stream: torch.Stream) -> Callable[[], None]:
-    """Return a function that lets the then current stream wait for all work enqueued on ``stream``
-    so far, and for nothing later."""
+    """Return a function that makes the current stream of its caller wait for all work enqueued on
+    ``stream`` so far, and for nothing later."""
     done = stream.record_event()
     return lambda: torch.accelerator.current_stream(stream.device).wait_event(done)
 
 
 class OffloadPolicy:
-    """Where a group's shard and gradients live: here on the device that computes."""
+    """Where a group's shard and gradients live: here, on the computing device."""
 
-    is_offloaded = False  # True: to the CPU, and the shard itself is never computed with
+    is_offloaded = False  # True: to the CPU; the shard itself is never computed with
 
     def to_compute(self, own: torch.Tensor) -> torch.Tensor:
-        """Return ``own``, which lives where the shard does, on the device that computes."""
+        """Return ``own``, which lives where the shard does, on the computing device."""
         return own
 
     def to_host(self, total: torch.Tensor) -> torch.Tensor:
-        """Return ``total``, from the device that computes, where the shard lives. It may be read
+        """Move ``total`` from the computing device to where the shard lives. The result may be read
         after ``wait_readers``."""
         return total
 
     def was_read(self) -> None:
-        """An operation that reads the shard was enqueued."""
+        """Record that an operation that reads the shard was enqueued."""
 
     def wait_readers(self) -> None:
         """Wait for all reads of the shard and all copies."""
 
 
 class OnHost(OffloadPolicy):
-    """Shards, gradients and with them the optimizer live on the CPU. If the CPU computes as well,
-    the same copies are made."""
+    """Shards and gradients, and so the optimizer, live on the CPU. The same copies are made if the
+    CPU is also the computing device."""
 
     is_offloaded = True
 

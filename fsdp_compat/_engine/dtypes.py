@@ -11,7 +11,7 @@ import torch
 
 
 class ComputeDtype(enum.IntEnum):
-    """Which of its two dtypes a unit computes in. Also the index into lists of one entry each."""
+    """Which of its two dtypes a unit computes in; also an index into lists."""
 
     TRAIN = 0  # Precision.gather
     EVAL = 1  # Precision.evaluate: modules in evaluation mode, with full precision in eval
@@ -33,8 +33,8 @@ def is_packed(dtype: torch.dtype) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor of one-byte elements as uint8, so that copies keep every pattern of
-    bits; a tensor of larger elements is returned unchanged."""
+    """Return a uint8 view of a tensor of one-byte elements, so that copies keep every bit pattern;
+    a tensor of larger elements is returned unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -94,8 +94,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 def move_to(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``.
 
-    The caller may read what was moved to the CPU, and overwrite what was moved from there. Memory
-    that is not pinned has been read when a copy returns, without a wait for the device.
+    Tensors moved to the CPU may be read, and their sources on the CPU overwritten, at once: a copy
+    from memory that is not pinned has read it when it returns, without waiting for the device.
     """
     return map_tensors(
         value,

@@ -3,8 +3,8 @@
 Ranks that use different units all-gather all units in one fixed order, so that a rank that skips a
 unit still serves it to the others. A rank gathers each unit before it needs a later one, at the
 latest when the pass ends. A method that calls units a different number of times on each rank runs
-in *rounds*: a round gathers every unit once, and a rank that is done takes part in the rounds of
-the others."""
+in *rounds*: a round gathers every unit once, and a rank that has finished keeps serving the others'
+rounds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Order:
         self._last, self._now, self.to_issue = self._now or self._last, [], list(to_issue)
 
     def advance(self, unit: Unit) -> Unit | None:
-        """Note the use of ``unit``; return the unit to prefetch, or None."""
+        """Record the use of ``unit``; return the unit to prefetch, or None."""
         now, last = self._now, self._last
         number = len(now)
         now.append(unit)
@@ -56,9 +56,8 @@ class Order:
 def end_gathers(
     units: Sequence[Unit], communicators: Communicators, in_graph: bool = False
 ) -> None:
-    """At the end of a pass: reshard units that were gathered for other ranks or on a wrong guess,
-    and flush. Sends never outlive the pass: after it the user may write the shards; in_graph: after
-    its backward."""
+    """End a pass: reshard units that were gathered for other ranks or on a wrong guess, and flush,
+    because the user may write to the shards after the pass (in_graph: after its backward)."""
     for unit in units:
         if unit.residency is Residency.UNSHARDING:
             unit.reshard()
@@ -66,7 +65,7 @@ def end_gathers(
 
 
 class Rounds:
-    """The fixed order of gathers, where ranks may use different units."""
+    """The fixed order of all-gathers where ranks may use different units."""
 
     def __init__(
         self,
@@ -94,8 +93,8 @@ class Rounds:
         return self._inside or self._units
 
     def around(self, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Run in rounds until ``end``. Return a function that calls ``method`` and then takes part
-        in rounds until all ranks are done."""
+        """Run in rounds until ``end``. Return a function that calls ``method`` and then serves
+        rounds until all ranks have finished."""
 
         def until_all_ranks_are_done(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -130,24 +129,24 @@ class Rounds:
             self.gather_rest(order)
             self._next_round(is_running=True)
         while unit in order.to_issue:
-            self._gather(order.to_issue.pop(0), keep=unit)
+            self._gather(order.to_issue.pop(0), in_use=unit)
 
     def gather_rest(self, order: Order) -> None:
         """Collective. Gather the units that this pass or round has not gathered yet."""
         while self.is_fixed_order and order.to_issue:
             self._gather(order.to_issue.pop(0))
 
-    def _gather(self, unit: Unit, keep: Unit | None = None) -> None:
-        """keep: the unit that this rank is about to use."""
+    def _gather(self, unit: Unit, in_use: Unit | None = None) -> None:
+        """in_use: the unit that this rank is about to use."""
         if self._inside and unit.residency is Residency.UNSHARDED:
             unit.unshard_for_others()
         unit.unshard(unit.wanted_dtype())
-        if self._inside and unit is not keep and unit.residency is Residency.UNSHARDING:
-            unit.reshard()  # one unit at a time; using it after all begins another round
+        if self._inside and unit is not in_use and unit.residency is Residency.UNSHARDING:
+            unit.reshard()  # one unit at a time; using it later begins another round
 
     def _next_round(self, is_running: bool) -> bool:
-        """Collective. Every unit was gathered once. If the method still runs on some rank, begin
-        another round and return True."""
+        """Collective. End a round, in which every unit was gathered once. If the method still runs
+        on some rank, begin another round and return True."""
         end_gathers(self._units, self._communicators)
         [again] = self._communicators.any_rank(
             [is_running], "the end of a method that ranks run in rounds"
@@ -169,19 +168,20 @@ class Gathering:
         backward_prefetch: Prefetch,
         allow_unused_units: bool,
     ) -> None:
-        """streams: None where there is only one."""
+        """streams: None for a device without streams."""
         self._units, self._communicators, self._streams = units, communicators, streams
         self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
         self.rounds = Rounds(units, communicators, self.forward_order, allow_unused_units)
         self._prefetches_forward = forward_prefetch
         self._prefetches_backward = backward_prefetch is Prefetch.PRE
-        # By backward, as far as the last one tells: it stays unsharded until then.
+        # The unit that backward will need first, judging by the previous backward; it is not
+        # resharded after forward.
         self._first_in_backward: Unit | None = None
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
-        """Collective. Make ``unit`` unsharded and show it; prefetch the next one. backward: in a
-        backward, also to recompute a forward."""
+        """Collective. Unshard ``unit`` and show it; prefetch the next one. backward: also for a
+        recomputed forward."""
         if self._streams is not None:
             self._streams.join()
         order = self.backward_order if backward else self.forward_order
@@ -193,8 +193,8 @@ class Gathering:
         if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
             unit.unshard(dtype)
         following = order.advance(unit)
-        # First: the prefetched unit can have the memory of this one's output. In forward, where
-        # less memory is held, communication need not wait until this output is copied.
+        # Before prefetching, so that the next unit can reuse the memory of this one's output. In
+        # forward, where less memory is held, the prefetch need not wait for the copy.
         if unit.copies_out and (backward or self._streams is None):
             unit.wait_for_unshard()
         if not rounds.is_fixed_order:
@@ -207,8 +207,8 @@ class Gathering:
 
     @staticmethod
     def _reshard_stale(unit: Unit) -> None:
-        """The unit was kept since forward, but modules showed sharded parameters, and the user has
-        changed these since."""
+        """Reshard a unit that was kept since forward if the user has changed the sharded
+        parameters, which modules have shown since."""
         if (
             unit.residency is Residency.UNSHARDED
             and not unit.view.shows_unsharded
@@ -240,10 +240,10 @@ class Gathering:
             )
 
     def after_forward(self, unit: Unit, in_graph: bool) -> None:
-        """The last running call of ``unit`` has ended. in_graph: backward will use it."""
+        """End the last running call of ``unit``. in_graph: backward will use it."""
         conduct, keeps = unit.conduct, in_graph and not self.rounds.is_fixed_order
         if conduct.freshness is None:
-            # In a fixed order no unit is kept: ranks gather the same units again.
+            # In a fixed order no unit is kept, so that ranks gather the same units again.
             if keeps and (
                 not conduct.reshard_after_forward
                 or unit is self._first_in_backward
@@ -256,7 +256,7 @@ class Gathering:
         conduct.pinned = False
         if not conduct.reshard_after_forward and not self.rounds.is_fixed_order:
             unit.watch_holders(in_graph)
-            return  # also after a forward without a graph: generation calls it again and again
+            return  # even after a forward without a graph: generation calls it repeatedly
         if keeps and conduct.partial_ranks:
             unit.reshard_to_partial()
         elif keeps and unit is self._first_in_backward:
@@ -265,8 +265,8 @@ class Gathering:
             unit.reshard()
 
     def begin_forward(self) -> None:
-        """Collective, if shards may be read where they are mapped. A method that runs in rounds is
-        one pass: ranks may make different numbers of calls in it."""
+        """Collective if mapped shards may be read. A method that runs in rounds is one pass,
+        because ranks may make different numbers of calls in it."""
         is_inside = self.rounds.is_in_method and self.mapped.is_open(Pass.FORWARD)
         if not is_inside and self._reads_shards():
             self.mapped.begin(Pass.FORWARD)
@@ -274,8 +274,8 @@ class Gathering:
         self._first_in_backward = self.backward_order.first_after_root()
 
     def _reads_shards(self) -> bool:
-        """False if parameters are whole already, in memory of their own. A pass sends nothing then,
-        so that ranks may make different numbers of them."""
+        """False if parameters are already unsharded in memory of their own. Such a pass sends
+        nothing, so ranks may make different numbers of them."""
         return any(
             unit.residency is not Residency.UNSHARDED or unit.is_mapped
             for unit in self._units
@@ -287,19 +287,19 @@ class Gathering:
         self.rounds.gather_rest(self.forward_order)
 
     def end_gathers(self, has_raised: bool, in_graph: bool) -> None:
-        """The outermost forward has ended, see ``rounds.end_gathers``. Collective."""
+        """End the outermost forward, see ``end_gathers``. Collective."""
         end_gathers(self._units, self._communicators, in_graph)
         if not self.rounds.is_in_method:
-            # in a fixed order, the other ranks can go on without one that has raised
+            # in a fixed order, the other ranks can go on without one that raised
             self.mapped.end(Pass.FORWARD, has_raised and not self.rounds.is_fixed_order)
 
     def end_rounds(self) -> None:
-        """A method that has run in rounds has returned or raised. Collective."""
+        """End a method that ran in rounds. Collective."""
         self.rounds.end()
         self.mapped.end(Pass.FORWARD)
 
     def begin_backward(self) -> None:
-        """Collective, if shards may be read where they are mapped."""
+        """Collective if mapped shards may be read."""
         if self._reads_shards():
             self.mapped.begin(Pass.BACKWARD)
         self.backward_order.restart(list(reversed(self._units)))

@@ -1,4 +1,4 @@
-"""The gradients of a group on their way from autograd to ``.grad`` of the sharded parameters."""
+"""A group's gradients on their way from autograd to ``.grad`` of the sharded parameters."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction
 from .storage import GroupMemory
 from .store import ParamStore, ReduceForm
 
-# Elements. Parameters of this size have a hook each, and their gradients are taken as they come;
-# those of smaller ones are taken together in post-backward.
+# Elements. Parameters of at least this size have a hook each, which moves the gradient as it comes;
+# gradients of smaller ones are moved together in post-backward.
 LARGE = 65536
 
 
 def is_large(param: nn.Parameter) -> bool:
-    """True for a parameter with its own gradient hook. Those of other tensor types never have
-    one."""
+    """True for a parameter with a gradient hook of its own; never for tensor subclasses."""
     return param.numel() >= LARGE and _torch_private.is_plain(param)
 
 
 class _SmallParams(typing.NamedTuple):
-    """The unsharded parameters without a hook, of all dtypes computed in."""
+    """The unsharded parameters without a hook, in all dtypes computed in."""
 
     params: list[nn.Parameter]
     indices: list[int]
@@ -55,8 +54,8 @@ class Gradients:
         device: torch.device,
         conduct: Conduct | None,
     ) -> None:
-        """large: unsharded parameters that have a hook each (see ``take_large``). conduct: of the
-        unit, if the user may change it; sharded parameters are DTensors then."""
+        """large: unsharded parameters with a hook each (see ``take_large``). conduct: of the unit,
+        if the user may change it; sharded parameters are DTensors then."""
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; the runtime sets it.
         self.limit_in_flight: Callable[[], None] = lambda: None
@@ -85,12 +84,12 @@ class Gradients:
         return self._conduct.reduction
 
     def wants_reduction(self, sync: bool) -> bool:
-        """True if post-backward is to reduce what was received. sync: of the runtime."""
+        """True if post-backward is to reduce the received gradients. sync: of the runtime."""
         return sync and self._conduct.reduction.sync and bool(self.received)
 
     @property
     def have_come(self) -> bool:
-        """True if gradients were received, or wait in ``.grad`` of unsharded parameters."""
+        """True if gradients were received, or are in ``.grad`` of unsharded parameters."""
         params, _, nones = self.small
         return bool(self.received) or any(map(operator.is_not, map(_grad, params), nones))
 
@@ -104,7 +103,7 @@ class Gradients:
         return self._grad_dtype or self._store.dtype
 
     def count_collectives(self) -> None:
-        """Count those of a reduction. What a user's hook does counts by itself."""
+        """Count the collectives of a reduction. Those of a user's hook count by themselves."""
         policy, axes = self.policy, self.axes
         if policy.hook is not None:
             return
@@ -127,7 +126,7 @@ class Gradients:
     # -- in every backward
 
     def take_large(self, index: int, param: nn.Parameter) -> None:
-        """A large parameter has a gradient: move it to the buffer."""
+        """Move the gradient of a large parameter to the buffer."""
         grad, param.grad = param.grad, None
         if grad is not None:  # a hook may fire without a gradient
             self._put([index], [grad])
@@ -165,8 +164,8 @@ class Gradients:
             self._side.hold(originals)
 
     def _buffer_for(self, indices: Collection[int]) -> GradBuffer:
-        """Return a buffer with places for all trainable parameters, for ``indices``, and for what
-        was received, even if it was frozen since. Collective if a reduction is in flight."""
+        """Return a buffer for all trainable parameters, ``indices``, and parameters with received
+        gradients, even if frozen since. Collective if a reduction is in flight."""
         before = self._buffer
         form = self._store.reduce_form(itertools.chain(indices, self.received))
         if before is not None and before.form is form:
@@ -207,7 +206,7 @@ class Gradients:
         )
 
     def start_reduction(self) -> Reduction:
-        """Collective. Reduce what was received, with zeros for the rest."""
+        """Collective. Start to reduce the received gradients, with zeros for the others."""
         if self.reduction is not None:
             self.finish_reduction()
         stages = self._buffer_for(()).reduce(self._conduct.reduction, self.what)
@@ -226,8 +225,8 @@ class Gradients:
         """Before a backward: clear the received gradients that zero_grad has cleared since a
         backward without communication.
 
-        What is received decides what is reduced, so it must not depend on values, which differ
-        between ranks: gradients that are zero now are zeroed here too, and stay received.
+        The set of received gradients decides what is reduced, so it must not depend on values,
+        which differ between ranks: zeroed gradients stay received.
         """
         if self._buffer is None or not self.sharded.notes:
             return
@@ -251,8 +250,8 @@ class Gradients:
             for param in memory.unsharded_params:
                 param.grad = None
 
-    def stray(self) -> int | None:
-        """Return the index of a small parameter with a gradient that bypassed every hook."""
+    def bypassed_hooks(self) -> int | None:
+        """Return the index of a small parameter whose gradient bypassed all hooks, or None."""
         params, indices, _ = self.small
         return next(
             (index for index, param in zip(indices, params, strict=True) if param.grad is not None),
@@ -265,14 +264,15 @@ class InFlightReductions:
 
     def __init__(self, limit: int | None, frees_at_once: bool) -> None:
         """limit: units whose buffers may be in flight when another unit's buffer takes memory;
-        None: any number. frees_at_once: work on another stream waits for the reductions, so that
-        buffers go back to it when they have been enqueued."""
+        None: any number. frees_at_once: a side stream waits for the reductions, so that it can
+        reuse buffers as soon as they have been enqueued."""
         self._limit, self._frees_at_once = limit, frees_at_once
-        # Ranks may reduce units in different orders, and must not wait in between.
+        # Ranks with unused parameters may reduce units in different orders, and must not wait in
+        # between.
         self.is_unlimited = False
         self._units: collections.deque[list[Gradients]] = collections.deque()
-        # Of older units, whose buffers are free: what is left, over replicas, works on what becomes
-        # the gradients. It runs beside the next units' backwards, one step beside each.
+        # Older units whose buffers are freed: the rest of their reductions, over replicas, advances
+        # by one stage during each later unit's backward.
         self._rest: list[Gradients] = []
 
     def start(self, unit: list[Gradients]) -> None:
@@ -300,7 +300,7 @@ class InFlightReductions:
             self._free_buffers(self._limit)
 
     def _free_buffers(self, limit: int) -> None:
-        """All but ``limit`` buffers."""
+        """Free all but ``limit`` buffers."""
         while len(self._units) > limit:
             freed = _advance(self._units.popleft(), Left.SUM)
             self._rest = _advance(self._rest, Left.WAIT) + freed  # what older units have sent
@@ -324,12 +324,12 @@ class InFlightReductions:
 
 
 def _advance(groups: Iterable[Gradients], *stages: Left) -> list[Gradients]:
-    """Collective. Take the next stage of reductions where it is one of ``stages``, and accumulate
-    what is complete. Return the groups of which something is left."""
+    """Collective. Advance reductions whose next stage is one of ``stages``, and accumulate the
+    results of complete ones. Return the groups with unfinished reductions."""
     left = []
     for gradients in groups:
         reduction = gradients.reduction
-        if reduction is not None:  # else a later gradient has come, and has finished it
+        if reduction is not None:  # None: a later gradient has finished it
             if reduction.left in stages:
                 reduction.advance()
             if reduction.left is not None:

@@ -53,7 +53,7 @@ class Group:
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self._tag = self.shard.new_tag()
         self._all_gather: Handle | None = None  # in flight
-        self._wait_for_custom: Callable[[], None] | None = None  # the last all-gather of the user
+        self._wait_for_custom: Callable[[], None] | None = None  # for the user's last all-gather
         axes = ReduceAxes(
             self.shard,
             self.replica,
@@ -63,10 +63,10 @@ class Group:
             one_group=mesh.one_group,
             is_hybrid=mesh.is_hybrid,
         )
-        # Gradients of large parameters are moved to the reduce buffer as they come. If backward
-        # begins with all units unsharded, though, a buffer for gradients wider than the parameters
-        # is not allocated before the first unit is resharded: post-backward moves them. A side
-        # stream takes all gradients together.
+        # Gradients of large parameters are moved to the reduce buffer as they come. But if backward
+        # begins with all units unsharded, a buffer wider than the parameters is not allocated
+        # before the first unit is resharded: post-backward moves them. A side stream moves all
+        # gradients together.
         streamed = side_stream(device, "reduce") is None and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         )
@@ -93,7 +93,7 @@ class Group:
 
     @property
     def tensor_parallel(self) -> list[Transport]:
-        """Of further mesh axes that the parameters are split over."""
+        """The communicators of further mesh axes that the parameters are split over."""
         return [
             communicator(axis, self.device)
             for axis in self.store.tensor_parallel_axes
@@ -101,7 +101,7 @@ class Group:
         ]
 
     def set_name(self, name: str) -> None:
-        """name: of its unit, for errors."""
+        """Set the name of the unit, which errors of this group mention."""
         self.name = name
         self.gradients.what = f"the gradients of {name}"
 
@@ -158,7 +158,7 @@ class Group:
             self.offload.was_read()
 
     def wait_for_unshard(self) -> None:
-        """Collective. Make the unsharded parameters readable. Mapped ones are so in every pass."""
+        """Collective. Make the unsharded parameters readable."""
         if self.partial is not None and self.partial.is_held:
             self.partial.end_gather(self._what)
             return
@@ -170,7 +170,7 @@ class Group:
             self.memory.fill_unsharded_params()
 
     def reshard(self, is_in_flight: bool = False) -> None:
-        """Free the unsharded parameters. is_in_flight: their all-gather may not have ended;
+        """Free the unsharded parameters. is_in_flight: their all-gather may not have ended; then
         collective."""
         if self.partial is not None and self.partial.is_held:
             self.partial.drop(self._what)
@@ -190,8 +190,8 @@ class Group:
         return f"the parameters of {self.name}"
 
     def hold_partial(self) -> list[nn.Parameter]:
-        """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the
-        rest, and return the parameters to show."""
+        """Copy rows of the unsharded parameters for an all-gather among fewer ranks, free the
+        parameters, and return those to show instead."""
         assert self.partial is not None
         params = self.partial.hold()
         self.memory.free()
@@ -207,11 +207,8 @@ class Group:
             self._all_gather = None  # only now: if the wait raises, memory is still received into
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [ranks * S] from every rank's ``own`` [S], by default the shard, in new memory
-        unless there is one rank. Collective.
-
-        Leaves the buffers of forward and backward alone.
-        """
+        """Gather every rank's ``own`` [S], by default the shard; return [ranks * S], in new memory
+        unless there is one rank. Collective. Does not touch buffers of forward and backward."""
         own = self.store.shard if own is None else own
         full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
         self.offload.wait_readers()  # the caller may write to the shard as soon as this returns
@@ -221,16 +218,16 @@ class Group:
         """Raise AssertedStateError, and undo the change, if the user has given an unsharded
         parameter other memory."""
         for memory in self.memories:
-            strayed = memory.moved_params()
-            if strayed:
-                memory.restore_views(self.store, strayed)
-                shape = tuple(memory.unsharded_params[strayed[0]].shape)
+            moved = memory.moved_params()
+            if moved:
+                memory.restore_views(self.store, moved)
+                shape = tuple(memory.unsharded_params[moved[0]].shape)
                 raise AssertedStateError.of(
                     "An unsharded parameter was given other memory, which the next all-gather "
                     "would ignore.",
                     expected="changes by `.data =` between steps only, not from forward until "
                     "backward has ended",
-                    got=f"other memory for parameter {strayed[0]} (shape {shape})",
+                    got=f"other memory for parameter {moved[0]} (shape {shape})",
                     where=self.name,
                     fix="change it between steps, in place inside summon_full_params; this "
                     "change was dropped",

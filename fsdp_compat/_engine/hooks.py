@@ -1,4 +1,4 @@
-"""Every hook that the engine registers; each one only calls the runtime or the unit. Functions that
+"""All hooks that the engine registers; each only calls the runtime or the unit. Functions that
 register hooks for other code return the undo."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def cast_around(module: torch.nn.Module) -> None:
 
 
 def cast_again(module: torch.nn.Module) -> None:
-    """If ``cast_around`` was called for a module, let it compute from now on in the dtype that it
-    has now."""
+    """If ``cast_around`` was called for a module, let it compute in its current dtype from now
+    on."""
     for hook in module._forward_hooks.values():
         cast = getattr(hook, "__self__", None)
         if isinstance(cast, _CastAround):
@@ -80,10 +80,10 @@ def without_fast_path(module: torch.nn.Module) -> None:
 
 def guard_state_dicts(unit: Unit) -> None:
     """Let modules of the unit refuse state_dict and load_state_dict calls that did not come through
-    the front end: they would take parts of parameters for whole ones.
+    the front end: these would treat parts of parameters as whole ones.
 
-    The hooks find the unit by the module: they are copied with it, and a copy may belong to another
-    unit, or to none.
+    The hooks look the unit up by the module, because they are copied with it, and a copy may belong
+    to another unit or to none.
     """
     for module in unit.view.modules():
         if module not in _guarded:
@@ -121,7 +121,7 @@ def on_state_dicts(
 ) -> None:
     """Call ``before_taking(module)`` before the module's part of a state dict is taken,
     ``before_loading(module, state_dict, prefix)`` before one is loaded into the module, and
-    ``after_loading`` then."""
+    ``after_loading()`` afterwards."""
     module.register_state_dict_pre_hook(lambda module, *_: before_taking(module))
     module.register_load_state_dict_pre_hook(
         lambda module, state_dict, prefix, *_: before_loading(module, state_dict, prefix)
@@ -167,12 +167,12 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
 def on_gradients_of_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Note which inputs of a call are in the graph, and in backward when their gradients are
-    complete. Return the inputs to use instead.
+    """Track which inputs of a call are in the graph, and when their gradients are complete in
+    backward. Return the inputs to use instead.
 
-    A tensor becomes an alias, always the same one: the gradient of the tensor itself is complete
-    only when all other calls that have it as an input have run too, such as all layers of a
-    decoder. Containers stay as they are, because forward may change them.
+    Each tensor is replaced by an alias, because the gradient of the tensor itself is complete only
+    when all calls with this input have run, such as all layers of a decoder. Containers are left
+    alone, because forward may change them.
     """
     aliases: dict[int, torch.Tensor] = {}
 
@@ -204,11 +204,10 @@ def _can_be_watched(tensor: torch.Tensor) -> bool:
 
 
 def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Parameter) -> None:
-    """Let ``on_gradient`` move the gradient of a large unsharded parameter as soon as it was
-    accumulated.
+    """Let ``on_gradient`` move the gradient of a large unsharded parameter once it is accumulated.
 
-    The hook holds neither unit nor group: the group holds the parameter, and the garbage collector
-    does not see what torch holds for it.
+    The hook holds weak references only: the group owns the parameter, and cycles through autograd
+    hooks are invisible to the garbage collector.
     """
     unit_reference, group_reference = weakref.ref(unit), weakref.ref(group)
 

@@ -55,7 +55,7 @@ class MappedShards:
         self._open: dict[Pass, list[tuple[_Axis, Handle]]] = {}
         self._reading: set[Pass] = set()  # passes in which this rank may read shards now
 
-    def take(self, groups: Iterable[Group], label: str) -> None:
+    def use_groups(self, groups: Iterable[Group], label: str) -> None:
         """Use ``groups`` from now on. label: of the root, for errors."""
         self._label, self._axes = label, None
         self._candidates = [group for group in groups if _can_map(group)]

@@ -25,7 +25,7 @@ class ModuleView:
     """The parameters that one unit's modules show.
 
     This is separate from which memory is resident: modules show unsharded parameters only inside
-    forward, and from pre-backward to post-backward. A freed parameter is never within reach, as
+    forward, and from pre-backward to post-backward. A freed parameter is never shown, because
     reading it would read freed memory.
     """
 
@@ -44,7 +44,7 @@ class ModuleView:
         # Other code shows whole parameters (summon_full_params): neither unshard nor reshard.
         self.summoned = False
         self.withdrawn = False  # the modules show no managed parameters at all
-        # The front end takes or loads a state dict: modules' own methods may see sharded forms.
+        # The front end takes or loads a state dict: modules' own methods may see shards.
         self.in_state_dict = False
         self._set_slots(unsharded, sharded, is_guarded)
 
@@ -67,13 +67,13 @@ class ModuleView:
         modules = dict.fromkeys(slot.module for slot in unsharded[0])
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         self._has_orders = bool(self._orders or self._rnns)
-        self.has_parts = self._placeholders.has_parts  # modules hold parts of parameters
+        self.shows_parts = self._placeholders.cover_parts  # see Placeholders
         self.restore()
 
     def replace_slots(
         self, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
     ) -> None:
-        """Show other parameters from now on. Only while the unit is sharded."""
+        """Show different parameters from now on. Only while the unit is sharded."""
         assert not self.shows_unsharded and not self.summoned
         self._placeholders.disarm()
         self._set_slots(unsharded, sharded, self._placeholders.is_guarded)
@@ -88,7 +88,7 @@ class ModuleView:
         if self.shows_unsharded or self.summoned:
             return
         self.hide_partial()
-        if self.has_parts:
+        if self.shows_parts:
             self._placeholders.disarm_parts()
         if not self._to_unsharded.exchange():
             self._exchange_around_others(self._to_unsharded)
@@ -104,12 +104,12 @@ class ModuleView:
         self.shows_unsharded = False
         if self._has_orders:
             self.keep_order()
-        if self.has_parts:
+        if self.shows_parts:
             self._placeholders.arm_parts()
 
     def keep_showing_unsharded(self) -> None:
-        """Modules show the unsharded parameters since an earlier pass: put them back where other
-        code has put sharded ones (torch.func.functional_call restores what it found)."""
+        """Put unsharded parameters, shown since an earlier pass, back where other code has put
+        sharded ones (torch.func.functional_call restores what it found)."""
         if self._to_sharded.foreign() is not None:
             self._exchange_around_others(self._to_unsharded)
 
@@ -127,20 +127,20 @@ class ModuleView:
             self._from_partial = None
 
     def _exchange_around_others(self, swap: _Swap) -> None:
-        """Make the swap where ``exchange`` refused: the user has set an attribute over a
-        placeholder, or torch.func.functional_call has put back what it found, which may be the
-        other form by now. Refuse it where a slot holds something else."""
+        """Make the swap where ``exchange`` refused, because the user has set an attribute over a
+        placeholder or torch.func.functional_call has restored an outdated parameter. Refuse it if
+        a slot holds anything else."""
         foreign = swap.foreign(but_new=not self._placeholders.is_guarded)
         if foreign is not None:
             self._refuse_foreign(foreign)
         swap.put_in()
 
     def hide_parts(self) -> None:
-        """A forward of the model begins: modules that hold parts of parameters hide them."""
+        """Begin a forward of the model: hide the parts of parameters that modules hold."""
         self._placeholders.begin_forward(not self.shows_unsharded and not self.summoned)
 
     def reveal_parts(self) -> None:
-        """The forward has ended."""
+        """End the forward."""
         self._placeholders.end_forward()
 
     # -- at other times
@@ -178,22 +178,22 @@ class ModuleView:
         self.summoned = False
 
     def keep_order(self) -> None:
-        """After parameters were put in or taken out: restore the order of their names, and update
-        the lists that RNNs keep of their weights."""
+        """Restore the order of parameter names after a swap, and update the lists that RNNs keep of
+        their weights."""
         for module, order in self._orders:
             _reorder(_torch_private.parameters_of(module), order)
         for rnn in self._rnns:
             _torch_private.refresh_rnn_weights(rnn)
 
     def put_placeholders_back(self) -> None:
-        """Put back placeholders that an assignment has taken out of a module."""
+        """Put back placeholders that an assignment has removed from a module."""
         if not (self.shows_unsharded or self.summoned):
             self._placeholders.arm()
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
-        """Inside the context absent attributes are parameters without values, for code that asks
-        for shapes, as ``repr`` does."""
+        """A context in which absent attributes are meta tensors, for code that reads shapes, as
+        ``repr`` does."""
         put = []
         if not self.shows_unsharded:
             self._placeholders.disarm()
@@ -259,7 +259,7 @@ class ModuleView:
 
 
 class _Slot(typing.NamedTuple):
-    """One attribute in a swap between the two forms."""
+    """One attribute in a swap of sharded and unsharded parameters."""
 
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]  # of the module
@@ -269,7 +269,7 @@ class _Slot(typing.NamedTuple):
 
 
 class _Swap:
-    """The step from one form to the other, for all slots at once by a few calls of C functions."""
+    """A swap of sharded and unsharded parameters, for all slots by a few calls of C functions."""
 
     __slots__ = ("_new", "_old", "_present", "exchange", "slots")
 
@@ -280,7 +280,7 @@ class _Swap:
         away: Sequence[DictEntry] = (),
         here: Sequence[DictEntry] = (),
     ) -> None:
-        """away, here: placeholders that go and come with the swap."""
+        """away, here: placeholders that the swap removes and inserts."""
         self.slots = [
             _Slot(new.module, _torch_private.parameters_of(new.module), *new[1:], old.parameter)
             for old, new in zip(before, after, strict=True)
@@ -296,8 +296,7 @@ class _Swap:
         self.exchange = make_swap(BulkDict([*present, *away]), self._old, self._new)
 
     def foreign(self, but_new: bool = False) -> _Slot | None:
-        """Return a slot that holds something else than its old parameter, and, with ``but_new``,
-        than its new one."""
+        """Return a slot that does not hold its old parameter nor, with ``but_new``, its new one."""
         if self._present.are_in_place():
             return None
         for slot in self.slots:
@@ -313,8 +312,8 @@ class _Swap:
 
 
 def _orders_to_keep(slots: Sequence[ModuleSlot]) -> list[tuple[nn.Module, list[str]]]:
-    """Return the modules that also hold parameters of other units, with their order of names: a
-    swap would change that order."""
+    """Return (module, parameter names in order) of the modules that also hold other units'
+    parameters: a swap would change their order."""
     managed: dict[nn.Module, list[str]] = {}
     for module, attribute, parameter in slots:
         if parameter is not None:  # a flat parameter is absent while the others are shown

@@ -36,15 +36,15 @@ class OrigParam:
     """An original parameter, kept whole in memory, and where modules hold it."""
 
     parameter: nn.Parameter
-    place: ParamSlots
+    param_slots: ParamSlots
 
     @property
     def slots(self) -> tuple[tuple[nn.Module, str], ...]:
-        return self.place.slots
+        return self.param_slots.slots
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self.param_slots.name
 
 
 def assign_owners(

@@ -1,12 +1,12 @@
 """Placeholders that modules show instead of sharded parameters: any use of one raises an error that
 names the parameter and says what to do instead.
 
-With use_orig_params=False an attribute has no value while its unit is sharded; a placeholder takes
-its place. With use_orig_params=True the attribute is the user's own parameter, which holds a part.
-Outside forward it may be read and written like that, but a module that holds one cannot be called:
-a forward pre-hook refuses it. Inside forward, where only whole parameters make sense, a placeholder
-hides it. Placeholders and hooks are entries in dictionaries of modules, and cost nothing once they
-are taken out, as in an unsharded unit."""
+With use_orig_params=False an attribute has no value while its unit is sharded, and a placeholder
+stands in for it. With use_orig_params=True the attribute is the user's own parameter, which holds a
+part. Outside forward the part may be read and written, but the module cannot be called: a forward
+pre-hook refuses it. Inside forward, where only whole parameters make sense, a placeholder hides the
+part. Placeholders and hooks are entries in dictionaries of modules; removed, as in an unsharded
+unit, they cost nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class UsedWhileSharded(StateError, AttributeError):
 
 
 class ShardedPlaceholder:
-    """Takes the place of an absent parameter. It knows the shape and dtype of the whole parameter,
-    and refuses every other use."""
+    """Stands in for a parameter. It knows the shape and dtype of the whole parameter, and refuses
+    every other use."""
 
     # __weakref__: RNNs keep weak references to their weights.
     __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")
@@ -113,7 +113,7 @@ class ShardedPlaceholder:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
-        return self  # a copy of a module inside a wrapper refuses uses as well
+        return self  # a copy of a module inside a wrapper refuses uses, too
 
     def __reduce__(self) -> typing.NoReturn:
         self._used("a pickle of it")
@@ -149,8 +149,8 @@ def _first_placeholder(value: Any) -> ShardedPlaceholder | None:
 
 
 class Placeholders:
-    """All placeholders of one unit: ``arm`` puts them in when the unit becomes sharded, ``disarm``
-    takes them out."""
+    """All placeholders of one unit: ``arm`` inserts them when the unit becomes sharded, ``disarm``
+    removes them."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class Placeholders:
         sharded: Sequence[ModuleSlot],
         is_guarded: bool = True,
     ) -> None:
-        """unsharded, sharded: the slots in the two forms, in the same order. is_guarded: False
-        makes no placeholders at all."""
+        """unsharded, sharded: the module slots with either parameters, in the same order.
+        is_guarded: False makes no placeholders at all."""
         self.is_guarded = is_guarded
         self.always: list[DictEntry] = []  # for attributes that are absent while sharded
         in_forward: list[DictEntry] = []  # for attributes that hold parts
@@ -176,7 +176,7 @@ class Placeholders:
             in_forward.append((module.__dict__, attribute, placeholder))
             hook = (module._forward_pre_hooks, placeholder, placeholder.refuse_call)
             calls.setdefault(module, hook)
-        self.has_parts = bool(in_forward)  # modules hold parts while the unit is sharded
+        self.cover_parts = bool(in_forward)  # modules hold parts while the unit is sharded
         self._always, self._in_forward = BulkDict(self.always), BulkDict(in_forward)
         self._calls = BulkDict(calls.values())
         self._refuses_reads = self._reads_armed = False
@@ -190,9 +190,9 @@ class Placeholders:
         self.disarm_parts()
 
     def arm_parts(self) -> None:
-        """The modules hold parts. Refuse their calls: torch computes with parts that broadcast, and
-        some kernels read beyond the end of others. Refuse reads while a forward of the model
-        runs."""
+        """Guard modules that hold parts. Refuse their calls, because torch would compute with parts
+        that broadcast, and some kernels would read beyond the end of others. Refuse reads while a
+        forward of the model runs."""
         self._calls.put_in()
         if self._refuses_reads:
             self._in_forward.put_in()
@@ -206,7 +206,7 @@ class Placeholders:
             self._reads_armed = False
 
     def begin_forward(self, hold_parts: bool) -> None:
-        """A forward of the model begins. hold_parts: the modules hold parts now."""
+        """Begin a forward of the model. hold_parts: the modules hold parts now."""
         self._refuses_reads = True
         if hold_parts:
             self.arm_parts()

@@ -94,7 +94,7 @@ class Preparation:
                 left.difference_update(sent)
                 left.update(slot for slot, mark in zip(sent, marks.tolist(), strict=True) if mark)
         self._left |= left
-        return [OrigParam(member.place.present(), member.place) for member in members]
+        return [OrigParam(member.param_slots.present(), member.param_slots) for member in members]
 
     def _materialize(self, modules: Sequence[nn.Module]) -> set[Slot]:
         """Give modules with tensors on the meta device memory and values. Return the slots that got

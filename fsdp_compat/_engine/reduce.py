@@ -9,6 +9,7 @@ recomputation and late gradients need nothing else."""
 from __future__ import annotations
 
 import enum
+import itertools
 import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
@@ -41,8 +42,8 @@ class Views(typing.NamedTuple):
 
     buffer: torch.Tensor  # [ranks * S]
     segments: Sequence[torch.Tensor]  # [S] each, by rank
-    places: list[list[torch.Tensor]]  # see ParamStore.places
-    # Each parameter's only place, in the parameter's shape; None if some have several places.
+    params: list[list[torch.Tensor]]  # see ReduceForm.param_views
+    # Each parameter's only view, in the parameter's shape; None if some have several views.
     whole: list[torch.Tensor] | None
     rows: torch.Tensor  # [ranks, S]
 
@@ -87,12 +88,10 @@ class ReduceBuffer:
         self._divided = None, Divisor(axes.ranks / predivisor)
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
-        ranks, places = self._axes.shard.ranks, self.form.places(buffer)
-        whole = (
-            [of_param[0] for of_param in places[:-1]] if self.form.is_contiguous_per_param else None
-        )
+        ranks, params = self._axes.shard.ranks, self.form.param_views(buffer)
+        whole = [views[0] for views in params[:-1]] if self.form.is_contiguous_per_param else None
         rows = buffer.view(ranks, self.form.numel)
-        return Views(buffer, Segments(buffer, ranks), places, whole, rows)
+        return Views(buffer, Segments(buffer, ranks), params, whole, rows)
 
     # -- memory
 
@@ -138,8 +137,8 @@ class ReduceBuffer:
         for index, grad in zip(indices, grads, strict=True):
             if index in received:
                 parts = self.form.split(index, grad)
-                for place, part in zip(self.views.places[index], parts, strict=True):
-                    place.add_(part, alpha=1 / self._predivisor)
+                for view, part in zip(self.views.params[index], parts, strict=True):
+                    view.add_(part, alpha=1 / self._predivisor)
             else:
                 self._assign([index], [grad])
 
@@ -148,18 +147,18 @@ class ReduceBuffer:
         self.received.update(indices)
         whole = self.views.whole
         if whole is not None:
-            places, values = list(map(whole.__getitem__, indices)), grads
+            views, values = list(map(whole.__getitem__, indices)), grads
         else:
-            places = [place for index in indices for place in self.views.places[index]]
+            views = [view for index in indices for view in self.views.params[index]]
             pairs = zip(indices, grads, strict=True)
             values = [part for index, grad in pairs for part in self.form.split(index, grad)]
         if self._predivisor != 1:
-            for place, value in zip(places, values, strict=True):
-                torch.div(value, self._predivisor, out=place)
-        elif len(places) == 1:
-            places[0].copy_(values[0])
-        elif places:
-            _torch_private.copy_together(places, values)  # casts to the buffer's dtype
+            for view, value in zip(views, values, strict=True):
+                torch.div(value, self._predivisor, out=view)
+        elif len(views) == 1:
+            views[0].copy_(values[0])
+        elif views:
+            _torch_private.copy_together(views, values)  # casts to the buffer's dtype
 
     def drop(self, indices: Iterable[int]) -> None:
         """Drop the gradients of some parameters."""
@@ -170,8 +169,8 @@ class ReduceBuffer:
     def zero(self, indices: Iterable[int]) -> None:
         """Set the received gradients of some parameters to zero."""
         for index in self.received.intersection(indices):
-            for place in self.views.places[index]:
-                place.zero_()
+            for view in self.views.params[index]:
+                view.zero_()
 
     def discard(self) -> None:
         """Drop all gradients, and free the memory."""
@@ -197,9 +196,9 @@ class ReduceBuffer:
         if kept:
             self._allocate()
             for index in kept:
-                places = zip(self.views.places[index], other.views.places[index], strict=True)
-                for place, value in places:
-                    place.copy_(value)
+                pairs = zip(self.views.params[index], other.views.params[index], strict=True)
+                for view, value in pairs:
+                    view.copy_(value)
             self.received.update(kept)
         other.discard()
 
@@ -244,7 +243,7 @@ class ReduceBuffer:
                 self._partial = None
             if axes.is_hybrid and not policy.over_replicas:
                 self._partial = total, received
-                yield [None] * len(self.views.places[:-1])
+                yield [None] * len(self.views.params[:-1])
                 return
             if axes.replica.ranks > 1 and not (policy.hook is not None and axes.one_group):
                 total, divisor = yield from self._sum_replicas(what, total, divisor)
@@ -289,14 +288,13 @@ class ReduceBuffer:
             self._allocate()
             views = self.views
         if len(received) < len(self._all_indices):
-            empty = [places for i, places in enumerate(views.places) if i not in received]
+            empty = [of_param for i, of_param in enumerate(views.params) if i not in received]
         elif self._is_clean:
             return
         else:
-            empty = views.places[-1:]
-        for places in empty:
-            for place in places:
-                place.zero_()
+            empty = views.params[-1:]
+        for view in itertools.chain.from_iterable(empty):
+            view.zero_()
 
     def _mark(self, received: Collection[int]) -> None:
         """Mark the parameters in ``received``."""

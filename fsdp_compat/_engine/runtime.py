@@ -1,5 +1,5 @@
-"""The runtime of one root: its units, their forward calls, and the state between steps. backward.py
-has the backward passes."""
+"""The runtime of one root: its units, their forward calls, and the state between steps. Backward
+passes are in backward.py."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ class RuntimeOptions:
     forward_prefetch: bool
     backward_prefetch: Prefetch
     allow_unused_units: bool  # ranks may use different units
-    # Units whose gradients may still be in flight when those of another one begin to collect.
+    # Units whose gradients may still be in flight when another unit begins to collect gradients.
     max_inflight_reductions: int = 0
 
 
 class Runtime:
-    """All units below one root, and the pass that runs now."""
+    """All units below one root, and the running pass."""
 
     def __init__(
         self, root: Unit, units: Sequence[Unit], names: Sequence[str], options: RuntimeOptions
     ) -> None:
-        """units: the root first, then those below it, taken over from the runtimes they had. names:
-        of the units, for errors."""
+        """units: the root first, then those below it, taken over from earlier runtimes. names: of
+        the units, for errors."""
         self.root, self.units = root, list(units)
         self.groups: list[Group] = []
         _live.add(self)
         self.has_run = False  # a forward has begun
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
-                unit.runtime.rest()
+                unit.runtime.reshard_all()
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label = self, label
         device = root.options.device
@@ -82,24 +82,24 @@ class Runtime:
         )
         self._units_with_parts: list[Unit] = []
         self._units_of_several: list[Unit] = []
-        self.take_groups()
+        self.use_groups()
         self._ticks = itertools.count()
         self._stack: list[Call] = []  # forward calls that have begun and not ended
-        self._is_rested = False  # inside ``rested``
-        self.stale = False  # the front end has built a unit anew: another runtime is needed
+        self._is_at_rest = False  # inside ``at_rest``
+        self.stale = False  # the front end has rebuilt a unit: a new runtime is needed
 
-    def take_groups(self) -> None:
-        """Work with the groups that the units have now."""
+    def use_groups(self) -> None:
+        """Use the units' current groups from now on."""
         self.groups = [group for unit in self.units for group in unit.groups]
         for unit in self.units:
             for group in unit.groups:
                 group.set_name(unit.label)
         self._units_of_several = [unit for unit in self.units if len(unit.modules) > 1]
-        self._units_with_parts = [unit for unit in self.units if unit.view.has_parts]
-        self._communicators.take(self.groups)
-        self._checks.take(self.groups)
-        self.backward.take(self.groups)
-        self._gathering.mapped.take(self.groups, self.root.label)
+        self._units_with_parts = [unit for unit in self.units if unit.view.shows_parts]
+        self._communicators.use_groups(self.groups)
+        self._checks.use_groups(self.groups)
+        self.backward.use_groups(self.groups)
+        self._gathering.mapped.use_groups(self.groups, self.root.label)
 
     # -- forward
 
@@ -150,7 +150,7 @@ class Runtime:
         kwargs: dict[str, Any],
         ranks_in_rounds: bool,
     ) -> Any:
-        """Run another entry point than forward in the same way. Collective.
+        """Run an entry point other than forward in the same way. Collective.
 
         ranks_in_rounds: ranks may call the units below different numbers of times (see Rounds).
         """
@@ -165,9 +165,9 @@ class Runtime:
     def pre_forward(
         self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """A forward call begins. Returns its inputs, moved and cast. Collective."""
+        """Begin a forward call. Returns its inputs, moved and cast. Collective."""
         recomputing = _torch_private.graph_task() != -1
-        # A recomputation of the root gets its inputs as the user gave them, too.
+        # Recomputing the root, too, starts from the inputs as the user passed them.
         outermost = unit is self.root or not (recomputing or self._stack)
         with _torch_private.unrecorded():
             if outermost and not recomputing:
@@ -195,8 +195,8 @@ class Runtime:
         return args, kwargs
 
     def _begin_forward(self) -> None:
-        """The outermost forward begins. Legal in every state, as an exception may have left any.
-        Parameters that are still unsharded are stale by now."""
+        """Begin the outermost forward, from whatever state an exception may have left. Parameters
+        that are still unsharded are stale."""
         if self._streams is not None:
             self._streams.join()
         if self.backward.is_open:
@@ -218,8 +218,8 @@ class Runtime:
     def post_forward(
         self, call: Call, unit: Unit, output: object, has_raised: bool = False
     ) -> None:
-        """A forward call has ended. A recomputation reshards nothing: backward is about to use the
-        parameters."""
+        """End a forward call. A recomputation reshards nothing, because backward is about to use
+        the parameters."""
         stack = self._stack
         if call not in stack:
             return
@@ -282,8 +282,8 @@ class Runtime:
         self.backward.end_finalize()
 
     def reset(self) -> None:
-        """Forget everything that an exception may have left of forward and backward: gradients
-        that were not reduced are dropped. Collective if something is in flight."""
+        """Discard what an exception may have left of forward and backward, gradients that were not
+        reduced included. Collective if anything is in flight."""
         self.require_idle("reset_iter_state()")
         self._stack.clear()
         self.backward.discard()
@@ -308,37 +308,37 @@ class Runtime:
     # -- between steps
 
     @contextlib.contextmanager
-    def rested(self, what: str) -> Iterator[None]:
-        """Around a call between steps that needs every unit sharded: calls inside do not check all
-        units again.
+    def at_rest(self, what: str) -> Iterator[None]:
+        """A context with every unit sharded, for calls between steps. Such calls nest (a state dict
+        summons parameters); only the outermost checks all units.
 
         Raises StateError if ``what`` is called inside forward or backward.
         """
-        if self._is_rested:
+        if self._is_at_rest:
             yield
             return
         self.require_idle(what)
-        self.rest()
-        self._is_rested = True
+        self.reshard_all()
+        self._is_at_rest = True
         try:
             yield
         finally:
-            self._is_rested = False
+            self._is_at_rest = False
 
     def wait_copies(self) -> None:
-        """Wait until offloaded shards can be written to."""
+        """Wait until offloaded shards may be overwritten."""
         self._communicators.wait_copies()
 
-    def rest(self, units: Iterable[Unit] | None = None) -> None:
-        """Reshard units, by default all, whatever an exception or a forward without backward has
-        left."""
+    def reshard_all(self, units: Iterable[Unit] | None = None) -> None:
+        """Reshard units, by default all, whatever state an exception or a forward without backward
+        has left."""
         if self.backward.has_raised:
             self.backward.discard()
         if self._stack and not self.backward.is_running:
             self._stack.clear()
             for unit in self.units:
                 unit.running = 0
-        self.wait_copies()  # of a forward without a backward
+        self.wait_copies()  # those of a forward without a backward
         units = self.units if units is None else list(units)
         for unit in units:
             unit.reshard()
@@ -374,7 +374,7 @@ _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def live_runtimes() -> Iterable[Runtime]:
-    """Return the runtimes that still exist, without those whose units an outer one took over."""
+    """Return the live runtimes, except those whose units an outer one has taken over."""
     return (runtime for runtime in _live if runtime.root.runtime is runtime)
 
 
@@ -390,11 +390,10 @@ def run_as_forward(
     *,
     synced: bool | None,
 ) -> Callable[..., Any]:
-    """Return a function that runs a method of a unit's module like its forward.
+    """Return a function that runs a method of a unit's module like its forward. Collective: each
+    call of that function.
 
-    locate: returns the unit and its runtime. synced: see ``register_fsdp_forward_method``.
-
-    Collective: each call of the returned function.
+    locate: returns the runtime and the unit. synced: see ``register_fsdp_forward_method``.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -407,7 +406,7 @@ def run_as_forward(
 
 
 def _items(runtime: Runtime, unit: Unit, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
-    """Yield a generator's items. Each step runs like a forward and is collective."""
+    """Yield a generator's items. Each step runs like a forward. Collective: each step."""
     end = object()
     while (item := runtime.run(unit, next, (generator, end), {})) is not end:
         yield item

@@ -1,4 +1,4 @@
-"""What state dicts, optimizer state and checkpoints ask of a store, beside what training asks."""
+"""What state dicts, optimizer state and checkpoints need of a store, beyond what training needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._layout.spec import FlatLayout, Interval, Section
 from .dtypes import as_bytes
 from .group import Group
 from .ownership import ParamSlots
-from .store import Kind, ModuleSlot, ParamStore
+from .store import ModuleSlot, ParamKind, ParamStore
 from .tensor_parallel import TensorParallel
 
 # The attribute under which a unit's first FlatParameter is registered, and its name in local state
@@ -27,19 +27,17 @@ def flat_param_name(number: int) -> str:
 
 
 class StateStore(ParamStore, typing.Protocol):
-    """A store whose state can be saved and loaded.
+    """A store whose state can be saved and loaded. Implementations define what has no body here.
 
-    Parameters are counted by their *index* in ``orig_params``. Each rank holds one run of the
-    row-major elements of a parameter, which is one run of the rank's shard too. The *sections* say
-    which: each of them is a part of the shard that is cut by one layout. A store of flat parameters
-    has one section; a store that cuts every parameter by itself has one per parameter. Optimizer
-    state and gradients of a shard's size ``[S]`` are cut in the same way.
-
-    A store implements what has no body here.
+    Parameters are identified by their *index* in ``orig_params``. Each rank holds one run of the
+    row-major elements of a parameter, which is also one run of the rank's shard. The *sections* say
+    which: each is a run of the shard that is cut by one layout. A store of flat parameters has one
+    section; a store that cuts every parameter by itself has one per parameter. Optimizer state and
+    gradients of a shard's size ``[S]`` are cut in the same way.
     """
 
     orig_params: Sequence[ParamSlots]
-    kinds: Sequence[Kind]  # per parameter
+    kinds: Sequence[ParamKind]  # per parameter
     parallel: Sequence[TensorParallel | None]  # per parameter: how it lies on a mesh of its own
     rank: int  # of the shard axis
     # True if one sharded parameter, a FlatParameter, holds the whole shard; False if each parameter
@@ -102,7 +100,7 @@ class StateStore(ParamStore, typing.Protocol):
         return self.local_shape(index) if parallel is None else parallel.shape
 
     def part(self, index: int, rank: int) -> Interval:
-        """Return which elements of a parameter ``rank`` holds, counted from its first one."""
+        """Return which elements of a parameter ``rank`` holds, counted from its first element."""
         layout, number = self.cut(index)
         return layout.part(number, rank)
 
@@ -123,11 +121,8 @@ class StateStore(ParamStore, typing.Protocol):
         return self.shard.detach()[self.part_in_shard(index).slice]
 
     def has_part(self, indices: Sequence[int]) -> bool:
-        """False if the parameters have elements, and this rank has none of them: then it has no
-        gradient and no optimizer state.
-
-        A FlatParameter that is all padding has both.
-        """
+        """False if this rank has none of the parameters' elements, and so neither gradients nor
+        optimizer state. A FlatParameter that is all padding has both."""
         if self.is_flattened:
             return True
         cuts = [self.cut(index) for index in indices]
@@ -135,9 +130,9 @@ class StateStore(ParamStore, typing.Protocol):
             layout.part(number, self.rank) for layout, number in cuts
         )
 
-    def take(self, index: int, value: torch.Tensor) -> bool:
-        """Copy into the shard this rank's part of a parameter, from its whole value or from that
-        part, 1-D; return False if neither fits."""
+    def copy_in(self, index: int, value: torch.Tensor) -> bool:
+        """Copy this rank's part of a parameter into the shard. value: the whole parameter, or that
+        part, 1-D. Return False if it fits neither."""
         if (
             value.dtype != self.dtype
             or not _torch_private.is_plain(value)
@@ -161,10 +156,7 @@ class StateStore(ParamStore, typing.Protocol):
         self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
     ) -> None:
         """Copy this rank's part of every whole tensor (one per parameter, in its local shape, on
-        any device) into ``shard`` [S].
-
-        Default: this rank's own.
-        """
+        any device) into ``shard`` [S], by default this rank's own."""
         shard = self.shard.detach() if shard is None else shard
         for index, whole in enumerate(wholes):
             source, target = self.rows_of_whole(index, whole), self.own_part(shard, index)
@@ -179,6 +171,6 @@ class StateStore(ParamStore, typing.Protocol):
 
 
 def store_of(group: Group) -> StateStore:
-    """Return the store of a group of a model whose state is saved or loaded: front ends that
-    register units make such stores."""
+    """Return the store of a group whose state can be saved and loaded, as that of every registered
+    unit."""
     return typing.cast(StateStore, group.store)

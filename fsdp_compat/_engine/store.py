@@ -13,26 +13,25 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
                                                                parameter
     all_gather_output   [ranks*S]   GroupMemory, one per       from ``unshard`` to ``reshard``; if
                                     dtype computed in          parameters do not view it, until they
-                                                               are copied out of it; if it is
-                                                               mapped, always
+                                                               are copied out of it; always, if
+                                                               mapped
     unsharded           P original  store, kept by             with all_gather_output, which they
     parameters          shapes      GroupMemory                view; otherwise in own storages, from
                                                                the copy to ``reshard``
     .grad of those      P original  autograd                   until ``take_large`` (large ones,
                         shapes                                 at once) or ``collect`` (the others,
                                                                in post-backward)
-    reduce buffer       [ranks*S]   ReduceBuffer               from the first gradient that is put
-                                                               in to the end of the reduce-scatter;
-                                                               inside no_sync between backwards too
+    reduce buffer       [ranks*S]   ReduceBuffer               from the first received gradient to
+                                                               the end of the reduce-scatter; inside
+                                                               no_sync between backwards, too
     reduced gradient    [S]         ReduceBuffer.reduce        while a ``.grad`` views it
     .grad of sharded    views of    ShardedGrads assigns them  until the user sets them to None
     parameters          the above
 
 One rank that computes in the dtype of the shard needs no second buffer: all_gather_output *is* the
 shard (``aliased``), nothing is copied or freed, and gradients of whole parameters become ``.grad``
-as they are (DirectGradBuffer). "Frees" means that a storage is emptied (storage.Storage): the
-tensor objects, and what autograd saved of them, stay valid and get their memory back with the next
-all-gather."""
+as they are (DirectGradBuffer). Freeing a tensor empties its storage (storage.Storage): the tensor
+object, and what autograd saved of it, stay valid and get memory again with the next all-gather."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class ShardedParam(typing.NamedTuple):
 
 
 class ModuleSlot(typing.NamedTuple):
-    """A parameter that a module shows under a name; None: the attribute is absent."""
+    """An attribute of a module and the parameter that it shows there; None: it is absent."""
 
     module: nn.Module
     attribute: str
@@ -64,55 +63,55 @@ class ModuleSlot(typing.NamedTuple):
 
 
 class ReduceForm(typing.Protocol):
-    """How gradients lie in the reduce buffer ``[ranks * numel]``, rank-major: segment r is what the
-    reduce-scatter gives to rank r."""
+    """How gradients lie in the reduce buffer ``[ranks * numel]``, rank-major: the reduce-scatter
+    sends segment r to rank r."""
 
     numel: int
     dtype: torch.dtype  # of the reduced gradients
 
     @property
     def indices(self) -> list[int]:
-        """The parameters that have a place, in ascending order."""
+        """The parameters in the buffer, ascending."""
 
     @property
     def is_contiguous_per_param(self) -> bool:
-        """True if every parameter has one place, in its shape, and ``split`` returns its
+        """True if one view holds each parameter, in its shape, and ``split`` returns its
         argument."""
 
     @property
     def can_pack_grads(self) -> bool:
-        """True if ``pack_grads`` works."""
+        """True if ``pack_grads`` is supported."""
         return False
 
-    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """buffer: [ranks * numel]. Return, per parameter of the store, the views that together hold
-        it, and one last list: what belongs to no parameter.
+        it, and one last list: the padding.
 
         The views cover the buffer and do not overlap.
         """
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
-        the shapes of ``places(...)[index]``."""
+        the shapes of ``param_views(...)[index]``."""
 
     def pack_grads(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
         """rows: [ranks, numel]. Write the gradients of all ``indices``, and zeros around them."""
-        raise StateError(f"internal: a {type(self).__name__} takes no gradients together")
+        raise StateError(f"internal: a {type(self).__name__} does not pack gradients")
 
     def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
-        without a place."""
+        if it is not in the buffer."""
 
     def marks(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [..., numel]. Return the view [..., P] with a place per parameter of ``indices``,
-        where a rank says that it has a gradient. ``pack_grads`` says so for all, and the sum of the
-        marks is zero if no rank has one. Views of what belongs to no parameter hold them too."""
+        """rows: [..., numel]. Return the view [..., P] with an element per parameter of
+        ``indices`` that says whether a rank has its gradient; a sum of zero says that none has.
+        ``pack_grads`` marks all. The marks are part of the padding."""
         raise StateError(f"internal: a {type(self).__name__} has no marks")
 
 
 class PartialRows(typing.NamedTuple):
     """The rows of unsharded parameters that one of n ranks keeps after forward, so that backward
-    all-gathers among these n."""
+    all-gathers only among these n."""
 
     full: torch.Tensor  # [n * numel], which the rows are all-gathered into
     own_rows: list[torch.Tensor]  # views of this rank's rows of the unsharded parameters
@@ -125,19 +124,19 @@ class PartialRows(typing.NamedTuple):
 class ParamStore(typing.Protocol):
     """Where each element of a group lies, and which parameters modules and the optimizer see.
 
-    In training a store only answers with views, which the engine asks for once per buffer and
-    keeps: it sends, allocates, frees, copies and adds nothing. Exchanged buffers are 1-D
-    ``[ranks * S]``, rank-major: segment r is what rank r holds. An *unsharded parameter* is one
-    whole parameter, which modules show while the unit is unsharded.
+    In training a store only returns views, which the engine requests once per buffer and keeps; it
+    never sends, allocates, frees, copies or adds. Communication buffers are 1-D ``[ranks * S]``,
+    rank-major: segment r belongs to rank r. An *unsharded parameter* is one whole parameter, which
+    modules show while the unit is unsharded.
     """
 
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
-    shard: torch.Tensor  # [S], this rank's part: an all-gather sends it, cast if need be
+    shard: torch.Tensor  # [S], this rank's part: an all-gather sends it, cast if needed
     # The parameters that the optimizer sees. Unsharded parameters follow their requires_grad.
     sharded_params: Sequence[ShardedParam]
-    # Modules show parts of parameters while sharded: they refuse calls and state dicts of their own
-    # then. False: modules show DTensors, which other code can use.
+    # True: while sharded, modules show parts of parameters and refuse their own calls and state
+    # dicts. False: modules show DTensors, which other code can use.
     is_guarded: bool = True
     # Tensor subclasses all-gather in their own way (fsdp_pre_all_gather): the engine calls ``pack``
     # before each all-gather, and ``unpack`` after its output was copied out.
@@ -163,11 +162,11 @@ class ParamStore(typing.Protocol):
     @property
     def params_view_output(self) -> bool:
         """True if all parameters of ``make_unsharded_params`` view ``full``; False if all have
-        other storages, which the engine fills."""
+        storages of their own, which the engine fills."""
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
-        """Return the slots of modules with the unsharded parameters or, for None, with the sharded
-        ones: the same slots in the same order."""
+        """Return the module slots with the unsharded parameters or, for None, with the sharded
+        ones; the same slots in the same order."""
 
     def is_intact(self) -> bool:
         """True if no sharded parameter has been moved away from the shard."""
@@ -179,32 +178,32 @@ class ParamStore(typing.Protocol):
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return (to, from): the copies out of the all-gather's output ``full`` that fill
-        unsharded parameters with other storages."""
+        """Return (to, from): the copies out of the all-gather output ``full`` that fill unsharded
+        parameters with storages of their own."""
         raise StateError(f"internal: parameters of a {type(self).__name__} view the output")
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
-        """Return the tensors that hold the memory of unsharded parameters which do not view the
-        all-gather's output."""
+        """Return the tensors that hold the memory of unsharded parameters that do not view the
+        all-gather output."""
         return unsharded_params
 
     def reduce_form(self, also: Iterable[int] = ()) -> ReduceForm:
-        """Return how the gradients of the parameters that are trainable now lie, and those of
-        ``also``: the same object for the same parameters."""
+        """Return the form for the gradients of the currently trainable parameters and of ``also``;
+        the same object for the same parameters."""
 
     def partial_rows(
         self, mesh: typing.Any, rank: int, ranks: int, unsharded_params: Sequence[nn.Parameter]
     ) -> PartialRows:
-        """Return what ``rank`` of ``ranks`` keeps after forward of the unsharded parameters, which
-        have memory. mesh: a 2-D DeviceMesh of which these ranks are the last dimension."""
+        """Return the rows of unsharded parameters, which have memory, that ``rank`` of ``ranks``
+        keeps after forward. mesh: a 2-D DeviceMesh of which these ranks are the last dimension."""
         raise StateError(f"internal: a {type(self).__name__} keeps no rows after forward")
 
 
-class Kind(typing.NamedTuple):
+class ParamKind(typing.NamedTuple):
     """What an unsharded parameter is besides its values."""
 
     cls: type[nn.Parameter]
-    attributes: dict[str, typing.Any]  # set on the user's parameter: it shares them
+    attributes: dict[str, typing.Any]  # shared with the user's parameter
     parallel: TensorParallel | None = None  # of a DTensor, which is an nn.Parameter
 
     def parameter(self, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:

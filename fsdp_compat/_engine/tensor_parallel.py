@@ -1,5 +1,5 @@
-"""Parameters that are DTensors already, split or repeated along other mesh dimensions than the ones
-a unit is spread over."""
+"""Parameters that are already DTensors, sharded or replicated along mesh dimensions other than
+those of data parallelism."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .._torch_private import dtensor as torch_dtensor
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """How a DTensor parameter lies on its own mesh. The unit shards what this process holds of
-    it."""
+    """How a DTensor parameter lies on its own mesh. The unit shards its local tensor."""
 
     mesh: Any  # a DeviceMesh
     placements: tuple[Any, ...]
@@ -25,7 +24,7 @@ class TensorParallel:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> TensorParallel | None:
-        """Return how a parameter lies on its mesh; None for a plain one."""
+        """Return how a parameter lies on its mesh, or None for a plain one."""
         if _torch_private.is_plain(parameter):
             return None
         return TensorParallel(
@@ -43,11 +42,11 @@ class TensorParallel:
         return torch_dtensor.dtensors([local], [spec])[0]
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
-        """value: a DTensor of the parameter's shape, placed in any way. Return this process's part,
-        placed as the parameter is.
+        """value: a DTensor of the parameter's shape, with any placements. Return this process's
+        part of it in the parameter's placements.
 
-        Collective over the parameter's mesh where the placements differ, and over the value's where
-        that is another one.
+        Collective over the parameter's mesh if the placements differ, and over the value's mesh if
+        that differs.
         """
         if _torch_private.is_plain(value):
             return value
@@ -74,7 +73,7 @@ class TensorParallel:
         return range(self.mesh.ndim)
 
     def tensor_parallel_axes(self) -> tuple[Axis, ...]:
-        """The axes along which the parameter is split, rather than repeated."""
+        """The axes along which the parameter is sharded, not replicated."""
         return tuple(
             axis_of(self.mesh.get_group(dim))
             for dim, placement in enumerate(self.placements)

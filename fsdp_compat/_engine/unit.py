@@ -51,7 +51,7 @@ class UnitOptions:
 
 
 class Uninitialised(typing.NamedTuple):
-    """A parameter or buffer that was not given values yet."""
+    """A parameter or buffer that has no values yet."""
 
     name: str  # in the unit's module
     read: Callable[[], torch.Tensor | None]  # returns what this rank holds of it
@@ -60,9 +60,8 @@ class Uninitialised(typing.NamedTuple):
 class Call:
     """One forward call of a unit, in ticks of the runtime. The hooks of its outputs hold it.
 
-    The garbage collector does not see what a graph holds: a loss that a module keeps as an
-    attribute would keep the module alive for ever. So a call holds its unit only until
-    post-backward.
+    Autograd graphs are opaque to the garbage collector, so a loss stored on a module would leak the
+    module. A call therefore releases its unit in post-backward.
     """
 
     __slots__ = (
@@ -82,13 +81,13 @@ class Call:
     )
 
     def __init__(self, unit: Unit, begin_tick: int, module: nn.Module | None = None) -> None:
-        """module: the called one, of a unit of several."""
+        """module: the called one, if the unit has several."""
         self.unit: Unit | None = unit
         self.module = module
         self._unit_reference, self.begin_tick = weakref.ref(unit), begin_tick
         self.end_tick = -1  # set when the call ends
-        # On devices with streams: the nodes of inputs that are in the graph, and how many of them
-        # the present backward has not completed yet.
+        # On devices with streams: the nodes of inputs in the graph, and how many of them the
+        # current backward has not completed yet.
         self.inputs: list[Any] = []
         self.inputs_left = 0
         self.inside: list[Any] = []  # without tags: nodes that a backward through the call passes
@@ -97,16 +96,16 @@ class Call:
             unit.wanted_dtype() if unit.options.full_precision_in_eval else ComputeDtype.TRAIN
         )
         self.counted = False  # among the unit's running calls
-        self.seen_by = -1  # serial of the last backward that has passed the call
+        self.seen_by = -1  # serial of the last backward that reached the call
 
     @property
     def has_run_backward(self) -> bool:
-        """True if nothing that the call computed from its inputs is left to run in backward, on any
+        """True if backward has run everything that the call computed from its inputs, on any
         device. Never for a call without inputs in the graph."""
         return bool(self.inputs) and self.inputs_left <= 0
 
     def runs_now(self) -> bool:
-        """True if the running backward passes the call, or has done so."""
+        """True if the running backward includes the call."""
         return any(map(_torch_private.runs_now, self.inside))
 
     def hold_unit(self) -> Unit:
@@ -135,8 +134,8 @@ class Unit:
         modules: Sequence[nn.Module] = (),
         conduct: Conduct | None = None,
     ) -> None:
-        """module: its forward calls are those of the unit. modules: several whose calls are, the
-        first one ``module``. conduct: if the user may change it."""
+        """modules: if several modules' forward calls are the unit's; the first is ``module``.
+        conduct: if the user may change it."""
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.conduct = conduct or Conduct(options.reshard_after_forward)
@@ -161,7 +160,7 @@ class Unit:
 
     @property
     def copies_out(self) -> bool:
-        """True if unsharded parameters are copied out of the all-gather's output."""
+        """True if unsharded parameters are copied out of the all-gather output."""
         return any(group.memory.has_copies for group in self.groups)
 
     @property
@@ -169,7 +168,7 @@ class Unit:
         return self.runtime is not None and self.runtime.root is self
 
     def _slots(self) -> tuple[list[list[ModuleSlot]], list[ModuleSlot]]:
-        """Return the slots of modules, by ComputeDtype unsharded, and sharded."""
+        """Return the module slots: unsharded by ComputeDtype, and sharded."""
         dtypes = ComputeDtype if self.options.full_precision_in_eval else (ComputeDtype.TRAIN,)
         unsharded = [
             [
@@ -184,8 +183,8 @@ class Unit:
         return unsharded, [slot for group in self.groups for slot in group.store.shown(None)]
 
     def exchange_groups(self, groups: Sequence[Group]) -> None:
-        """Manage ``groups``, which have the same stores, instead of the present ones. Only while
-        sharded."""
+        """Replace the groups by new ones over the same stores, because ``.half()`` or ``.to()`` has
+        changed these before the first forward. Only while sharded."""
         assert self.residency is Residency.SHARDED
         self.groups, self.dtype = list(groups), ComputeDtype.TRAIN
         self.view.replace_slots(*self._slots())
@@ -196,13 +195,13 @@ class Unit:
         return self.view.summoned
 
     def wanted_dtype(self) -> ComputeDtype:
-        """Return the dtype that a forward call now would compute in."""
+        """Return the dtype that a forward call would compute in now."""
         if self.options.full_precision_in_eval and not self.module.training:
             return ComputeDtype.EVAL
         return ComputeDtype.TRAIN
 
     def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
-        """Collective. Start the all-gather, unless the unit is unsharded, or about to be, in this
+        """Collective. Start the all-gather, unless the unit is unsharded or unsharding in this
         dtype."""
         if self.dtype is not dtype and not self.running and not self.view.summoned:
             self.reshard()
@@ -220,8 +219,8 @@ class Unit:
                 group.unshard()
 
     def _count_gathers(self) -> None:
-        """One for the groups over the same ranks, also where nothing is sent. A user's all-gather
-        counts by itself."""
+        """Count one all-gather for all groups over the same ranks, even if nothing is sent. That of
+        a user counts by itself."""
         axes = {group.shard for group in self.groups if group.shard.ranks > 1}
         if self.conduct.custom_all_gather is None:
             for _ in axes:
@@ -254,8 +253,8 @@ class Unit:
             self.residency = Residency.SHARDED
 
     def watch_holders(self, in_graph: bool) -> None:
-        """The unit stays unsharded, and users see its parameters. Tensors over their memory that
-        are made from now on are the user's, unless a graph holds some."""
+        """Count the holders of unsharded parameters' memory when the unit stays unsharded after a
+        pass: later ones are the user's views, unless a graph holds some."""
         conduct, now = self.conduct, -1 if in_graph else self._num_holders()
         # Views that users kept from earlier times do not count as the engine's.
         conduct.num_holders = min(now, conduct.fewest_holders) if conduct.fewest_holders else now
@@ -266,8 +265,8 @@ class Unit:
         return sum(group.memory.num_holders for group in self.groups)
 
     def _has_views(self) -> bool:
-        """True if views of unsharded parameters outlive these, as far as this can be seen. Their
-        memory stays until they are gone: reading memory that was freed ends the process."""
+        """True if, as far as this can be detected, views of unsharded parameters outlive them. Such
+        memory is not freed: reading it would crash the process."""
         before, self.conduct.num_holders = self.conduct.num_holders, -1
         if self._num_holders() <= before:
             return False
@@ -283,11 +282,11 @@ class Unit:
 
     @property
     def is_mapped(self) -> bool:
-        """True if unsharded parameters are every rank's shard, and change with it."""
+        """True if unsharded parameters view the shards of all ranks, and change with them."""
         return any(group.memory.views_mapping for group in self.groups)
 
-    def keep(self) -> None:
-        """The unit stays unsharded after a pass, although its shards may be written to."""
+    def keep_values(self) -> None:
+        """Keep the values of a unit that stays unsharded after a pass (GroupMemory.keep_values)."""
         for group in self.groups:
             group.memory.keep_values()
 
@@ -314,8 +313,8 @@ class Unit:
 
     @property
     def stays_unsharded(self) -> bool:
-        """True if the unit stays unsharded when a new pass begins: the user wants it, and nothing
-        was written to the sharded parameters."""
+        """True if the unit stays unsharded when a new pass begins: the user wants it, and the
+        sharded parameters were not written to."""
         conduct = self.conduct
         return (
             conduct.pinned
@@ -325,23 +324,23 @@ class Unit:
         ) and self.is_fresh
 
     def unshard_for_others(self) -> None:
-        """Collective. This unit is unsharded, but other ranks all-gather it: take part, and receive
-        the same values again."""
+        """Collective. Gather an unsharded unit again, with the same values, for other ranks that
+        gather it."""
         self.residency = Residency.UNSHARDING
         for group in self.groups:
             group.unshard()
         self.wait_for_unshard()
 
     def note_call_in_graph(self, call: Call, nodes: Sequence[Any]) -> None:
-        """A forward call has ended, where ranks must reduce units in one order. nodes: of its
-        outputs. They hold the call."""
+        """Remember a finished forward call, for ranks that must reduce units in one order. nodes:
+        of its outputs; they hold the call."""
         call.inside = _torch_private.nodes_before(nodes)
         conduct = self.conduct
         conduct.calls_in_graphs = [each for each in conduct.calls_in_graphs if each() is not None]
         conduct.calls_in_graphs.append(weakref.ref(call))
 
     def forget_calls(self) -> None:
-        """Post-backward: no call needs the unit any more."""
+        """In post-backward: no call needs the unit any more."""
         for call in self.calls:
             call.unit = None
         self.calls.clear()

@@ -1,5 +1,4 @@
-"""Parts of a parameter that are stored each by itself, as the ranks of tensor parallelism hold
-them."""
+"""Separately stored parts of a parameter, as the ranks of tensor parallelism hold them."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Collection
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a parameter that is stored row-major by itself, or the whole parameter."""
+    """A box of a parameter, or the whole parameter, stored row-major by itself."""
 
     whole_shape: tuple[int, ...]  # of the parameter
     offsets: tuple[int, ...]  # of the box in it
@@ -38,8 +37,8 @@ class Piece:
 
 
 def require_grid(pieces: Collection[Piece]) -> None:
-    """Raise ValueError unless the pieces hold each element of one parameter exactly once, as a
-    grid: cut along every dim at the same places. Takes time in proportion to their number."""
+    """Raise ValueError unless the pieces are a grid that holds each element of one parameter
+    exactly once: cut along every dim at the same positions. Takes time linear in their number."""
     shapes = {piece.whole_shape for piece in pieces}
     if len(shapes) != 1:
         raise ValueError(f"parts of parameters of the shapes {sorted(shapes)[:4]}")

@@ -1,4 +1,4 @@
-"""Cut every parameter by itself along one of its dims, and place the parts in a rank's segment."""
+"""Cuts every parameter by itself along one of its dims, and lays the parts out in a segment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from .spec import FlatLayout, Interval, ParamSpec, Section, aligned, between
 
 ALIGN_NBYTES = 16  # large parts start at a multiple of it
-LARGE_NBYTES = 4096  # parts of this size; in front of smaller ones a gap would cost too much
+LARGE_NBYTES = 4096  # the least size of a large part; a gap before a smaller one costs too much
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """One parameter, cut along ``dim`` into ``ranks`` parts as torch.chunk does it: each rank holds
-    ``chunk`` rows, as far as they go. The last parts may be smaller, or empty.
+    """One parameter, cut along ``dim`` into ``ranks`` parts as by torch.chunk: each rank holds
+    ``chunk`` rows, but the last parts may be smaller or empty.
 
-    A *row* is an index into ``dim``. dim: None for a parameter that every rank holds whole, as it
-    has no dim to be cut along.
+    A *row* is an index into ``dim``. dim: None for a 0-d parameter, which every rank holds whole.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +38,7 @@ class Cut:
 
     @functools.cached_property
     def chunk(self) -> int:
-        """Rows of the first rank, and of every slot."""
+        """The number of rows of the first rank, and of every slot."""
         return 1 if self.dim is None else -(-self.num_rows // self.ranks)
 
     @functools.cached_property
@@ -49,7 +48,7 @@ class Cut:
 
     @functools.cached_property
     def tail(self) -> tuple[int, ...]:
-        """The dims behind ``dim``."""
+        """The dims after ``dim``."""
         return self.shape[self.dim + 1 :] if self.dim is not None else self.shape
 
     @functools.cached_property
@@ -58,7 +57,7 @@ class Cut:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of a slot: of the first rank's part, and of a smaller one with its padding."""
+        """The number of elements of a slot: of the first rank's part, or a padded smaller one."""
         return self.chunk * self.row_numel
 
     @property
@@ -68,7 +67,7 @@ class Cut:
     @functools.cached_property
     def full_ranks(self) -> int:
         """The number of ranks whose parts have ``chunk`` rows. The next rank holds ``rest`` rows,
-        the others none."""
+        the others hold none."""
         if self.dim is None:
             return self.ranks
         return self.num_rows // self.chunk if self.chunk else self.ranks
@@ -79,12 +78,12 @@ class Cut:
 
     @property
     def is_even(self) -> bool:
-        """True if all parts have one size: no slot is padded."""
+        """True if all parts have the same size, so that no slot is padded."""
         return self.full_ranks == self.ranks
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the parts of all ranks, one after the other, are the parameter, row-major."""
+        """True if the parts of all ranks, concatenated, are the parameter, row-major."""
         return self.ranks == 1 or (self.dim is not None and math.prod(self.lead) == 1)
 
     def rows(self, rank: int) -> Interval:
@@ -105,11 +104,9 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Where the slots of all parameters lie in the segment ``[numel]`` of each rank. The part of a
-    rank lies at the start of the slot, row-major; the rest of the slot is padding.
-
-    All ranks of a buffer ``[ranks * numel]``, rank-major, have the same slots.
-    """
+    """Where the slots of all parameters lie in a rank's segment ``[numel]``, the same for all ranks
+    of a buffer ``[ranks * numel]``, rank-major. A rank's part lies at the start of the slot,
+    row-major; the rest of the slot is padding."""
 
     cuts: tuple[Cut, ...]
     starts: tuple[int, ...]  # of the slots
@@ -118,8 +115,8 @@ class RowLayout:
 
     @classmethod
     def in_order(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> typing.Self:
-        """Place the slots in the order of the parameters. Large ones are aligned, if there are
-        several; none is empty, so that a parameter without elements has a place, too."""
+        """Lay the slots out in the order of the parameters. Large ones are aligned, if there are
+        several; none is empty, even for a parameter without elements."""
         starts, end = [], 0
         for cut in cuts:
             starts.append(_start(end, cut.numel, itemsize))
@@ -133,8 +130,8 @@ class RowLayout:
 
     @classmethod
     def packed(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> typing.Self:
-        """Place the slots without gaps. Those whose size is a multiple of the alignment come first,
-        so that they are aligned."""
+        """Lay the slots out without gaps. Those whose size is a multiple of the alignment come
+        first, so that they are aligned."""
         starts, end = [0] * len(cuts), 0
         unit = max(ALIGN_NBYTES // itemsize, 1)
         for index in sorted(range(len(cuts)), key=lambda i: cuts[i].numel % unit != 0):
@@ -144,27 +141,27 @@ class RowLayout:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The indices of the parameters, as their slots follow each other; empty slots left out."""
+        """The indices of the parameters in the order of their slots, without empty slots."""
         present = [index for index, cut in enumerate(self.cuts) if cut.numel]
         return tuple(sorted(present, key=self.starts.__getitem__))
 
     def slot(self, index: int) -> Interval:
-        """Return the place of a parameter's slot in a segment."""
+        """Return the interval of a parameter's slot in a segment."""
         return Interval(self.starts[index], self.starts[index] + self.cuts[index].numel)
 
     def part(self, index: int, rank: int) -> Interval:
-        """Return the place of ``rank``'s part of a parameter in its segment."""
+        """Return the interval of ``rank``'s part of a parameter in its segment."""
         start = self.starts[index]
         return Interval(start, start + self.cuts[index].part_numel(rank))
 
     def gaps(self) -> list[Interval]:
-        """Return what belongs to no slot of a segment, in order."""
+        """Return the intervals of a segment that belong to no slot, in order."""
         return between(map(self.slot, self.order), self.numel)
 
     def section(self, index: int, name: str) -> Section:
-        """Return the section of a parameter in the shard: how a flat tensor of this parameter, in
-        shards of whole rows, is cut. Only for a parameter that is cut along its first dim, or
-        not at all: parts along other dims are no runs of its elements."""
+        """Return the section of a parameter in the shard: the layout of a flat tensor of this
+        parameter in shards of whole rows. Only for a parameter that is cut along its first dim or
+        not at all: parts along other dims are not runs of its elements."""
         cut = self.cuts[index]
         spec = ParamSpec(name, cut.shape, 0)
         kind = CopiedLayout if cut.dim is None else FlatLayout
@@ -172,8 +169,8 @@ class RowLayout:
 
 
 class CopiedLayout(FlatLayout):
-    """The layout of one parameter that every rank holds whole. What is saved is the first rank's;
-    what is loaded goes to every rank."""
+    """The layout of one parameter that every rank holds whole. The first rank's value is saved; a
+    loaded value goes to every rank."""
 
     def part(self, index: int, rank: int) -> Interval:
         return Interval(0, self.params[index].numel)
@@ -183,6 +180,6 @@ class CopiedLayout(FlatLayout):
 
 
 def _start(position: int, numel: int, itemsize: int) -> int:
-    """Return where ``numel`` elements start that may start at ``position``."""
+    """Return the first valid start of ``numel`` elements from ``position`` on."""
     is_large = numel * itemsize >= LARGE_NBYTES
     return aligned(position, max(ALIGN_NBYTES // itemsize, 1)) if is_large else position

@@ -1,5 +1,5 @@
-"""The types of the layout: an interval, a parameter in a flat tensor, and the flat layout of a
-parameter group; and arithmetic that all layouts use."""
+"""The types of layouts: an interval, a parameter in a flat tensor, and the flat layout of a
+parameter group; and the arithmetic that all layouts share."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Interval:
 
 
 def between(intervals: Iterable[Interval], end: int) -> list[Interval]:
-    """intervals: in order, apart from each other. Return what lies between them, from 0 to
-    ``end``."""
+    """Return the gaps between ``intervals``, which are in order and disjoint, from 0 to ``end``."""
     found, last = [], 0
     for interval in (*intervals, Interval(end, end)):
         if last < interval.start:
@@ -59,7 +58,7 @@ def aligned(position: int, unit: int) -> int:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor; of one without elements as torch has them."""
+    """Return the strides of a contiguous tensor; without elements, as torch defines them."""
     sizes = [max(size, 1) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
@@ -77,7 +76,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
-    def place(self) -> Interval:
+    def in_full(self) -> Interval:
         """The parameter's elements in the full flat tensor ``[ranks * S]``."""
         return Interval(self.start, self.start + self.numel)
 
@@ -108,7 +107,7 @@ class FlatLayout:
                     f"{param.name} starts at {param.start}, but the parameter before it ends at "
                     f"{end}"
                 )
-            end = param.place.stop
+            end = param.in_full.stop
         if end > self.full_numel:
             raise ValueError(f"the parameters end at {end}, the flat tensor at {self.full_numel}")
 
@@ -128,18 +127,18 @@ class FlatLayout:
         """Return the elements of parameter ``index`` that ``rank`` holds, counted from the
         parameter's first element."""
         param = self.params[index]
-        found = param.place.clipped(self.interval(rank))
+        found = param.in_full.clipped(self.interval(rank))
         return found.shifted(-param.start) if found else Interval(0, 0)
 
     def part_in_shard(self, index: int, rank: int) -> Interval:
         """Return the position of ``rank``'s part of parameter ``index`` in its shard ``[S]``; empty
         if it holds none."""
-        in_flat = self.params[index].place.clipped(self.interval(rank))
+        in_flat = self.params[index].in_full.clipped(self.interval(rank))
         return in_flat.shifted(-rank * self.shard_numel)
 
     def gaps(self) -> list[Interval]:
         """Return the intervals of padding, in order."""
-        return between((param.place for param in self.params), self.full_numel)
+        return between((param.in_full for param in self.params), self.full_numel)
 
 
 def flat_layout(
@@ -172,7 +171,7 @@ class Section:
     first_param: int  # the index, among all parameters of the shard, of the layout's first one
 
     @property
-    def place(self) -> Interval:
+    def in_shard(self) -> Interval:
         """Its elements in the shard."""
         return Interval(self.start, self.start + self.layout.shard_numel)
 

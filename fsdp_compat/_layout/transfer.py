@@ -1,4 +1,4 @@
-"""Where a part of a parameter lies in the shards, and whether two layouts agree."""
+"""Where a part of a parameter lies in the shards, and whether two layouts cut it alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .spec import FlatLayout, Interval
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Elements that are consecutive both in one rank's shard and in a part of a parameter."""
+    """Elements that are contiguous both in one rank's shard and in a part of a parameter."""
 
     rank: int
     in_shard: Interval
@@ -22,7 +22,7 @@ def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run
     """Yield, in order, the runs of the shards of ``layout`` that hold the elements ``part`` of
     parameter ``index``.
 
-    Takes one step per shard that holds any of them, however many ranks there are.
+    Takes one step per shard that holds any of them, whatever the number of ranks.
     """
     place, size = part.shifted(layout.params[index].start), layout.shard_numel
     position = place.start
@@ -37,8 +37,7 @@ def same_parts(one: FlatLayout, index: int, other: FlatLayout, its_index: int) -
     """Return True if every rank holds the same elements of parameter ``index`` of ``one`` and of
     parameter ``its_index`` of ``other``.
 
-    Comparing two runs is enough, however many ranks there are: all later runs are as long as the
-    second.
+    Comparing two runs is enough, because all later runs are as long as the second.
     """
     alike = one.ranks == other.ranks and one.params[index].numel == other.params[its_index].numel
     return alike and _first_runs(one, index) == _first_runs(other, its_index)

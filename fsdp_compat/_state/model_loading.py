@@ -62,7 +62,7 @@ def load_state_dict(
     """Load a state dict, see ``FullyShardedDataParallel.load_state_dict``."""
     own = registered_unit(wrapper)
     own.runtime.require_idle("load_state_dict")
-    own.runtime.rest()
+    own.runtime.reshard_all()
     require_bools("load_state_dict", strict=strict, assign=assign)
     state_dict = _without_ddp_prefix(own.unit.module, state_dict)
     if is_on(own.form):
@@ -307,7 +307,7 @@ class _UnitPlan:
 
 def _load_flat(group: Group, section: Section, flat: Any) -> None:
     run = read_local(flat, flat_cut(group, section))
-    _write(store_of(group).shard[section.place.slice][: run.numel()], run)
+    _write(store_of(group).shard[section.in_shard.slice][: run.numel()], run)
 
 
 def _load_params(group: Group, values: dict[int, Any], takes_parts: bool) -> None:
@@ -366,7 +366,7 @@ def _wrong_flat(
         "parameter in the same dict. Delete the entry that is not to be loaded"
         for index, its in params.items()
         for its_key, value in its.items()
-        if not _is_part_of(flat, value, section.layout.params[index - section.first_param].place)
+        if not _is_part_of(flat, value, section.layout.params[index - section.first_param].in_full)
     ]
 
 

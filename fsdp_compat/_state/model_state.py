@@ -71,7 +71,7 @@ def state_dict(wrapper: nn.Module, *args: Any, filter: Any = None, **kwargs: Any
             wanted = wanted_by(filter, "state_dict")
             stack.enter_context(in_form(model_units_in(wrapper), wanted=wanted))
         if not own.unit.summoned:
-            stack.enter_context(own.runtime.rested("state_dict"))
+            stack.enter_context(own.runtime.at_rest("state_dict"))
         return _taken(wrapper, own, destination, prefix or "", bool(keep_vars))
 
 

@@ -1,5 +1,5 @@
-"""Tensor subclasses that all-gather in their own way: what ``fsdp_pre_all_gather`` of a rank's
-local tensor returns travels, and ``fsdp_post_all_gather`` makes the unsharded parameter of it."""
+"""Tensor subclasses that all-gather in their own way: the tensors that ``fsdp_pre_all_gather``
+returns are all-gathered, and ``fsdp_post_all_gather`` builds the unsharded parameter from them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in 
 def has_extension(parameter: torch.Tensor) -> bool:
     """True if a parameter, or the local tensor of a DTensor, all-gathers in its own way.
 
-    A class without ``__torch_dispatch__``, or an attribute of a whole parameter, does not: the
-    parts of the parameter are tensors without them, in torch's FSDP2 too.
+    It does not if the class has no ``__torch_dispatch__``, or if the methods are attributes of the
+    whole parameter: its parts are tensors without them, as in torch's FSDP2.
     """
     local = _torch_private.local_part(parameter)
     return hasattr(local, _BEFORE) and (
@@ -52,12 +52,12 @@ def _keeps_class(tensor: torch.Tensor) -> bool:
 
 
 class Context(typing.NamedTuple):
-    """What the two methods are given, beside their parameter."""
+    """What is passed to the two methods, besides their parameter."""
 
     mesh: Any  # the 1-D DeviceMesh of the shard ranks
-    policy: Any  # of mixed precision
-    device: torch.device  # that computes
-    dtype: torch.dtype | None  # the policy's, of unsharded parameters
+    policy: Any  # the mixed-precision policy
+    device: torch.device  # the computing device
+    dtype: torch.dtype | None  # of unsharded parameters, by the policy
 
 
 class _Input(typing.NamedTuple):
@@ -79,9 +79,9 @@ class _Input(typing.NamedTuple):
 class ExtensionStore(RowStore):
     """A group of tensor subclasses with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-    The local tensors of the sharded parameters are of the subclass, in memory of their own. The
-    shard is bytes: before each all-gather it is filled with what the subclasses send. So the
-    group's all-gather is one of torch.uint8.
+    The local tensors of the sharded parameters have the subclass, and memory of their own. The
+    shard is a torch.uint8 tensor that is filled with what the subclasses send before each
+    all-gather.
     """
 
     has_extension = True
@@ -98,7 +98,7 @@ class ExtensionStore(RowStore):
     ) -> None:
         """device: of the sharded parameters.
 
-        Raises UsageError for parameters that cannot be padded, or without the second method.
+        Raises UsageError for parameters that cannot be padded or lack the second method.
         """
         for member, placement in zip(members, placements, strict=True):
             local = _torch_private.local_part(member.parameter)
@@ -108,8 +108,8 @@ class ExtensionStore(RowStore):
 
     @classmethod
     def of(cls, store: RowStore, indices: Sequence[int], context: Context) -> ExtensionStore:
-        """Return a store for some parameters of another one, whose local tensors have got the two
-        methods since. They are to be adopted."""
+        """Return a store for parameters of another store whose local tensors have since got the two
+        methods. Its ``adopt`` must be called next."""
         made = store.take_apart(cls, indices)
         for place, cut in zip(made.orig_params, made.layout.cuts, strict=True):
             _require_extension(_torch_private.local_part(place.present()), cut, place.name)
@@ -124,7 +124,7 @@ class ExtensionStore(RowStore):
     def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         return value.new_zeros(value.shape).copy_(value)
 
-    def _bring_home(self, index: int, value: torch.Tensor, moved: bool) -> None:
+    def _move_into_shard(self, index: int, value: torch.Tensor, moved: bool) -> None:
         pass  # it has memory of its own
 
     def _note(self) -> None:
@@ -161,17 +161,17 @@ class ExtensionStore(RowStore):
             tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
         if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
             raise AssertedUsageError.of(
-                "A parameter is not cut evenly, and what fsdp_pre_all_gather returns is not "
-                "padded.",
+                "A parameter is not cut evenly, and fsdp_pre_all_gather returned tensors without "
+                "padding.",
                 expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
                 got=_described([(each.size(), each.dtype) for each in tensors]),
                 where=f"parameter {place.name!r}, of which this rank holds {tuple(local.shape)}",
-                fix="pad what fsdp_pre_all_gather returns",
+                fix="pad the tensors that fsdp_pre_all_gather returns",
             )
         return list(tensors), metadata
 
     def _after(self, index: int, out: torch.Tensor | None) -> Any:
-        """Call fsdp_post_all_gather: it fills ``out``, or returns a new tensor for None."""
+        """Call fsdp_post_all_gather, which fills ``out`` or, for None, returns a new tensor."""
         outputs = tuple(
             output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
             for output, each in zip(self._outputs[index], self._inputs[index], strict=True)
@@ -183,7 +183,7 @@ class ExtensionStore(RowStore):
 
     @torch.no_grad()
     def _made_of_zeros(self, index: int, device: torch.device) -> torch.Tensor:
-        """Return an unsharded tensor, made of outputs of zeros: their memory is filled later."""
+        """Return an unsharded tensor built from zeros, whose memory is filled later."""
         cut = self._params[index].cut
         self._outputs.append(
             [
@@ -202,7 +202,7 @@ class ExtensionStore(RowStore):
                 return typing.cast(torch.Tensor, value)
             got = f"a tensor of shape {tuple(value.shape)}"
         raise TypeUsageError.of(
-            "fsdp_post_all_gather returned something else than the unsharded parameter.",
+            "fsdp_post_all_gather must return (parameter, inner tensors).",
             expected=f"(a tensor of shape {cut.shape}, the tensors whose memory it uses)",
             got=got,
             where=f"parameter {self.orig_params[index].name!r}",
@@ -221,12 +221,12 @@ class ExtensionStore(RowStore):
             found = [(tensor.size(), tensor.dtype) for tensor in tensors]
             if found != wanted:
                 raise StateError.of(
-                    "fsdp_pre_all_gather returned other tensors than before.",
+                    "fsdp_pre_all_gather returned different tensors than before.",
                     expected=_described(wanted),
                     got=_described(found),
                     where=f"parameter {self.orig_params[index].name!r}",
-                    fix="return tensors of the same number, shapes and dtypes each time; other "
-                    "facts go into the metadata",
+                    fix="return tensors of the same number, shapes and dtypes each time; put "
+                    "anything else into the metadata",
                 )
             to += [as_bytes(each.in_segments(self.shard)) for each in inputs]
             sources += [as_bytes(tensor.reshape(-1)) for tensor in tensors]
@@ -250,7 +250,7 @@ class ExtensionStore(RowStore):
             if parallel is not None:
                 value = parallel.wrap(value)
             param = nn.Parameter(value, requires_grad=sharded.requires_grad)
-            # A subclass may keep what it needs among the attributes.
+            # A subclass may keep state in attributes.
             vars(param).update({k: v for k, v in vars(sharded).items() if k not in vars(param)})
             found.append(param)
         return found
@@ -258,7 +258,7 @@ class ExtensionStore(RowStore):
     def copies(
         self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The copies fill the outputs, which ``unpack`` makes the unsharded parameters of."""
+        """The copies fill the outputs, from which ``unpack`` builds the unsharded parameters."""
         segments = full.view(self.ranks, -1)
         pairs = [
             (as_bytes(output.view(self.ranks, -1)), as_bytes(each.in_segments(segments)))
@@ -268,7 +268,7 @@ class ExtensionStore(RowStore):
         return [to for to, _ in pairs], [source for _, source in pairs]
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """What the subclass was given, and what it has made of it."""
+        """The outputs passed to the subclass, and the inner tensors that it has made."""
         return [*itertools.chain(*self._outputs), *self._inner]
 
     def partial_rows(self, *_: Any) -> typing.NoReturn:
@@ -288,7 +288,7 @@ class ExtensionStore(RowStore):
     @property
     def sections(self) -> typing.NoReturn:
         raise UsageError.of(
-            "This form of checkpoint does not support tensor subclasses with fsdp_pre_all_gather.",
+            "This kind of checkpoint does not support tensor subclasses with fsdp_pre_all_gather.",
             expected="plain parameters",
             got=f"parameter {self.orig_params[0].name!r}",
             where="the checkpoint of a model with fully_shard",
@@ -317,7 +317,7 @@ def _require_extension(local: torch.Tensor, cut: Cut, name: str) -> None:
 
 
 def _padded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return this rank's rows, with zeros as far as the first rank has more."""
+    """Return this rank's rows, padded with zeros to the number that the first rank has."""
     if local.shape[0] == cut.chunk:
         return local
     padded = local.new_zeros((cut.chunk, *cut.tail))
@@ -327,7 +327,7 @@ def _padded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def _laid_out(sent: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[_Input]], int]:
-    """sent: by parameter. Return the places of the tensors in a segment of bytes, and its size."""
+    """sent: by parameter. Return where the tensors lie in a segment of bytes, and its size."""
     inputs, end = list[list[_Input]](), 0
     for tensors in sent:
         inputs.append([])

@@ -1,4 +1,4 @@
-"""The flat layout: the parameters one after the other, row-major, the whole cut into equal
+"""The flat layout: parameters are concatenated, row-major, and the whole is cut into equal
 intervals."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam
 from .._engine.state_store import FLAT_PARAM, StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot, ReduceForm, ShardedParam
+from .._engine.store import ModuleSlot, ParamKind, ReduceForm, ShardedParam
 from .._engine.tensor_parallel import TensorParallel
 from .._engine.user_changes import Addresses
 from .._layout.spec import FlatLayout, Section, between, flat_layout
@@ -42,12 +42,12 @@ class FlatParameter(nn.Parameter):
     """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its
     memory."""
 
-    _fsdp_flattened = _is_flat_param = True  # clients recognise a FlatParameter by them
+    _fsdp_flattened = _is_flat_param = True  # by which clients recognise a FlatParameter
     _layout: FlatLayout
     _rank: int
 
     def describe(self, layout: FlatLayout, rank: int) -> None:
-        """Say what it holds: the shard of ``rank``."""
+        """Set its layout and rank, from which the attributes below follow."""
         self._layout, self._rank = layout, rank
 
     @property
@@ -90,10 +90,10 @@ class FlatParameter(nn.Parameter):
 
 
 class FlatStore(StateStore, ReduceForm):
-    """A group whose unsharded parameters are contiguous pieces of the all-gather output: showing
-    them copies nothing. Gradients lie as the parameters do. (A StateStore, and a ReduceForm.)
+    """A group whose unsharded parameters are contiguous views of the all-gather output. Gradients
+    are laid out as the parameters are. (A StateStore and a ReduceForm.)
 
-    A copy, by deepcopy or pickle, has a shard of its own and refers to the copies of the modules.
+    A copy, by deepcopy or pickle, has a shard of its own and refers to the copied modules.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class FlatStore(StateStore, ReduceForm):
         *,
         rank: int,
         ranks: int,
-        home: tuple[nn.Module, str],
+        flat_slot: tuple[nn.Module, str],
         use_orig_params: bool,
         device: torch.device,
         pin: bool = False,
@@ -110,14 +110,14 @@ class FlatStore(StateStore, ReduceForm):
         """members: parameters of one dtype, requires_grad and placement, on any device but meta;
         their memory is released.
 
-        rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is
-        registered. device: of the shard; ``pin``: in memory that a GPU can read.
+        rank, ranks: of the shard axis. flat_slot: (module, attribute) where a FlatParameter is
+        registered. device: of the shard; pin: in memory that a GPU can read.
         """
         originals = [member.parameter for member in members]
         locals_ = [_torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
         # Slots and names only: a FlatParameter replaces the parameters themselves.
-        self.orig_params = tuple(member.place for member in members)
+        self.orig_params = tuple(member.param_slots for member in members)
         shapes = [tuple(p.shape) for p in locals_]
         names = [member.name for member in self.orig_params]
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
@@ -130,14 +130,14 @@ class FlatStore(StateStore, ReduceForm):
         # [S], padding zero
         self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)
         self.take_from_whole(locals_)
-        self._home, self._device, self._pin = home, device, pin
-        # An attribute that is set later, on the original or on this one, is seen on both.
+        self._flat_slot, self._device, self._pin = flat_slot, device, pin
+        # Attributes are shared: one set later on either parameter is seen on both.
         self.kinds = list(map(_kind_of, originals, self.parallel))
         grads = [None if p.grad is None else _torch_private.local_part(p.grad) for p in originals]
         self.is_flattened = not use_orig_params
         if use_orig_params:
-            # A DTensor cannot become a view of the shard: a new parameter of this rank's elements
-            # replaces it.
+            # A DTensor cannot become a view of the shard, so a new parameter of this rank's
+            # elements replaces it.
             params = [
                 p if parallel is None else nn.Parameter(local, requires_grad=p.requires_grad)
                 for p, parallel, local in zip(originals, self.parallel, locals_, strict=True)
@@ -150,8 +150,8 @@ class FlatStore(StateStore, ReduceForm):
             self._keep_gradients(grads)
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
-        """params: one FlatParameter, which views the shard; or the user's own, one per parameter,
-        which come to view their parts of it."""
+        """params: one FlatParameter, which views the shard; or the user's own parameters, which are
+        made to view their parts of it."""
         if self.is_flattened:
             [flat] = params
             flat.__class__ = FlatParameter  # pickle restores it as an nn.Parameter
@@ -160,7 +160,7 @@ class FlatStore(StateStore, ReduceForm):
         else:
             self.sharded_params = [ShardedParam(p, (index,)) for index, p in enumerate(params)]
             for param, view in zip(params, self.grads(self.shard), strict=True):
-                param.grad = None  # its shape no longer fits; the store keeps its values
+                param.grad = None  # its shape no longer fits; see ``_keep_gradients``
                 param.data = view
         self._addresses = Addresses(params)
 
@@ -178,8 +178,8 @@ class FlatStore(StateStore, ReduceForm):
         """Move the values to another shard. Sharded parameters stay the same objects; gradients are
         converted too.
 
-        Objects that hold the shard or unsharded parameters must ask for them again. No forward may
-        run while the shard is on another device than the one it was made on.
+        Objects that hold the shard or unsharded parameters must get them again. No forward may run
+        while the shard is not on its original device.
         """
         params = [param for param, _ in self.sharded_params]
         grads = [param.grad for param in params]
@@ -216,15 +216,15 @@ class FlatStore(StateStore, ReduceForm):
 
     def _in(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         param = self.layout.params[index]
-        return buffer[param.place.slice].view(param.shape)
+        return buffer[param.in_full.slice].view(param.shape)
 
     @property
     def params_view_output(self) -> bool:
         return True
 
-    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        pieces = [[whole] for whole in self.whole(buffer)]
-        return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]
+    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        params = [[whole] for whole in self.whole(buffer)]
+        return [*params, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
     @property
     def indices(self) -> list[int]:
@@ -242,24 +242,24 @@ class FlatStore(StateStore, ReduceForm):
         return (value,) if parallel is None else (parallel.local(value),)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """total: [S]. A view per parameter is 1-D, this rank's part, empty where it has none; with
+        """total: [S]. Each parameter's view is this rank's part, 1-D, empty if there is none; with
         one rank it has the parameter's shape."""
         if self.is_flattened:
             return [total]
-        sizes, numbers = self._pieces
+        sizes, numbers = self._split
         parts = list(map(total.split_with_sizes(sizes).__getitem__, numbers))
         if self.layout.ranks > 1:
             return parts
         return [p.view(param.shape) for p, param in zip(parts, self.layout.params, strict=True)]
 
     @functools.cached_property
-    def _pieces(self) -> tuple[list[int], list[int]]:
-        """The sizes of the pieces of a shard, padding included, and which are parameters."""
+    def _split(self) -> tuple[list[int], list[int]]:
+        """The sizes of a shard's runs, padding included, and the numbers of those of parameters."""
         parts = list(map(self.part_in_shard, range(len(self.orig_params))))
-        pieces = [*parts, *between(sorted(filter(None, parts)), self.numel)]
-        order = sorted(range(len(pieces)), key=pieces.__getitem__)
+        runs = [*parts, *between(sorted(filter(None, parts)), self.numel)]
+        order = sorted(range(len(runs)), key=runs.__getitem__)
         numbers = sorted(range(len(order)), key=order.__getitem__)[: len(parts)]
-        return [pieces[index].numel for index in order], numbers
+        return [runs[index].numel for index in order], numbers
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         params: Sequence[nn.Parameter | None]
@@ -271,7 +271,7 @@ class FlatStore(StateStore, ReduceForm):
             params, flat = [None] * len(self.orig_params), self.flat_parameter
         else:
             params, flat = unsharded_params, None
-        return [*self.slots_with(params), ModuleSlot(*self._home, flat)]
+        return [*self.slots_with(params), ModuleSlot(*self._flat_slot, flat)]
 
     def is_intact(self) -> bool:
         return not self._addresses.changed()
@@ -291,8 +291,8 @@ class FlatStore(StateStore, ReduceForm):
 
     @torch.no_grad()
     def _repair(self, where: str) -> None:
-        """Copy what the user gave sharded parameters (by ``.data =``, ``.to()``) into the shard,
-        and let them view it again. Raises StateError for one that does not fit."""
+        """Copy values of sharded parameters that the user moved (``.data =``, ``.to()``) into the
+        shard, and let them view it again. Raises StateError for a parameter that does not fit."""
         views = self.grads(self.shard)
         for (sharded, (index, *_)), view in zip(self.sharded_params, views, strict=True):
             data, param = sharded.data, self.layout.params[index]
@@ -316,7 +316,7 @@ class FlatStore(StateStore, ReduceForm):
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the parameters in ``full`` [ranks * S], which may have any dtype, in
-        their shapes. A DTensor's view is of its local part."""
+        their shapes; for a DTensor, a view of its local tensor."""
         return [self._in(full, index) for index in range(len(self.layout.params))]
 
     @functools.cached_property
@@ -359,6 +359,6 @@ class FlatStore(StateStore, ReduceForm):
             self._register(params)
 
 
-def _kind_of(original: nn.Parameter, parallel: TensorParallel | None) -> Kind:
+def _kind_of(original: nn.Parameter, parallel: TensorParallel | None) -> ParamKind:
     attributes = original.__dict__ if parallel is None else {}
-    return Kind(type(original), attributes, parallel)
+    return ParamKind(type(original), attributes, parallel)

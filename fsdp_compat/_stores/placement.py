@@ -1,6 +1,6 @@
 """How parameters lie on device meshes: the mesh of data parallelism, along which a store cuts them,
-and that of tensor parallelism, if they are DTensors already; and the sharded form of one parameter
-that is cut by itself."""
+and that of tensor parallelism, if they are already DTensors; and one parameter of a store that cuts
+each by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
 from .._comm.mesh import Axis, Mesh, axis_of
-from .._engine.store import Kind
+from .._engine.store import ParamKind
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import Cut
 from .._torch_private import dtensor as torch_dtensor
@@ -31,8 +31,8 @@ class SpmdMesh:
     """The mesh that all parameters lie on as DTensors, data parallelism included."""
 
     mesh: DeviceMesh
-    data_dims: tuple[int, ...]  # of data parallelism: replicating and sharding ones
-    shard_dims: tuple[int, ...]  # those of them that parameters are cut along
+    data_dims: tuple[int, ...]  # of data parallelism, replicating and sharding
+    shard_dims: tuple[int, ...]  # the sharding ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DataMesh:
     shard_dim: int | None  # None: parameters are not cut
     replicate_dim: int | None
     spmd: SpmdMesh | None = None
-    # By the id of another mesh: it, and the mesh of both. DTensors compare their meshes.
+    # By the id of another mesh: that mesh, and the joined one. DTensors compare their meshes.
     _joined: dict[int, tuple[DeviceMesh, DeviceMesh]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
@@ -76,7 +76,7 @@ class DataMesh:
         return self._joined[id(other)][1]
 
     def spmd_joined(self) -> DeviceMesh:
-        """Return the mesh of SPMD parameters whose several shard dimensions are one."""
+        """Return the mesh of SPMD parameters with several shard dimensions, flattened to one."""
         assert self.spmd is not None
         whole = self.spmd.mesh
         if id(whole) not in self._joined:
@@ -94,15 +94,15 @@ class DataMesh:
 class RowPlacement:
     """How one parameter lies."""
 
-    dim: int | None  # that a store cuts; None: every rank holds all, as the parameter is 0-d
+    dim: int | None  # that a store cuts; None: the parameter is 0-d, and every rank holds it whole
     spec: Any = None  # of the sharded parameter as a DTensor; None: it is a plain tensor
-    parallel: TensorParallel | None = None  # if the unsharded parameter is a DTensor, too
+    parallel: TensorParallel | None = None  # if the unsharded parameter is also a DTensor
 
 
 @dataclasses.dataclass(frozen=True)
 class _SpmdParallel(TensorParallel):
-    """A parameter on the mesh of everything. What is partial along data parallelism stays so: the
-    reduction sums it."""
+    """A parameter on the whole mesh. Partial placements along data-parallel dimensions are kept;
+    the gradient reduction sums them."""
 
     data_dims: tuple[int, ...]
 
@@ -111,8 +111,8 @@ class _SpmdParallel(TensorParallel):
         return [dim for dim in range(self.mesh.ndim) if dim not in self.data_dims]
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
-        """value: a DTensor of the parameter's shape. Return this process's part, placed as the
-        parameter is but along data parallelism. Collective where the placements differ."""
+        """value: a DTensor of the parameter's shape. Return this process's part of it in the
+        parameter's placements, except along data parallelism. Collective if they differ."""
         if _torch_private.is_plain(value):
             return value
         present: tuple[Any, ...] = value.placements  # type: ignore[attr-defined]
@@ -125,11 +125,11 @@ class _SpmdParallel(TensorParallel):
         return _torch_private.local_part(value)
 
 
-def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacement:
-    """Return how a parameter lies that is cut along ``dim`` on ``data_mesh``.
+def placement_of(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacement:
+    """Return the placement of a parameter that is cut along ``dim`` on ``data_mesh``.
 
-    A DTensor lies on another part of the same mesh, or on the whole one (SpmdMesh) without being
-    cut along data parallelism.
+    A DTensor must lie on another part of the same mesh, or on the whole mesh (SpmdMesh) without
+    being cut along data parallelism.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -171,29 +171,30 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class RowParam:
-    """One parameter of a store that cuts every parameter by itself."""
+    """One parameter of a store that cuts each by itself."""
 
     cut: Cut
-    kind: Kind  # its attributes are the sharded parameter's, too
+    kind: ParamKind  # of the unsharded parameter, whose attributes the sharded one shares
     spec: Any  # of the sharded parameter and its gradient; None: plain tensors
     sharded: nn.Parameter
 
     @staticmethod
     def of(original: nn.Parameter, local: torch.Tensor, cut: Cut, placed: RowPlacement) -> RowParam:
-        """local: this rank's rows. Return the parameter that replaces ``original``, whose
-        attributes it gets."""
+        """local: this rank's rows. Return the parameter that replaces ``original`` and gets its
+        attributes."""
         value = local if placed.spec is None else torch_dtensor.dtensors([local], [placed.spec])[0]
         sharded = nn.Parameter(value, requires_grad=original.requires_grad)
-        # What a tensor subclass needs itself is in every tensor of it.
+        # Attributes that every instance of a tensor subclass has are recreated by detach(); only
+        # the user's own are copied.
         own = vars(original.detach())
         attributes = {name: value for name, value in vars(original).items() if name not in own}
         sharded.__dict__ = attributes = attributes | vars(sharded)
-        kind = Kind(type(original), attributes, placed.parallel)
+        kind = ParamKind(type(original), attributes, placed.parallel)
         return RowParam(cut, kind, placed.spec, sharded)
 
-    def kind_on(self, mesh: Any) -> Kind:
-        """Return the kind of a parameter of some rows, cut along the last dimension of ``mesh``, a
-        2-D DeviceMesh."""
+    def kind_on(self, mesh: Any) -> ParamKind:
+        """Return the kind of the parameter when its rows are cut along the last dimension of
+        ``mesh``, a 2-D DeviceMesh."""
         from torch.distributed.tensor import Replicate, Shard
 
         shape = self.cut.shape
@@ -226,7 +227,7 @@ class RowParam:
 
 
 def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise StateError unless all local tensors have one dtype and device. names: theirs."""
+    """Raise StateError unless all local tensors have one dtype and device. names: of these."""
     kinds = {(value.dtype, value.device): index for index, value in enumerate(values)}
     if len(kinds) > 1:
         (_, first), (_, other) = list(kinds.items())[:2]
@@ -243,14 +244,14 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     """part: contiguous. Return a tensor over the same memory, at the start of a storage of its
     size.
 
-    A DTensor has the storage offset of its local tensor, and torch's asynchronous checkpoints take
-    DTensors with an offset for plain tensors.
+    A DTensor has the storage offset of its local tensor, and torch's asynchronous checkpoints treat
+    DTensors with an offset as plain tensors.
     """
     if part.is_meta or not part.numel():
         return torch.empty_like(part)
     if part.device.type == "cpu":
         return of_its_own_size(part)
-    # It keeps the shard alive. Not by way of __dlpack_device__: torch's has no answer for a device
-    # that is registered under a name of its own.
+    # It keeps the shard alive. Not through __dlpack_device__, which torch does not support for
+    # devices that are registered under a name of their own.
     flat: torch.Tensor = from_dlpack(to_dlpack(part.view(-1).view(torch.uint8)))
     return flat.view(part.dtype).view(part.shape)

@@ -2,9 +2,9 @@
 DTensor.
 
 A rank's segment holds its part of every parameter, each in a slot as large as the first rank's. So
-the parts of a parameter lie apart in the all-gather's output, and are copied out of it, one strided
-copy per parameter. A single parameter that is cut along its first dim views the output, as do the
-parameters of one rank.
+the parts of a parameter are not contiguous in the all-gather output, and are copied out of it by
+one strided copy per parameter. A single parameter that is cut along its first dim views the output,
+and so do all parameters if there is only one rank.
 
     two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1"""
 
@@ -27,7 +27,7 @@ from .._engine.dtypes import as_bytes
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot, PartialRows, ShardedParam
+from .._engine.store import ModuleSlot, ParamKind, PartialRows, ShardedParam
 from .._engine.user_changes import Addresses
 from .._layout.rows import Cut
 from .._layout.spec import Section, aligned
@@ -44,7 +44,7 @@ _Store = typing.TypeVar("_Store", bound="RowStore")
 
 
 class RowStore(StateStore):
-    """A group whose parameters are cut each by itself. (A StateStore.)
+    """A group in which each parameter is cut by itself. (A StateStore.)
 
     Sharded parameters are DTensors (without a spec: plain parameters of this rank's rows) whose
     local tensors view the shard. A rank without rows has empty ones.
@@ -62,14 +62,14 @@ class RowStore(StateStore):
         device: torch.device,
         pin: bool = False,
     ) -> None:
-        """members: parameters of one dtype, all on the meta device or none. placements: theirs.
+        """members: parameters of one dtype, all on the meta device or none. placements: of these.
 
-        rank, ranks: of the shard axis. device: of the shard, unless it is on the meta device; pin:
-        in memory that a GPU can read.
+        rank, ranks: of the shard axis. device: of the shard, unless members are on the meta device;
+        pin: in memory that a GPU can read.
         """
         originals = [member.parameter for member in members]
         values = [_torch_private.local_part(original.detach()) for original in originals]
-        self.orig_params = tuple(member.place for member in members)
+        self.orig_params = tuple(member.param_slots for member in members)
         self.rank, self._pin = rank, pin
         cuts = [
             Cut(tuple(value.shape), placement.dim, ranks)
@@ -87,7 +87,7 @@ class RowStore(StateStore):
         """Make the layout, and a shard of zeros."""
         ranks, pin = cuts[0].ranks, self._pin and device.type == "cpu"
         self.layout = RowViews.in_order(cuts, ranks, dtype.itemsize)
-        # The rows of a single parameter follow each other from rank to rank.
+        # A single parameter is not padded: its rows are contiguous over ranks.
         if len(cuts) > 1 and ranks > 1 and device.type in ("cpu", "meta") and not self._pin:
             numel = in_whole_pages(self.layout.numel, dtype)
             self.layout = dataclasses.replace(self.layout, numel=numel)
@@ -97,15 +97,15 @@ class RowStore(StateStore):
         self.__dict__.pop("sections", None)
 
     def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of a parameter into the shard. Return the tensor over them whose
-        storage is no larger."""
+        """Copy this rank's rows of a parameter into the shard. Return a tensor over them with a
+        storage of its size."""
         local = with_own_storage(self.own_part(self.shard, index))
         if not value.is_meta:
             as_bytes(local).copy_(as_bytes(value))
         return local
 
     def _note(self) -> None:
-        """The sharded parameters view the shard now."""
+        """Update what follows from the sharded parameters, which view the shard now."""
         self.kinds = [param.kind for param in self._params]
         self.parallel = [kind.parallel for kind in self.kinds]
         self._sharded = [param.sharded for param in self._params]
@@ -131,11 +131,13 @@ class RowStore(StateStore):
             memory[start : start + cut.full_numel].view(cut.shape)
             for cut, start in zip(self.layout.cuts, starts, strict=True)
         ]
-        return list(map(Kind.parameter, self.kinds, values, map(_requires_grad, self._sharded)))
+        return list(
+            map(ParamKind.parameter, self.kinds, values, map(_requires_grad, self._sharded))
+        )
 
     def _new_memory(self, full: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Return one storage for all unsharded parameters, and where they start in it. Behind each
-        there is room for the padding of its last slots, so that one copy fills it."""
+        """Return one buffer for all unsharded parameters, and where they start in it. Each is
+        followed by room for the padding of its last slots, so that one copy fills it."""
         unit = max(ALIGN_NBYTES // full.dtype.itemsize, 1)
         starts, end = [], 0
         for cut in self.layout.cuts:
@@ -153,7 +155,7 @@ class RowStore(StateStore):
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """total: [S], in the layout of the shard. Return the plain views of it, per parameter."""
+        """total: [S], in the layout of the shard. Return its views by parameter, plain tensors."""
         return self.layout.views(total, self.rank)
 
     def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
@@ -190,7 +192,7 @@ class RowStore(StateStore):
 
         def params(held: torch.Tensor) -> list[nn.Parameter]:
             flags = map(_requires_grad, self._sharded)
-            return list(map(Kind.parameter, kinds, layout.views(held, rank), flags))
+            return list(map(ParamKind.parameter, kinds, layout.views(held, rank), flags))
 
         return PartialRows(full, own, layout.copies(full, unsharded_params), params)
 
@@ -205,7 +207,7 @@ class RowStore(StateStore):
             raise StateError.of(
                 "Parameters changed their dtype or device while their model was in use.",
                 expected=f"{self.dtype} on {self.shard.device}",
-                got="other tensors than the unit was made for",
+                got="parameters of another dtype or device",
                 where=where,
                 fix="convert and move the model between steps, by a method of the module that "
                 "fully_shard was applied to",
@@ -217,8 +219,8 @@ class RowStore(StateStore):
         """Let sharded parameters that were replaced (``assign=True``) or given other memory
         (``to_empty``, ``.to()``) view the shard again. Only while modules show them.
 
-        Returns True if groups must be made anew, as the layout, the shard or parameters are others
-        now. Parameters on the meta device are left as they are until all have values. Raises
+        Returns True if the group must be rebuilt because its layout, shard or parameters have been
+        replaced. Parameters on the meta device are left alone until all have values. Raises
         StateError, with nothing changed, for parameters that do not fit.
         """
         present = [member.present() for member in self.orig_params]
@@ -235,14 +237,14 @@ class RowStore(StateStore):
             if moved:
                 self._lay_out(self.layout.cuts, dtype, device)
             for index, (parameter, value) in enumerate(zip(present, values, strict=True)):
-                self._take_in(index, parameter)
-                self._bring_home(index, value, moved)
+                self._replace(index, parameter)
+                self._move_into_shard(index, value, moved)
         self._note()
         return moved or was_replaced
 
     def take_apart(self, cls: type[_Store], indices: Sequence[int]) -> _Store:
-        """Return a store for some of the parameters, which are to be adopted. This store must not
-        be used any more."""
+        """Return a store for some of the parameters, whose ``adopt`` must be called next. This
+        store must not be used any more."""
         made = cls.__new__(cls)
         vars(made).update(vars(self))
         made.orig_params = tuple(self.orig_params[index] for index in indices)
@@ -250,8 +252,8 @@ class RowStore(StateStore):
         made._lay_out([param.cut for param in made._params], *self._kind)
         return made
 
-    def _take_in(self, index: int, parameter: nn.Parameter) -> None:
-        """Let ``parameter`` be the sharded parameter ``index``."""
+    def _replace(self, index: int, parameter: nn.Parameter) -> None:
+        """Make ``parameter`` the sharded parameter ``index``."""
         param = self._params[index]
         if param.spec is not None:
             param.spec = torch_dtensor.spec_of(parameter)
@@ -262,7 +264,7 @@ class RowStore(StateStore):
         for module, attribute in self.orig_params[index].slots:
             _torch_private.parameters_of(module)[attribute] = parameter
 
-    def _bring_home(self, index: int, value: torch.Tensor, moved: bool) -> None:
+    def _move_into_shard(self, index: int, value: torch.Tensor, moved: bool) -> None:
         """Let sharded parameter ``index``, whose local tensor is ``value``, view the shard."""
         param = self._params[index]
         own = self.own_part(self.shard, index)
@@ -282,12 +284,12 @@ class RowStore(StateStore):
 
     @functools.cached_property
     def sections(self) -> Sequence[Section]:
-        """One per parameter. Raises UsageError if one is cut along another dim than the first."""
+        """One per parameter. Raises UsageError if one is not cut along its first dim."""
         for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
             if not (cut.is_contiguous or cut.dim is None):
                 raise UsageError.of(
-                    "This form of checkpoint does not support parameters that are cut along "
-                    "another dim than the first one.",
+                    "This kind of checkpoint does not support parameters that are not cut along "
+                    "their first dim.",
                     expected="Shard(0)",
                     got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
                     where=f"parameter {place.name!r}",

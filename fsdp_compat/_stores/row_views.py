@@ -1,5 +1,5 @@
-"""Views of buffers that a RowLayout divides, of any dtype: one segment ``[S]`` or all ``[ranks *
-S]``; and how gradients travel in them."""
+"""Views of buffers of any dtype in a RowLayout, one segment ``[S]`` or all ``[ranks * S]``; and the
+layout of gradients in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .placement import RowParam
 
 
 class RowViews(RowLayout):
-    """A RowLayout that returns the views of buffers."""
+    """A RowLayout that returns views of buffers."""
 
     def view(self, segment: torch.Tensor, index: int, rank: int) -> torch.Tensor:
         """segment: [S], of ``rank``. Return its part of a parameter, contiguous, in the part's
@@ -35,18 +35,18 @@ class RowViews(RowLayout):
         """buffer: [ranks * S]. Return the slots of a parameter, [ranks, numel of the slot]."""
         return buffer.view(self.ranks, self.numel)[:, self.slot(index).slice]
 
-    def pieces(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
-        """buffer: [ranks * S]. Return the views that together hold a parameter, without padding; of
-        one that every rank holds whole, all copies. ``cut_up`` divides a value in the same way."""
+    def param_views(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
+        """buffer: [ranks * S]. Return the views that together hold a parameter, without padding; if
+        every rank holds it whole, all copies. ``cut_up`` divides a value in the same way."""
         cut, block = self.cuts[index], self.block(buffer, index)
         if not cut.numel:
             return []
         shape = (*cut.lead, cut.chunk, *cut.tail)
-        pieces = [block[: cut.full_ranks].view(cut.full_ranks, *shape)]
+        views = [block[: cut.full_ranks].view(cut.full_ranks, *shape)]
         if cut.rest:
             partial = block[cut.full_ranks, : cut.rest * cut.row_numel]
-            pieces.append(partial.view(*cut.lead, cut.rest, *cut.tail))
-        return pieces
+            views.append(partial.view(*cut.lead, cut.rest, *cut.tail))
+        return views
 
     def copies(
         self, buffer: torch.Tensor, params: Sequence[nn.Parameter]
@@ -54,7 +54,7 @@ class RowViews(RowLayout):
         """buffer: [ranks * S]. Return (to, from): the copies that fill whole parameters."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, (cut, param) in enumerate(zip(self.cuts, params, strict=True)):
-            # `.data`: autograd has noted the version counter, which a copy may not move.
+            # `.data`: autograd has recorded the version counter, which a copy must not bump.
             value = _torch_private.local_part(param).data
             if not cut.numel:
                 continue
@@ -64,11 +64,11 @@ class RowViews(RowLayout):
                 slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
                 pairs.append((slots, self.block(buffer, index)))
             else:
-                pairs += zip(cut_up(value, cut), self.pieces(buffer, index), strict=True)
+                pairs += zip(cut_up(value, cut), self.param_views(buffer, index), strict=True)
         return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
 
     def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """buffer: [ranks * S]. Return the views of what belongs to no parameter."""
+        """buffer: [ranks * S]. Return the views of the padding."""
         segments = buffer.view(self.ranks, self.numel)
         found = [segments[:, gap.slice] for gap in self.gaps()]
         for index, cut in enumerate(self.cuts):
@@ -79,34 +79,34 @@ class RowViews(RowLayout):
         return [view for view in found if view.numel()]
 
     def whole(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """buffer: [ranks * S]. Return a parameter, in its shape: a view where its parts follow each
-        other, a copy otherwise."""
+        """buffer: [ranks * S]. Return a parameter, in its shape: a view if its parts are
+        contiguous, otherwise a copy."""
         cut, start = self.cuts[index], self.starts[index]
         if cut.dim is None or self.ranks == 1 or (cut.is_contiguous and cut.numel == self.numel):
             return buffer[start : start + cut.full_numel].view(cut.shape)
         value = buffer.new_empty(cut.shape)
-        for part, piece in zip(cut_up(value, cut), self.pieces(buffer, index), strict=True):
-            as_bytes(part).copy_(as_bytes(piece))
+        for part, view in zip(cut_up(value, cut), self.param_views(buffer, index), strict=True):
+            as_bytes(part).copy_(as_bytes(view))
         return value
 
 
 def cut_up(value: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     """value: in the shape of the parameter, any strides. Return views of it in the shapes of
-    ``RowViews.pieces``. One that every rank holds is repeated: its view cannot be written to."""
+    ``RowViews.param_views``. If every rank holds it whole, the view is expanded and read-only."""
     if not cut.numel:
         return []
     if cut.dim is None:
         return [value.expand(cut.ranks, 1, *cut.shape)]
     full = cut.full_ranks * cut.chunk
     rows = value.narrow(cut.dim, 0, full) if cut.rest else value
-    pieces = [rows.unflatten(cut.dim, (cut.full_ranks, cut.chunk)).movedim(cut.dim, 0)]
+    views = [rows.unflatten(cut.dim, (cut.full_ranks, cut.chunk)).movedim(cut.dim, 0)]
     if cut.rest:
-        pieces.append(value.narrow(cut.dim, full, cut.rest))
-    return pieces
+        views.append(value.narrow(cut.dim, full, cut.rest))
+    return views
 
 
 def own_rows(value: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
-    """value: in the shape of the parameter. Return the view of what ``rank`` holds of it."""
+    """value: in the shape of the parameter. Return the view of ``rank``'s rows."""
     if cut.dim is None:
         return value
     rows = cut.rows(rank)
@@ -114,9 +114,9 @@ def own_rows(value: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
 
 
 class RowReduceForm:
-    """The layout of the reduce buffer for one set of trainable parameters: their rows, and
-    marks, one element per parameter in every rank's segment, that say whether a rank has used it.
-    (A ReduceForm.)"""
+    """The layout of the reduce buffer for one set of trainable parameters: their rows, and marks,
+    one element per parameter in every segment, that say whether a rank has used it. (A
+    ReduceForm.)"""
 
     is_contiguous_per_param = False
 
@@ -127,8 +127,7 @@ class RowReduceForm:
         self.indices, self.dtype, self._num_params = list(indices), dtype, len(params)
         own = self._params = [params[index] for index in indices]
         cuts, ranks = [param.cut for param in own], params[0].cut.ranks
-        # The marks lie like one more parameter. Its rows have whole units of alignment, so that
-        # segments stay aligned.
+        # The marks are laid out like one more parameter, padded so that segments stay aligned.
         unit = max(ALIGN_NBYTES // dtype.itemsize, 1)
         marks = Cut((aligned(len(own), unit) * ranks,), 0, ranks)
         layout = self._layout = RowViews.packed([*cuts, marks], ranks, dtype.itemsize)
@@ -137,18 +136,18 @@ class RowReduceForm:
         self._set_marks: dict[object, torch.Tensor] = {}  # all of them, by dtype and device
         self._specs = [param.spec for param in own]
         shapes = [cut.part_shape(rank) for cut in cuts]
-        # of this rank's parts in its segment
-        self._places = shapes, list(map(row_major_strides, shapes)), list(layout.starts[:-1])
+        # shapes, strides and starts of this rank's parts in its segment
+        self._part_views = shapes, list(map(row_major_strides, shapes)), list(layout.starts[:-1])
         self.can_pack_grads = any(cut.numel for cut in cuts) and all(
             (param.cut.is_contiguous or param.cut.dim is None) and param.kind.parallel is None
             for param in own
         )
         self._has_other_dims = any(cut.dim != 0 for cut in cuts)
 
-    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         found: list[list[torch.Tensor]] = [[] for _ in range(self._num_params)]
         for position, index in enumerate(self.indices):
-            found[index] = self._layout.pieces(buffer, position)
+            found[index] = self._layout.param_views(buffer, position)
         marks = self._layout.block(buffer, len(self._params))
         return [*found, [*self._layout.padding(buffer), marks]]
 
@@ -156,7 +155,7 @@ class RowReduceForm:
         return rows[..., self._mark_slot.slice][..., : len(self.indices)]
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Collective for a DTensor that is placed in another way than the parameter."""
+        """Collective for a DTensor whose placements differ from the parameter's."""
         param = self._params[self.indices.index(index)]
         parallel = param.kind.parallel
         return cut_up(value if parallel is None else parallel.local(value), param.cut)
@@ -174,8 +173,8 @@ class RowReduceForm:
         _torch_private.chunk_together(in_order, self._layout.ranks, rows)
 
     def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        # one call for each view: narrow and view would be two
-        shapes, strides, starts = self._places
+        # one call per view; narrow and view would be two
+        shapes, strides, starts = self._part_views
         if offset := int(total.storage_offset()):
             starts = [start + offset for start in starts]
         parts = list(map(torch.as_strided, itertools.repeat(total), shapes, strides, starts))
@@ -198,7 +197,7 @@ class RowReduceForm:
 
 
 def _with_rows_first(grad: torch.Tensor, param: RowParam) -> torch.Tensor:
-    """Return a gradient so that chunks of dim 0 are what each rank receives."""
+    """Return a view of a gradient whose chunks along dim 0 are the ranks' parts."""
     cut = param.cut
     if cut.dim is None:
         return grad.expand(cut.ranks, *cut.shape)

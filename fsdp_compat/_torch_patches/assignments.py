@@ -105,7 +105,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
         if unit.summoned:
             sharded_param.copy_(value)
         else:
-            store.take(place.number, value)
+            store.copy_in(place.number, value)
     if not store.is_flattened:
         sharded_param.requires_grad_(value.requires_grad)
     optimizer_patches.note_assigned(value, name)

@@ -61,7 +61,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
         own = model_unit_of(owned.owner)
         if own is not None:
             own.runtime.require_idle("iter_full_state_dict")
-            own.runtime.rest([own.unit])
+            own.runtime.reshard_all([own.unit])
             found += gathered_unit(
                 own.unit, [f"{path}." if path else "" for path in owned.paths], wanted
             )

@@ -184,7 +184,7 @@ def require_rest(units: list[ModelUnit], call: str) -> None:
     for runtime in runtimes_of(units):
         runtime.require_idle(call)
         runtime.require_parts(call)
-        runtime.rest()
+        runtime.reshard_all()
 
 
 def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) -> Exception:

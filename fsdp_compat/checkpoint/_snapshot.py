@@ -95,7 +95,7 @@ def take_snapshot(
     written = [named for named in groups if named.is_written_here]
     for named in written:
         store = store_of(named.group)
-        part = FilePart(0, store.shard.detach()[named.section.place.slice])
+        part = FilePart(0, store.shard.detach()[named.section.in_shard.slice])
         snapshot.add(named.name, store.dtype, (named.numel,), [part])
     other_states: dict[str, Any] = {}
     if optimizer is not None:

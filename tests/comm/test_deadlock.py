@@ -458,7 +458,7 @@ def responder(monkeypatch: pytest.MonkeyPatch, idle_s: float) -> tuple[Any, Stat
         return "train.py:7 in main()"
 
     monkeypatch.setattr(progress, "Progress", Fixed)
-    monkeypatch.setattr(progress, "place", place)
+    monkeypatch.setattr(progress, "location", place)
     counted = Counted()
     return deadlock.Responder(1, StatusStore(counted)), StatusStore(counted.store), counted
 

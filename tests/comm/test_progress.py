@@ -146,12 +146,12 @@ def test_thread_at_a_lock_is_idle_unless_another_thread_may_release_it(
 
 def test_place_is_the_innermost_line_of_the_user() -> None:
     def ours() -> str:
-        return progress.place_of(sys._getframe())
+        return progress.location_of(sys._getframe())
 
     class Model(nn.Module):
         def forward(self) -> str:
             return functools.reduce(
-                lambda _, __: progress.place_of(stack()), [0, 0]
+                lambda _, __: progress.location_of(stack()), [0, 0]
             )  # a frame of the library's is around the lambda
 
     def stack() -> types.FrameType | None:
@@ -164,8 +164,8 @@ def test_place_is_the_innermost_line_of_the_user() -> None:
         for frame in (sys._getframe(depth) for depth in range(1, 60))
         if "_pytest" in frame.f_code.co_filename
     )
-    assert "_pytest" in progress.place_of(library)  # installed by the user
-    assert progress.place_of(None) == "a place outside of the user's code"
+    assert "_pytest" in progress.location_of(library)  # installed by the user
+    assert progress.location_of(None) == "a place outside of the user's code"
 
 
 def test_forked_process_follows_the_thread_that_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_forked_process_follows_the_thread_that_forked(monkeypatch: pytest.Monke
     pid = os.fork()
     if not pid:
         own = progress._followed == threading.get_ident()
-        os.write(writer, f"{own} {progress.place()}".encode())
+        os.write(writer, f"{own} {progress.location()}".encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(pid, 0)

@@ -104,7 +104,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
     monkeypatch.setattr(deadlock, "time", simulation)
     monkeypatch.setattr(status_store, "time", simulation)
     monkeypatch.setenv("FSDP_COMPAT_MEET_TIMEOUT", str(IDLE_S))
-    monkeypatch.setattr(progress, "place", lambda: "train.py:1 in main()")
+    monkeypatch.setattr(progress, "location", lambda: "train.py:1 in main()")
     yield simulation
 
 

@@ -298,7 +298,7 @@ def _events_of_backward(strategy: ShardingStrategy) -> list[str]:
     begin_reduce, begin_all_reduce = GlooTransport.begin_reduce, GlooTransport.begin_all_reduce
 
     def reduces(self: GlooTransport, *arguments: Any) -> Any:
-        if "place" in self.name:
+        if "local rank" in self.name:
             EVENTS.append("sends")
         return begin_reduce(self, *arguments)
 

@@ -388,7 +388,7 @@ def test_one_rank_copies_nothing_and_parameters_alias_the_shard(use_orig_params:
     for group in model._runtime.groups:
         shard = group.store.shard
         assert group.resident_nbytes == 0
-        places = group.store.places(shard)[:-1]
+        places = group.store.param_views(shard)[:-1]
         assert [param.data_ptr() for param in group.unsharded_params] == [
             views[0].data_ptr() for views in places
         ]

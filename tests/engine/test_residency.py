@@ -188,7 +188,9 @@ def test_saved_tensor_is_valid_after_reallocation() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_group_memory_starts_empty_and_counts_its_bytes(kind: str, ranks: int) -> None:
     module = Pair()
-    store = make_store(kind, members_of(module), rank=0, ranks=ranks, home=(module, "_flat_param"))
+    store = make_store(
+        kind, members_of(module), rank=0, ranks=ranks, flat_slot=(module, "_flat_param")
+    )
     memory = GroupMemory(store, ranks, torch.bfloat16, CPU)
     assert memory.resident_nbytes == 0
     memory.allocate()

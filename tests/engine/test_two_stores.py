@@ -299,7 +299,7 @@ def test_rest_frees_memory_left_by_an_exception(where: str, kind: str) -> None:
     pair = pair_of(MODELS["fragile"], kind)
     fails(pair, pair.model, where)
     assert pair.runtime is not None
-    pair.runtime.rest()
+    pair.runtime.reshard_all()
     pair.assert_idle()
     pair.compare_parameters()
 

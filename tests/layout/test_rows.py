@@ -113,7 +113,7 @@ def test_a_section_says_which_elements_each_rank_holds(data: st.DataObject, rank
     layout = RowLayout.in_order([other, cut], ranks, 4)
     section = layout.section(1, "p")
     assert (section.first_param, section.start) == (1, layout.starts[1])
-    assert section.place.stop <= layout.numel
+    assert section.in_shard.stop <= layout.numel
     assert section.layout.params[0].shape == shape
     for rank in range(ranks):
         rows = cut.rows(rank)

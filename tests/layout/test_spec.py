@@ -67,7 +67,7 @@ def test_clipped_lies_inside_the_other_interval(one: Interval, other: Interval) 
 def test_parameter_numel_is_the_product_of_its_shape(shape: tuple[int, ...], numel: int) -> None:
     spec = ParamSpec("w", shape, 8)
     assert spec.numel == numel
-    assert spec.place == Interval(8, 8 + numel)
+    assert spec.in_full == Interval(8, 8 + numel)
 
 
 def spec(name: str, numel: int, start: int) -> ParamSpec:

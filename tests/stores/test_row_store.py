@@ -147,7 +147,7 @@ def _check_gradients(store: RowStore) -> None:
             whole, parallel.mesh, [Replicate()] * parallel.mesh.ndim, src_data_rank=None
         )
         parts = form.split(index, moved)
-        for part, piece in zip(parts, form.places(buffer)[index], strict=True):
+        for part, piece in zip(parts, form.param_views(buffer)[index], strict=True):
             piece.copy_(part)
         own = buffer.view(store.ranks, -1)[store.rank]
         assert torch.equal(form.grads(own)[index].full_tensor(), whole)
@@ -356,7 +356,7 @@ def test_frozen_parameters_take_no_bytes_in_the_reduction(ranks: int) -> None:
     form = store.reduce_form()
     assert form.indices == list(range(8))
     assert form is store.reduce_form()
-    places = form.places(torch.empty(ranks * form.numel))
+    places = form.param_views(torch.empty(ranks * form.numel))
     assert [bool(views) for views in places[:-1]] == [
         param.requires_grad and param.numel() > 0 for param in model.parameters()
     ]

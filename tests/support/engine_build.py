@@ -43,14 +43,24 @@ STORES = ("flat", "original", "row")
 
 
 def make_store(
-    kind: str, members: Sequence[OrigParam], *, rank: int, ranks: int, home: tuple[nn.Module, str]
+    kind: str,
+    members: Sequence[OrigParam],
+    *,
+    rank: int,
+    ranks: int,
+    flat_slot: tuple[nn.Module, str],
 ) -> ParamStore:
     """Return a store of one of the STORES."""
     if kind == "row":  # of plain parameters instead of DTensors
         placements = [RowPlacement(0 if m.parameter.dim() else None) for m in members]
         return RowStore(members, placements, rank=rank, ranks=ranks, device=CPU)
     return FlatStore(
-        members, rank=rank, ranks=ranks, home=home, use_orig_params=kind == "original", device=CPU
+        members,
+        rank=rank,
+        ranks=ranks,
+        flat_slot=flat_slot,
+        use_orig_params=kind == "original",
+        device=CPU,
     )
 
 
@@ -61,7 +71,7 @@ class RowGatherForm(ReduceForm):
         self._store, self._views = store, store.layout
         self.numel, self.dtype = store.numel, store.dtype
 
-    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         indices = range(len(self._views.cuts))
         return [*(self._views.pieces(buffer, i) for i in indices), self._views.padding(buffer)]
 
@@ -101,8 +111,10 @@ def make_unit(
     groups = []
     with torch.no_grad():
         for index, (_, its) in enumerate(group_members(members)):
-            home = (module, flat_param_name(index))
-            store = make_store(kind, its, rank=mesh.shard.rank, ranks=mesh.shard.ranks, home=home)
+            flat_slot = (module, flat_param_name(index))
+            store = make_store(
+                kind, its, rank=mesh.shard.rank, ranks=mesh.shard.ranks, flat_slot=flat_slot
+            )
             groups.append(Group(store, mesh, precision or Precision(store.dtype, store.dtype), CPU))
         return Unit(
             module, groups, UnitOptions(reshard_after_forward, False, False, torch.float32, CPU)

@@ -65,7 +65,7 @@ def simulated() -> Iterator[Clock]:
     with contextlib.ExitStack() as stack:
         for module in (deadlock, status_store, store_rendezvous):
             stack.enter_context(mock.patch.object(module, "time", clock))
-        stack.enter_context(mock.patch.object(progress, "place", lambda: "train.py:5 in main()"))
+        stack.enter_context(mock.patch.object(progress, "location", lambda: "train.py:5 in main()"))
         yield clock
 
 

@@ -135,7 +135,7 @@ class Transfers:
                 spoil()
             self._take_time()
             form = gather_form(gathered.store)
-            *places, rest = form.places(full.data)
+            *places, rest = form.param_views(full.data)
             for place in rest:  # belongs to no parameter
                 place.zero_()
             for index, (parts, whole) in enumerate(zip(places, wholes, strict=True)):

@@ -52,7 +52,7 @@ def _is_users(file: str) -> bool:
     )
 
 
-def place_of(frame: types.FrameType | None) -> str:
+def location_of(frame: types.FrameType | None) -> str:
     """Return ``file:line in function()`` of the user's innermost frame, from ``frame`` outwards."""
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
@@ -61,9 +61,9 @@ def place_of(frame: types.FrameType | None) -> str:
     return "a place outside of the user's code"
 
 
-def place() -> str:
-    """Return the current place of the followed thread."""
-    return place_of(sys._current_frames().get(_followed))
+def location() -> str:
+    """Return the current location of the followed thread in the user's code."""
+    return location_of(sys._current_frames().get(_followed))
 
 
 _error = ""
@@ -82,7 +82,7 @@ def note_error(error: BaseException | None) -> None:
 
 def activity() -> str:
     """Return what the followed thread does, as in "is at train.py:41 in main()"."""
-    return f"{_error}is at {place()}"
+    return f"{_error}is at {location()}"
 
 
 class Progress:

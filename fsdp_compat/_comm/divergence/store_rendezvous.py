@@ -138,7 +138,7 @@ class StoreRendezvous(Waiter):
             expected=f"the same call, of the same model and in the same order, on all of the "
             f"ranks {named(members)}",
             got=got,
-            where=f"rank {self.activity.global_rank}, at {progress.place()}",
+            where=f"rank {self.activity.global_rank}, at {progress.location()}",
             fix="make the call on every rank; if one rank decides about it, broadcast the "
             "decision. Nothing was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables "
             "this check",
@@ -150,7 +150,7 @@ class StoreRendezvous(Waiter):
         (tag, number, _), _, what = waiting
         rank, missing = self.activity.global_rank, self.missing
         awaited = f"the ranks {named(missing)}" if missing else "other ranks"
-        text = f"rank {rank} waits in {what} for {awaited}, at {progress.place()}"
+        text = f"rank {rank} waits in {what} for {awaited}, at {progress.location()}"
         return Wait(rank, missing, self.activity.name, tag, number, text)
 
 
@@ -207,7 +207,7 @@ class Attempt:
         """Add this rank to the next rendezvous that is not closed."""
         rendezvous, activity, name = self._rendezvous, self._activity, self._name
         activity.thread, activity.diagnosis = threading.get_ident(), None
-        rank, call = activity.global_rank, f"called {self._call} at {progress.place()}"
+        rank, call = activity.global_rank, f"called {self._call} at {progress.location()}"
         while self._total <= 0:
             self._number = rendezvous.next
             self._total = self._store.arrive(name, self._number, rank, call, self._value)
@@ -285,7 +285,7 @@ class Attempt:
             time.sleep(0.001 * self._rendezvous.many)
             report = self._store.failure_of(self._key())
         rank = self._activity.global_rank
-        own = {rank: f"rank {rank} called {self._call} at {progress.place()}"}
+        own = {rank: f"rank {rank} called {self._call} at {progress.location()}"}
         report = report or Report({})
         first = f"Not all ranks called {self._call}."
         return self._rendezvous.error(first, f"{Report(own | report.lines)}{report.cause}")

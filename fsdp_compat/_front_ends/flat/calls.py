@@ -82,7 +82,7 @@ def summon_full_params(
     refuse_extensions((group for each in units for group in each.unit.groups), where)
     for runtime in runtimes_of(units):
         runtime.require_idle(where, AssertedStateError)
-        runtime.rest()
+        runtime.reshard_all()
     rendezvous.require_all_ranks(
         where, (group for each in units if not each.unit.summoned for group in each.unit.groups)
     )
@@ -144,7 +144,7 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     groups = runtime.groups
     rendezvous.require_all_ranks_once("clip_grad_norm_", groups)
     if runtime.backward.has_raised:  # gradients may be left on unsharded parameters
-        runtime.rest()
+        runtime.reshard_all()
     others = _gradients_of_others(wrapper, groups)
     grads = [(group, grad_norm.gradients_of(group)) for group in groups]
     norm = grad_norm.norm_of(grads, others, norm_type, own.device)

@@ -226,7 +226,7 @@ def _build(
                 members,
                 rank=settings.mesh.shard.rank,
                 ranks=settings.mesh.shard.ranks,
-                home=(module, flat_param_name(index)),
+                flat_slot=(module, flat_param_name(index)),
                 use_orig_params=settings.use_orig_params,
                 device=settings.home,
                 pin=settings.offload and settings.device.type != "cpu",

@@ -49,7 +49,7 @@ def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) 
         runtime.require_parts("a conversion to another dtype")
         if runtime.has_run or not runtime.backward.sync:
             raise _too_late(each, {str(dtype) for dtype in wanted.values()})
-        runtime.rest()
+        runtime.reshard_all()
     rendezvous.require_all_ranks(
         "a conversion to another dtype",
         (group for each in changed for group in each.unit.groups),
@@ -59,7 +59,7 @@ def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) 
         for each in changed:
             _convert(each, wanted)
     for runtime in {id(each.runtime): each.runtime for each in changed}.values():
-        runtime.take_groups()
+        runtime.use_groups()
 
 
 def _convert(own: FlatUnit, wanted: Mapping[FlatStore, torch.dtype]) -> None:
@@ -107,7 +107,7 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
         # Aliased unsharded parameters are views of the shard, which is another one now.
         if group.memory.aliased and device == own.settings.home:
             _exchange(own, [group])
-            runtime.take_groups()
+            runtime.use_groups()
 
 
 def _too_late(own: FlatUnit, dtypes: set[str]) -> ValueStateError:

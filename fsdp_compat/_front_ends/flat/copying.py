@@ -166,7 +166,7 @@ def _require_rest(wrapper: nn.Module, what: str) -> None:
             fix="leave the context first; for a copy of the full parameters use state_dict()",
         )
     own.runtime.require_idle(what)
-    own.runtime.rest()
+    own.runtime.reshard_all()
 
 
 # -- settings in a pickle

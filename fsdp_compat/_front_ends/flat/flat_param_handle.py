@@ -199,7 +199,7 @@ class FlatParamHandle:
             own.unit.unshard()
             own.unit.wait_for_unshard()
             return
-        own.runtime.rest([own.unit])
+        own.runtime.reshard_all([own.unit])
         rendezvous.require_all_ranks("unshard", own.unit.groups)
         with contextlib.ExitStack() as stack:
             stack.enter_context(

@@ -14,7 +14,7 @@ from torch import nn
 from ... import _torch_private
 from ..._engine.ownership import OrigParam, ParamSlots
 from ..._stores.extension import has_extension
-from ..._stores.placement import DataMesh, RowPlacement, place
+from ..._stores.placement import DataMesh, RowPlacement, placement_of
 from ...errors import (
     AssertedUsageError,
     NotImplementedUsageError,
@@ -266,7 +266,7 @@ def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Plac
 
 def _row_placement(param: OrigParam, placed: Placed) -> RowPlacement:
     try:
-        return place(param.parameter, placed.mesh, placed.dim)
+        return placement_of(param.parameter, placed.mesh, placed.dim)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, UsageError) or not _torch_private.is_dtensor(param.parameter):
             raise

@@ -420,7 +420,7 @@ def _leave_stale_runtimes(units: Sequence[Unit]) -> None:
     for runtime in runtimes:
         if isinstance(runtime, Runtime) and runtime.stale:
             staying = [unit for unit in units if unit.runtime is runtime]
-            runtime.rest(staying)
+            runtime.reshard_all(staying)
             for unit in staying:
                 unit.runtime = None
 

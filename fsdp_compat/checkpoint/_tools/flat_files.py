@@ -74,7 +74,7 @@ class FlatParams:
         params = {param.name: param for param in layout}
         params |= {name: params[first] for name, first in self._ties.items() if first in params}
         for name, places in flat.views.items():
-            params[name] = next(p for p in layout if p.start <= min(places) < p.place.stop)
+            params[name] = next(p for p in layout if p.start <= min(places) < p.in_full.stop)
         for name in [name for name in node if plain_name(str(name)) in params]:
             del node[name]
         for name, param in params.items():

@@ -244,7 +244,7 @@ class NativeCheckpoint:
         part of a flat parameter."""
         found = []
         for group, index in saved.places:
-            axis, place = self.manifest.axes[group.axis], group.layout.params[index].place
+            axis, place = self.manifest.axes[group.axis], group.layout.params[index].in_full
             numel = group.layout.shard_numel
             with_some = axis[place.start // numel : -(-place.stop // numel)]
             there = (n for n in (*with_some, *axis) if self._paths[n].name in self._present)
