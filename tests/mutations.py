@@ -193,7 +193,7 @@ BREAKS = (
     ),
     Break(
         "search for deadlocks finds nothing",
-        "if peer is None or peer.wait.place in done or not peer.lacks(wait):",
+        "if peer is None or peer.wait.node in done or not peer.lacks(wait):",
         "if True:",
         "tests/comm/test_deadlock.py -k find_cycle",
     ),
@@ -385,8 +385,8 @@ BREAKS = (
     ),
     Break(
         "no axis has several hosts",
-        "return hosts if is_regular and min(num_hosts, num_places) > 1",
-        "return hosts if is_regular and min(num_hosts, num_places) > whole.ranks",
+        "return hosts if is_regular and min(num_hosts, per_host) > 1",
+        "return hosts if is_regular and min(num_hosts, per_host) > whole.ranks",
         f"{TWO_STAGES} -k leaves",
     ),
     Break(
@@ -398,19 +398,19 @@ BREAKS = (
     Break(
         "no wait for an all-gather",
         "    def end_gather(self, handle: Handle, what: str) -> None:\n"
-        "        handle.keep[0].wait()\n",
+        "        handle.held[0].wait()\n",
         "    def end_gather(self, handle: Handle, what: str) -> None:\n        pass\n",
         f"{ORDER} -k test_training",
     ),
     Break(
         "no wait for a reduce-scatter",
-        "        handle.keep[0].wait()\n        (total,) = handle.parts\n",
-        "        (total,) = handle.parts\n",
+        "        handle.held[0].wait()\n        (total,) = handle.received\n",
+        "        (total,) = handle.received\n",
         f"{ORDER} -k test_training",
     ),
     Break(
         "no wait for an all-reduce",
-        "        handle.keep[0].wait()\n        if handle.divisor is not None:\n",
+        "        handle.held[0].wait()\n        if handle.divisor is not None:\n",
         "        if handle.divisor is not None:\n",
         f"{ORDER} -k test_training",
     ),

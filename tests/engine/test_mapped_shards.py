@@ -540,7 +540,7 @@ def test_ranks_send_values_where_one_cannot_map_the_memory_of_another() -> None:
 
 @on_ranks(3, environment=MAPPED)
 def test_all_ranks_gather_what_one_rank_cannot_map() -> None:
-    with mock.patch.object(mapped, "MAX_PARTS", 5 if dist.get_rank() == 1 else 100):
+    with mock.patch.object(mapped, "MAX_MAPPED", 5 if dist.get_rank() == 1 else 100):
         pair = wide_pair(1)
     pair.step()
     assert mappings_of(pair.model) == [None] * 4
@@ -583,13 +583,13 @@ def test_nothing_is_left_mapped_after_the_model() -> None:
     )
     model(torch.ones(2, WIDTH)).sum().backward()
     handle.remove()
-    assert mapped._num_parts > 0
+    assert mapped._num_mapped > 0
     del model, handle
     gc.collect()
     assert kept[0].isfinite().all(), "a parameter that outlives the model"
     kept.clear()
     gc.collect()
-    assert mapped._num_parts == 0
+    assert mapped._num_mapped == 0
 
 
 # -- ranks that part

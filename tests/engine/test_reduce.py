@@ -78,7 +78,7 @@ class Setup(typing.NamedTuple):
         found = [torch.full(shape, torch.nan) for shape in SHAPES]
         form = self.store.reduce_form()
         for index, (value, places) in enumerate(
-            zip(found, form.places(self.shard.sent[-1])[:-1], strict=True)
+            zip(found, form.param_views(self.shard.sent[-1])[:-1], strict=True)
         ):
             for part, place in zip(form.split(index, value), places, strict=True):
                 if part.numel() > value.numel():  # every rank gets the whole gradient
@@ -98,7 +98,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1) -> Setup:
     module = Holder(SHAPES)
-    store = make_store(kind, members_of(module), rank=0, ranks=RANKS, home=(module, "_flat_param"))
+    store = make_store(
+        kind, members_of(module), rank=0, ranks=RANKS, flat_slot=(module, "_flat_param")
+    )
     shard, replica = Recorded(RANKS), Recorded(replicas)
     axes = ReduceAxes(typing.cast(Transport, shard), typing.cast(Transport, replica), 4, 8)
     buffer = ReduceBuffer(store.reduce_form(), axes, dtype, CPU)
@@ -243,7 +245,9 @@ def test_without_its_last_gradient_a_buffer_is_freed(setup: Setup, how: str) -> 
 def handed() -> DirectGradBuffer:
     module, home = Holder(SHAPES), "_flat_param"
     members = members_of(module)
-    return DirectGradBuffer(make_store("original", members, rank=0, ranks=1, home=(module, home)))
+    return DirectGradBuffer(
+        make_store("original", members, rank=0, ranks=1, flat_slot=(module, home))
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in PUTS if name != "twice at once"])

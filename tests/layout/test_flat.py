@@ -53,7 +53,7 @@ def test_shards_are_aligned_and_hold_parts_in_order(
 def test_parameters_start_at_aligned_offsets_in_order() -> None:
     layout = flat_layout(["a", "b", "c", "d"], [(3,), (), (2, 3), (0, 7)], ranks=2, align=4)
     assert layout.names == ("a", "b", "c", "d")
-    places = [(param.place.start, param.place.stop) for param in layout.params]
+    places = [(param.in_full.start, param.in_full.stop) for param in layout.params]
     assert places == [(0, 3), (4, 5), (8, 14), (16, 16)]
     assert (layout.shard_numel, layout.full_numel) == (8, 16)
     assert layout.gaps() == [Interval(3, 4), Interval(5, 8), Interval(14, 16)]
@@ -82,7 +82,7 @@ def test_parameters_and_gaps_cover_the_flat_tensor_and_parts_each_parameter_once
 ) -> None:
     layout, _ = made
     covered = [0] * layout.full_numel
-    for interval in [*(param.place for param in layout.params), *layout.gaps()]:
+    for interval in [*(param.in_full for param in layout.params), *layout.gaps()]:
         for element in range(interval.start, interval.stop):
             covered[element] += 1
     assert covered == [1] * layout.full_numel

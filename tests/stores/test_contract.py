@@ -83,8 +83,8 @@ def build(
 
 
 def store_of(module: nn.Module, kind: str, rank: int, ranks: int) -> ParamStore:
-    home = (module, "_flat_param")
-    return make_store(kind, members_of(module), rank=rank, ranks=ranks, home=home)
+    flat_slot = (module, "_flat_param")
+    return make_store(kind, members_of(module), rank=rank, ranks=ranks, flat_slot=flat_slot)
 
 
 def all_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
@@ -123,7 +123,9 @@ def each_case(check: Callable[[Case], None]) -> Callable[[], None]:
 
 def put_into(form: ReduceForm, values: list[torch.Tensor], buffer: torch.Tensor) -> None:
     """Copy the values to their places in the buffer, as the engine does with gradients."""
-    for index, (value, places) in enumerate(zip(values, form.places(buffer)[:-1], strict=True)):
+    for index, (value, places) in enumerate(
+        zip(values, form.param_views(buffer)[:-1], strict=True)
+    ):
         for part, place in zip(form.split(index, value), places, strict=True):
             place.copy_(part)
 
@@ -134,7 +136,7 @@ def taken_from(
     """Copy the places in the buffer to tensors like ``values``. Where every rank has a copy of a
     value, the copies have to be the same."""
     found = [torch.empty_like(value) for value in values]
-    for index, (value, places) in enumerate(zip(found, form.places(buffer)[:-1], strict=True)):
+    for index, (value, places) in enumerate(zip(found, form.param_views(buffer)[:-1], strict=True)):
         if len(places) == 1 and places[0].numel() > value.numel():
             assert (places[0] == places[0][0]).all()
             value.copy_(places[0][0].view(value.shape))
@@ -158,7 +160,7 @@ def test_all_ranks_have_shards_of_one_size_and_dtype(case: Case) -> None:
 def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case) -> None:
     form = gather_form(case.stores[0])
     buffer = torch.zeros(case.ranks * form.numel, dtype=torch.int64)
-    places = form.places(buffer)
+    places = form.param_views(buffer)
     assert len(places) == len(case.values) + 1
     for views, value in zip(places[:-1], case.values, strict=True):
         copies = case.ranks if case.has_copies(value) else 1
@@ -168,7 +170,7 @@ def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case
     assert buffer.tolist() == [1] * buffer.numel()
     buffer = torch.arange(case.ranks * form.numel)
     first, *others = [
-        [[view.tolist() for view in views] for views in gather_form(store).places(buffer)]
+        [[view.tolist() for view in views] for views in gather_form(store).param_views(buffer)]
         for store in case.stores
     ]
     assert all(other == first for other in others)
@@ -177,7 +179,7 @@ def test_all_ranks_agree_on_places_that_cover_the_buffer_exactly_once(case: Case
 @each_case
 def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
     form = gather_form(case.stores[0])
-    places = form.places(torch.empty(case.ranks * form.numel))
+    places = form.param_views(torch.empty(case.ranks * form.numel))
     for index, value in enumerate(case.values):
         parts = form.split(index, value)
         assert [part.shape for part in parts] == [place.shape for place in places[index]]
@@ -207,7 +209,7 @@ def test_split_accepts_values_of_any_strides(case: Case) -> None:
 def test_an_all_gather_restores_the_parameters_bit_by_bit_with_zero_padding(case: Case) -> None:
     form, gathered = gather_form(case.stores[0]), case.gathered(torch.float32)
     assert all_equal(taken_from(form, case.values, gathered), case.values)
-    assert not any(view.any() for view in form.places(gathered)[-1])
+    assert not any(view.any() for view in form.param_views(gathered)[-1])
 
 
 @each_case
@@ -342,7 +344,7 @@ def test_every_parameter_of_a_flat_store_starts_at_sixteen_bytes(kind: str) -> N
         buffer = torch.empty(2 * store.numel, dtype=dtype)
         assert all(
             (view.data_ptr() - buffer.data_ptr()) % 16 == 0
-            for views in store.places(buffer)[:-1]
+            for views in store.param_views(buffer)[:-1]
             for view in views
         )
 
