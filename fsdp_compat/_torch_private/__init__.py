@@ -88,20 +88,20 @@ __all__ = [
 ]
 
 
-# graph_task(): the number of the graph task, -1 outside of backward. No public name distinguishes
-# a recomputation from a forward. This is the C function, because every forward calls it twice.
+# graph_task(): the number of the graph task, -1 outside backward. No public name distinguishes a
+# recomputation from a forward. This is the C function, because every forward calls it twice.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_graph_task() -> bool:
-    """True inside of backward."""
+    """True inside backward."""
     return graph_task() != -1
 
 
 def nodes_before(nodes: Sequence[Any]) -> list[Any]:
-    """Return the nodes that run right after ``nodes`` in backward, without those of parameters, and
-    without those through which one of ``nodes`` may be reached: all that are older. No public name
-    tells the age of a node."""
+    """Return the nodes that run right after ``nodes`` in backward, without those of parameters and
+    those that may lead to one of ``nodes``: only those older than all of them. There is no public
+    name for a node's age."""
     first = min(map(_age, nodes))
     edges = itertools.chain.from_iterable(map(_edges, nodes))
     return [node for node, _ in edges if node is not None and _age(node) < first]
@@ -112,8 +112,8 @@ _age = operator.methodcaller("_sequence_nr")  # that of a parameter's node is th
 
 
 def runs_now(node: Any) -> bool:
-    """Inside backward: True if a node, which is no leaf, is part of the graph that runs. Only
-    private functions know."""
+    """Inside backward: True if a node that is not a leaf is part of the running graph. There is no
+    public name."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -123,8 +123,8 @@ def on_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# is_profiling(): True while a profiler runs. No public name tells, and recording what nobody reads
-# costs ten times as much as asking.
+# is_profiling(): True while a profiler runs. There is no public name, and recording events that
+# nobody reads costs ten times as much as asking.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -135,7 +135,7 @@ set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that torch.compile neither traces into nor compiles; what it calls may be
+    """Keep torch.compile from tracing into or compiling a function; functions that it calls may be
     compiled."""
     skip = eval_frame._FrameExecStrategy(
         eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
@@ -166,8 +166,8 @@ def have_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> bool:
 
 
 def run_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> None:
-    """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into other
-    tensors than those they were registered on. There is no public way to run them."""
+    """Run the hooks of ``register_post_accumulate_grad_hook``, which autograd does not run: it
+    accumulates into other tensors. There is no public way to run them."""
     for param in params:
         hooks: Any = _post_accumulate_hooks(param)
         for hook in tuple(hooks.values()) if hooks else ():
@@ -184,8 +184,8 @@ def is_dtensor(value: object) -> bool:
 
 
 def _dtensor_class() -> Any:
-    """Return DTensor if it was imported. Importing it takes a second, and no tensor is a DTensor
-    before."""
+    """Return DTensor if it was imported: importing it takes a second, and before that no tensor is
+    a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
@@ -210,7 +210,7 @@ def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def split_together(rows: torch.Tensor, sizes: list[int], targets: list[torch.Tensor]) -> None:
-    """Copy the columns of ``rows``, in parts of these sizes, into tensors, by one kernel."""
+    """Split the columns of ``rows`` by ``sizes`` and copy them into tensors, by one kernel."""
     torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
 
 
@@ -224,8 +224,8 @@ def norms_together(
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that another one is a view of, or None if it is not a view. There is no
-    public name."""
+    """Return the tensor of which another is a view, or None if it is not a view. There is no public
+    name."""
     return tensor._base
 
 
@@ -241,7 +241,7 @@ def replace_clipping(
     own function, ...)``, from now on. Return the undo.
 
     Nothing public lets a gradient say that it is a shard. Many programs import the functions by
-    name, so the replacement goes into the closure of torch's decorator, where all callers meet it.
+    name, so the replacement goes into the closure of torch's decorator, which all callers use.
     """
     undo: list[Callable[[], None]] = []
     for name, public, replacement in (
@@ -274,8 +274,7 @@ def replace_clipping(
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage object. The data pointer is null while it is
-    freed."""
+    """Return the identity of a tensor's storage object; its data pointer is null while freed."""
     return local_part(tensor).untyped_storage()._cdata
 
 
@@ -289,8 +288,8 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters. ``setattr`` costs ten times as much per
-    swap."""
+    """Return the dictionary of a module's own parameters: a swap by ``setattr`` costs ten times as
+    much."""
     return module._parameters
 
 
@@ -298,7 +297,7 @@ class PoisonedMemory(TorchDispatchMode):
     """A context in which new uninitialised tensors are filled with NaN, or with the largest
     integer.
 
-    Torch's own ``fill_uninitialized_memory`` works in deterministic mode only, which changes more.
+    torch's ``fill_uninitialized_memory`` works in deterministic mode only, which changes more.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -366,7 +365,7 @@ def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Te
     """Start an all-gather. The public function costs more host time than the call itself."""
     if full.dtype.is_complex:  # backends do not support complex numbers
         full, own = torch.view_as_real(full), torch.view_as_real(own)
-    if not counts_collectives():  # a context costs more host time than the question
+    if not counts_collectives():  # a context costs more host time than this check
         return group._allgather_base(full, own, _ASYNC_GATHER)
     with uncounted():
         return group._allgather_base(full, own, _ASYNC_GATHER)
@@ -428,8 +427,8 @@ def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
 def tensor_without_storage(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Make an instance of a tensor subclass for a tensor that is larger than the part in this
-    process. There is no public way."""
+    """Make an instance of a tensor subclass that is larger than the part in this process. There is
+    no public way."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=dtype, device=device, layout=torch.strided
     )
@@ -442,11 +441,11 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def wraps_as(module: nn.Module) -> str | None:
-    """Return the attribute with the wrapped module of a compiled module or DistributedDataParallel,
-    which do not count in names; None for other modules.
+    """Return the attribute that holds the wrapped module of a compiled module or of
+    DistributedDataParallel, which parameter names leave out; None for other modules.
 
-    The class of compiled modules is not public, and its module takes seconds to import; nothing is
-    compiled before.
+    The class of compiled modules is not public, and its module takes seconds to import; before that
+    nothing is compiled.
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
@@ -454,7 +453,7 @@ def wraps_as(module: nn.Module) -> str | None:
     return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
 
 
-# The base of torch's _FSDPState: parts of torch and clients import that class, and ask for it.
+# The base of torch's _FSDPState: parts of torch and clients use that class in isinstance checks.
 ComposableState = _State
 
 # For subclasses of torch.Tensor whose results are plain tensors; its name is documented, not
@@ -463,22 +462,22 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def replicate_module() -> type:
-    """Return the class that pipelining compares with beside FSDPModule. It has no public name, and
-    its module imports torch.distributed.fsdp."""
+    """Return the class that pipelining checks for besides FSDPModule. It has no public name, and its
+    module imports torch.distributed.fsdp."""
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 
     return ReplicateModule
 
 
 def load_collectives() -> None:
-    """Import what functions of torch.distributed.utils, such as ``_free_storage``, find as an
-    attribute of torch.distributed once torch.distributed.fsdp is imported."""
+    """Import the attribute of torch.distributed that functions of torch.distributed.utils, such as
+    ``_free_storage``, rely on; otherwise torch.distributed.fsdp imports it."""
     importlib.import_module("torch.distributed._functional_collectives")
 
 
 def composable_apis(module: nn.Module) -> frozenset[str]:
     """Return the names of torch's composable functions, such as ``replicate``, that were applied to
-    a module. They keep them in a private registry, which exists once they were imported."""
+    a module. They are in a private registry, which exists once such a function was imported."""
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is None:
         return frozenset()
@@ -486,27 +485,27 @@ def composable_apis(module: nn.Module) -> frozenset[str]:
 
 
 def note_composable(module: nn.Module, name: str) -> None:
-    """Note in torch's registry that a composable function was applied to a module: ``replicate``
-    looks there for what it leaves alone. There is no public way."""
+    """Record in torch's registry that a composable function was applied to a module, so that
+    ``replicate`` leaves it alone. There is no public way."""
     contract = importlib.import_module("torch.distributed._composable.contract")
     registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
     registry[name] = contract.RegistryItem()
 
 
-# Not zero if a dispatch mode is active: one that counts collectives, or records operators.
+# Nonzero if a dispatch mode is active, such as one that counts collectives or records operators.
 counts_collectives: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def count_collective(name: str) -> None:
-    """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which engines
-    that call a backend, or send nothing, do not call."""
+    """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which the engine
+    does not use if it calls a backend directly or sends nothing."""
     for mode in _counting_modes():
         mode.__torch_dispatch__(_Counted(name), ())
 
 
 def uncounted() -> contextlib.AbstractContextManager[object]:
-    """A context for operators that CommDebugMode is not to count: ``count_collective`` has counted
-    the collective, or it is a message of the engine."""
+    """A context for operators that CommDebugMode must not count, because ``count_collective`` has
+    counted the collective, or because it is internal to the engine."""
     if counts_collectives() and _counting_modes():
         return _python_dispatch._disable_current_modes()
     return _NO_CONTEXT
@@ -523,9 +522,9 @@ def _counting_modes() -> list[Any]:
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """A context for operators that selective activation checkpointing is neither to save nor to
-    look up: it numbers the calls of each operator, and a recomputation, which may find parameters
-    unsharded, makes others than the forward."""
+    """A context for operators that selective activation checkpointing must neither save nor look
+    up: it numbers the calls of each operator, and a recomputation, which may find parameters
+    unsharded, makes different calls than the forward."""
     if counts_collectives():
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         others = [mode for mode in modes if not isinstance(mode, _RECORDERS)]
@@ -539,8 +538,8 @@ _RECORDERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispat
 
 @contextlib.contextmanager
 def _exchange_modes(modes: list[Any], others: list[Any]) -> Iterator[None]:
-    """A context with ``others`` in the place of ``modes``. Nothing is entered again: CommDebugMode
-    would forget its counts."""
+    """A context in which ``others`` replace ``modes``. No mode is entered again, because
+    CommDebugMode would forget its counts."""
     _replace_modes(modes, others)
     try:
         yield
@@ -569,8 +568,8 @@ class _Counted:
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
-    """Return a method of a model or optimizer, the original one if torch.distributed.checkpoint has
-    patched it."""
+    """Return a method of a model or optimizer: the original one, even if
+    torch.distributed.checkpoint has patched it."""
     found = getattr(owner, method)
     patched = getattr(
         sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ()
@@ -579,36 +578,35 @@ def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable
 
 
 def under_prefix(store: Store, prefix: str) -> Store:
-    """Return a store of the keys with a prefix, on the same connection."""
+    """Return a view of a store that adds a prefix to keys, on the same connection."""
     return PrefixStore(prefix, store)
 
 
 def offsets_on_mesh(
     shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
 ) -> tuple[int, ...]:
-    """Return the offsets of this process's part in a DTensor. DTensor has no public name for
-    them."""
+    """Return the offsets of this process's part of a DTensor. There is no public name."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])
 
 
 def chunk_together(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
-    """Cut every tensor along dim 0 into ``chunks`` parts, padded with zeros to one size, and write
-    part i of all tensors to ``out[i]``, casts included. Slices and copies cost twice as much."""
+    """Cut every tensor along dim 0 into ``chunks`` parts, zero-padded to equal size, and write part
+    i of all tensors to ``out[i]``, casts included. Slicing and copying costs twice as much."""
     torch._chunk_cat(tensors, 0, chunks, out=out)
 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """A context in which writes do not count as changes of ``tensors``, as autograd sees them."""
+    """A context in which writes to ``tensors`` do not bump their version counters."""
     keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
     context: contextlib.AbstractContextManager[None] = keep(tuple(tensors))
     return context
 
 
 def place_in_file(name: str, start: int, nbytes: int) -> Any:
-    """Return where a value lies, as the metadata of torch.distributed.checkpoint say it. Their
-    public part has no class for it: each of torch's writers has its own."""
+    """Return a value's location in the form of torch.distributed.checkpoint's metadata, which have
+    no public class for it: each of torch's writers has its own."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, start, nbytes)

@@ -1,6 +1,5 @@
-"""The private names of DTensor and DeviceMesh that the package uses beside ``_torch_private``, each
-with the reason why no public name is enough. DTensor, which takes a second to import, is imported
-when it is needed."""
+"""The private names of DTensor and DeviceMesh that the package uses, each with the reason why no
+public name is enough. DTensor, which takes a second to import, is imported on use."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch
 
 def dtensors(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[torch.Tensor]:
     """Return the DTensors over ``parts``, without a graph. ``DTensor.from_local`` costs ten times
-    as much, and looks for what the specs say."""
+    as much, because it derives what the specs say."""
     from torch.distributed.tensor import DTensor
 
     new: Any = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
@@ -27,7 +26,7 @@ def spec_for(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Any:
-    """Return the description of how row-major DTensors lie on a mesh, which ``dtensors`` takes."""
+    """Return the spec of row-major DTensors on a mesh, for ``dtensors``."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     stride = torch.empty(tuple(shape), device="meta").stride()
@@ -36,29 +35,30 @@ def spec_for(
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """Return the description of how a DTensor lies on its mesh."""
+    """Return the spec of a DTensor: how it lies on its mesh."""
     return tensor._spec  # type: ignore[attr-defined]
 
 
 def local_parts(dtensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parts of DTensors in this process. ``to_local`` makes a new tensor of each."""
+    """Return the local tensors of DTensors; ``to_local`` would make new tensors."""
     return list(map(_local_tensor, dtensors))
 
 
 _local_tensor = operator.attrgetter("_local_tensor")
 
-# local_version(dtensor): the version counter of its part in this process.
+# local_version(dtensor): the version counter of its local tensor.
 local_version: Callable[[torch.Tensor], int] = operator.attrgetter("_local_tensor._version")
 
 
 def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let a DTensor stand for other memory of the same shape and dtype. There is no public way."""
+    """Replace the local tensor of a DTensor by one of the same shape and dtype. There is no public
+    way."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def joined_mesh(meshes: Sequence[Any]) -> Any:
-    """Return the mesh with the dimensions of several meshes, which are parts of one. Public
-    functions make only meshes of a larger one's dimensions in their order."""
+    """Return the mesh with the dimensions of several submeshes of one mesh. Public functions keep
+    dimensions in the order of the larger mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate(list(meshes))
@@ -72,15 +72,15 @@ def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
 
 
 def shards(placement: Any, dim: int) -> bool:
-    """True if a placement cuts dim ``dim``. The strided kind is no subclass of ``Shard``."""
+    """True if a placement cuts dim ``dim``. ``_StridedShard`` is not a subclass of ``Shard``."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """Return the placement of a dim that later dimensions of the mesh have cut into
-    ``split_factor`` parts before. No public placement describes it."""
+    """Return the placement of a dim that later mesh dimensions have already cut into
+    ``split_factor`` parts. No public placement describes it."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)

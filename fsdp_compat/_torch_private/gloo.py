@@ -1,5 +1,5 @@
-"""The private names of gloo's backend that the package uses beside ``_torch_private``, each with
-the reason why no public name is enough."""
+"""The private names of gloo's backend that the package uses, each with the reason why no public name
+is enough."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def gloo_of_its_own(
     """Connect ranks of a group a second time, separately from the user's messages. name: of these
     connections.
 
-    ``new_group`` must be called by all ranks of the world, or names the group after the number of
+    ``new_group`` must be called by all ranks of the world or else names the group by the number of
     groups that each process has made; and its groups live until the world ends. Collective: the
     ranks of the group.
     """
     store = PrefixStore(f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1])
     gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
-    # What is sent through a group around the backend passes the dispatcher, where profilers and
-    # dispatch modes see it.
+    # Messages sent through a group around the backend pass the dispatcher, where profilers and
+    # dispatch modes see them.
     own = dist.ProcessGroup(store, rank, ranks)
     own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return own
 
 
 def break_connections(gloo: Any) -> None:
-    """Close all connections of ``gloo_of_its_own``, also while other threads wait for them.
+    """Close all connections of ``gloo_of_its_own``, even while other threads wait for them.
 
     gloo has no call for this, and keeps connections while a work is alive; but a wait that times
     out closes them all. It ends every wait except those of ``abort_wait``.
@@ -47,7 +47,7 @@ def break_connections(gloo: Any) -> None:
 
 
 def is_closed(gloo: Any, peer: int) -> bool:
-    """True if a connection of ``gloo_of_its_own`` has closed: gloo refuses messages then."""
+    """True if a connection of ``gloo_of_its_own`` has closed, so that gloo refuses messages."""
     try:
         gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
     except RuntimeError:
@@ -56,7 +56,7 @@ def is_closed(gloo: Any, peer: int) -> bool:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """True if a wait has ended at its time limit: gloo has no class of errors for this."""
+    """True if a wait has timed out: gloo has no class of errors for this."""
     return "timed out" in str(error).lower()
 
 
@@ -66,11 +66,11 @@ _NEVER_SENT = (1 << 31) - 1  # a tag
 def abort_wait(work: dist.Work) -> None:
     """End the wait for a send or receive of ``gloo_of_its_own``, now or later: it returns False.
 
-    When a connection closes, gloo tells the messages that have not begun, but not the one whose
-    bytes are under way: its wait would last until the time limit. The method that ends it has no
-    name in Python, so it is called in torch's library, on objects that are certainly gloo's.
+    When a connection closes, gloo fails the messages that have not begun, but not one whose bytes
+    are in transit: its wait would last until the time limit. The method that ends it is not exposed
+    to Python, so it is called in torch's library, on objects that are certainly gloo's.
     """
-    # where pybind11 has the pointer to a C++ object, which begins with its table of methods
+    # pybind11's pointer to the C++ object, which begins with the address of its vtable
     address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
     abort = _aborts().get(ctypes.c_void_p.from_address(address).value) if address else None
     if abort is not None:
@@ -79,8 +79,8 @@ def abort_wait(work: dist.Work) -> None:
 
 @functools.cache
 def _aborts() -> dict[int | None, Any]:
-    """Return the method that ends a wait, for each kind of work by the address of its table of
-    methods; nothing where torch's library has other names."""
+    """Return the method that ends a wait, by the vtable address of each kind of work; empty if
+    torch's library has other names."""
     found: dict[int | None, Any] = {}
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
