@@ -462,8 +462,8 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def replicate_module() -> type:
-    """Return the class that pipelining checks for besides FSDPModule. It has no public name, and its
-    module imports torch.distributed.fsdp."""
+    """Return the class that pipelining checks for besides FSDPModule. It has no public name, and
+    its module imports torch.distributed.fsdp."""
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 
     return ReplicateModule
@@ -497,8 +497,8 @@ counts_collectives: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def count_collective(name: str) -> None:
-    """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which the engine
-    does not use if it calls a backend directly or sends nothing."""
+    """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which the
+    engine does not use if it calls a backend directly or sends nothing."""
     for mode in _counting_modes():
         mode.__torch_dispatch__(_Counted(name), ())
 

@@ -1,5 +1,5 @@
-"""The private names of gloo's backend that the package uses, each with the reason why no public name
-is enough."""
+"""The private names of gloo's backend that the package uses, each with the reason why no public
+name is enough."""
 
 from __future__ import annotations
 
