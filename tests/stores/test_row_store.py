@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compat._engine.storage import GroupMemory
-from fsdp_compat._stores.placement import DataMesh, RowPlacement, SpmdMesh, place
+from fsdp_compat._stores.placement import DataMesh, RowPlacement, SpmdMesh, placement_of
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.engine_build import CPU, members_of
@@ -47,7 +47,7 @@ def _store_of(model: nn.Module, data_mesh: DataMesh) -> RowStore:
     """Make a store of all parameters, and put the sharded ones into the modules."""
     members = members_of(model)
     axis = data_mesh.engine_mesh().shard
-    placements = [place(m.parameter, data_mesh, _dim(m.name)) for m in members]
+    placements = [placement_of(m.parameter, data_mesh, _dim(m.name)) for m in members]
     store = RowStore(members, placements, rank=axis.rank, ranks=axis.ranks, device=CPU)
     for slot in store.shown(None):
         slot.module.register_parameter(slot.attribute, slot.parameter)
