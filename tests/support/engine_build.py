@@ -73,7 +73,7 @@ class RowGatherForm(ReduceForm):
 
     def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         indices = range(len(self._views.cuts))
-        return [*(self._views.pieces(buffer, i) for i in indices), self._views.padding(buffer)]
+        return [*(self._views.param_views(buffer, i) for i in indices), self._views.padding(buffer)]
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         parallel = self._store.parallel[index]
