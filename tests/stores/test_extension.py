@@ -246,7 +246,7 @@ def test_other_sizes_than_before_are_refused() -> None:
     assert store.has_extension
     Changing.size = 2
     try:
-        with pytest.raises(StateError, match="other tensors than before"):
+        with pytest.raises(StateError, match="different tensors than before"):
             store.pack()
     finally:
         Changing.size = 1
