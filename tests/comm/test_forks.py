@@ -141,7 +141,10 @@ def forks_without_files() -> tuple[bool, str]:
 def test_a_rank_whose_shards_can_be_mapped_no_more_is_named_on_all_ranks() -> None:
     for is_right, message in run_ranks(2, forks_without_files, environment=MAPPED):
         assert is_right
-        assert "no shared memory on ranks [1], which ran out of file descriptors (ulimit -n)" in message
+        assert (
+            "no shared memory on ranks [1], which ran out of file descriptors (ulimit -n)"
+            in message
+        )
 
 
 class Weights(Dataset[float]):
