@@ -83,7 +83,7 @@ class FlatOfParameters(FlatLayout):
     @staticmethod
     def of(layout: FlatLayout) -> FlatOfParameters:
         """Return the layout of the flat tensor of ``layout``, without the padding at its end."""
-        numel = max((param.place.stop for param in layout.params), default=0)
+        numel = max((param.in_full.stop for param in layout.params), default=0)
         flat = ParamSpec("flat", (numel,), 0)
         return FlatOfParameters((flat,), layout.ranks, layout.shard_numel, layout)
 

@@ -237,7 +237,7 @@ class RowStore(StateStore):
             if moved:
                 self._lay_out(self.layout.cuts, dtype, device)
             for index, (parameter, value) in enumerate(zip(present, values, strict=True)):
-                self._replace(index, parameter)
+                self._adopt_param(index, parameter)
                 self._move_into_shard(index, value, moved)
         self._note()
         return moved or was_replaced
@@ -252,7 +252,7 @@ class RowStore(StateStore):
         made._lay_out([param.cut for param in made._params], *self._kind)
         return made
 
-    def _replace(self, index: int, parameter: nn.Parameter) -> None:
+    def _adopt_param(self, index: int, parameter: nn.Parameter) -> None:
         """Make ``parameter`` the sharded parameter ``index``."""
         param = self._params[index]
         if param.spec is not None:
