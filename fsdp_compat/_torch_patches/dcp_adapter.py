@@ -37,11 +37,13 @@ def _route_all(module: types.ModuleType) -> list[Undo]:
         if isinstance(function, types.FunctionType) and _ROUTE not in (
             function.__kwdefaults__ or {}
         ):
-            undo.append(_replace(function, ours))
+            undo.append(_replace(module, function, ours))
     return undo
 
 
-def _replace(function: types.FunctionType, ours: Callable[..., Any]) -> Undo:
+def _replace(
+    module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]
+) -> Undo:
     """Make ``function(...)`` call ``ours`` for our models, under any name it was imported as."""
     original = types.FunctionType(
         function.__code__,
@@ -53,6 +55,12 @@ def _replace(function: types.FunctionType, ours: Callable[..., Any]) -> Undo:
     original.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
     route = functools.partial(_call, ours, original, signature)
+    if function.__closure__:  # the code of a closure cannot be replaced, only its name
+        routed = types.FunctionType(_routed.__code__, globals())
+        functools.update_wrapper(routed, function)
+        routed.__kwdefaults__ = {_ROUTE: route}
+        setattr(module, function.__name__, routed)
+        return functools.partial(setattr, module, function.__name__, function)
     function.__signature__ = signature  # type: ignore[attr-defined]
     function.__code__, function.__defaults__, function.__kwdefaults__ = (
         _routed.__code__,

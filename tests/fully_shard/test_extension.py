@@ -286,5 +286,5 @@ def test_methods_set_on_local_tensors_are_called(
 def test_a_method_that_does_not_pad_is_refused_on_the_ranks_that_need_it() -> None:
     model = _shard_patched(False, _unpadded, _rounded())
     if dist.get_rank() == 1:  # which has two rows of five
-        with pytest.raises(AssertionError, match="padded"):
+        with pytest.raises(AssertionError, match="without padding"):
             model(torch.ones(1, DIM))

@@ -378,7 +378,7 @@ def test_local_shards_that_do_not_fit_are_refused_before_anything_changes(
         "a local tensor of shape": lambda tensor: tensor.reshape(-1, 1, 1, 1),
         "on meta": lambda tensor: tensor.to("meta"),
         "torch.complex64": lambda tensor: tensor + 1j,
-        "a list in the place of": lambda tensor: [tensor],
+        "a list in place of": lambda tensor: [tensor],
     }
     for words, change in wrong.items():
         state = replace_shards(model_state(model, form), change)

@@ -438,9 +438,11 @@ def _assert_fails_for_good(subject: Subject, call: Call) -> None:
     last = subject.pair.ranks - 1
     if "Not all ranks called" in message:
         assert_told(message, rf"rank {last} has not arrived: its? .*ended", r"called \S+\(\) at ")
-    elif "did not stay together" in message:
+    elif "did not finish" in message:
         assert_told(message, rf"rank {last} \(process \d+\) has ended")
-    if "did not" in message:  # refused: everything that was sent was received
+    if re.search(
+        "Not all ranks called|did not finish", message
+    ):  # refused: everything that was sent was received
         message = message_of(Subject.forward, subject)
     look = r"to do: +look (for a rank that raised|at rank \d's own error)"
     assert_told(message, "^Waiting for .* failed", look)

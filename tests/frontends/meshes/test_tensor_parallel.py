@@ -468,7 +468,7 @@ def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_pat
         FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
         pytest.raises(
             UsageError,
-            match=r"local state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT",
+            match=r"Tensor-parallel parameters have no local state dict[\s\S]*FULL_STATE_DICT",
         ),
     ):
         model.state_dict()

@@ -449,7 +449,7 @@ def test_anything_but_a_policy_raises_with_the_four_facts(policy: Any, advice: s
     with pytest.raises(UsageError) as error:
         plan_names(blocks(), policy)
     text = str(error.value)
-    for fact in ("expected: a ModuleWrapPolicy", repr(policy), "wrapping a Module", advice):
+    for fact in ("a ModuleWrapPolicy, a CustomPolicy", repr(policy), "wrapping a Module", advice):
         assert fact in text
 
 
