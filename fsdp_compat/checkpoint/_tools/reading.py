@@ -317,6 +317,8 @@ class Files:
         found, start, stop = 0, checksum.start, checksum.start + checksum.nbytes
         room = memoryview(bytearray(min(AT_ONCE_NBYTES, checksum.nbytes)))
         with self.descriptor(path) as descriptor:
+            if hasattr(os, "posix_fadvise"):  # read from the disk what follows, too
+                os.posix_fadvise(descriptor, start, 2 * checksum.nbytes, os.POSIX_FADV_WILLNEED)
             while start < stop:
                 piece = room[: stop - start]
                 _read_into(descriptor, piece, start, path)
