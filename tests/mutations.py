@@ -66,7 +66,7 @@ BREAKS = (
     ),
     Break(
         "mapped shards in place of the user's all-gather",
-        "conduct is None or conduct.custom_all_gather is None",
+        "behavior is None or behavior.custom_all_gather is None",
         "True",
         f"{FULLY_SHARD}/test_mapped.py -k outside_of_a_pass",
     ),
@@ -127,8 +127,8 @@ BREAKS = (
     ),
     Break(
         "no reshard after forward",
-        "                not conduct.reshard_after_forward\n                or",
-        "                conduct.reshard_after_forward\n                or",
+        "                not behavior.reshard_after_forward\n                or",
+        "                behavior.reshard_after_forward\n                or",
         "tests/engine/test_counts.py -k full_shard_gathers",
     ),
     Break(
@@ -271,8 +271,8 @@ BREAKS = (
     ),
     Break(
         "the list of modules to prefetch in backward ignored",
-        "listed = conduct.backward_prefetch if backward else conduct.forward_prefetch",
-        "listed = conduct.forward_prefetch",
+        "listed = behavior.backward_prefetch if backward else behavior.forward_prefetch",
+        "listed = behavior.forward_prefetch",
         f"{FULLY_SHARD}/test_methods.py -k prefetch_lists",
     ),
     Break(
@@ -295,7 +295,7 @@ BREAKS = (
     ),
     Break(
         "outputs not cast",
-        "if unit.conduct.output_dtype is not None:",
+        "if unit.behavior.output_dtype is not None:",
         "if False:",
         f"{FULLY_SHARD}/test_parity.py -k two_ranks",
     ),

@@ -66,8 +66,8 @@ class GlooTransport(OverConnections):
         handle.works.clear()
         handle.ended = True
 
-    def _pieces(self, total: Tensor) -> list[Tensor]:
-        """Return the pieces of ``total`` that the ranks sum; the last ones may be shorter."""
+    def _slices(self, total: Tensor) -> list[Tensor]:
+        """Return the slices of ``total`` that the ranks sum; the last ones may be shorter."""
         size = -(-total.numel() // self.ranks)
         return [total[r * size : (r + 1) * size] for r in range(self.ranks)]
 
@@ -146,15 +146,15 @@ class GlooTransport(OverConnections):
 
     @fails_if_interrupted
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
-        pieces, sent = self._pieces(total), handle.held
-        own = pieces[self.rank]
+        slices, sent = self._slices(total), handle.held
+        own = slices[self.rank]
         sum_in_rank_order(self._parts(handle, own, what), own, handle.divisor)
         self._finish(handle, what)
         if sent is not total:
-            self._pieces(sent)[self.rank].copy_(own)
-        # This message also tells the others that this rank has read its piece of every total, so
+            self._slices(sent)[self.rank].copy_(own)
+        # This message also tells the others that this rank has read its slice of every total, so
         # that they may write there.
-        return self._start(sent, tag + Kind.REPLICATE_BACK, pieces)
+        return self._start(sent, tag + Kind.REPLICATE_BACK, slices)
 
     @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:

@@ -323,7 +323,7 @@ class GlooConnections(Waiter):
         self.sent.clear()
         self.activity.counts.clear()
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked process: refuse every use, and leave the parent's connections alone."""
         self._parents, self.on_close = self.gloo, _nothing
         self.gloo, self._is_closed = None, True
@@ -337,12 +337,12 @@ def _nothing(has_failed: bool) -> None:
 _all_connections: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
 
 
-def _leave_all() -> None:
+def _close_all_in_child() -> None:
     for connections in _all_connections:
-        connections.leave()
+        connections.close_in_child()
 
 
-os.register_at_fork(after_in_child=_leave_all)
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 def any_awaits_readers() -> bool:

@@ -36,8 +36,8 @@ class MessageTransport(GlooTransport):
         """Return what is sent to each rank, out of ``sent``."""
         if kind == Kind.GATHER:
             return [sent] * self.ranks
-        pieces = self._pieces(sent)
-        return [pieces[self.rank]] * self.ranks if kind == Kind.REPLICATE_BACK else pieces
+        slices = self._slices(sent)
+        return [slices[self.rank]] * self.ranks if kind == Kind.REPLICATE_BACK else slices
 
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
         self._end(handle, what)

@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
 
     GATHER = 0
     REDUCE = 1
-    REPLICATE = 2  # the first half of an all-reduce: each rank sums one piece
+    REPLICATE = 2  # the first half of an all-reduce: each rank sums one slice
     REPLICATE_BACK = 3  # the second half: the sums return to all ranks
 
 
@@ -73,7 +73,7 @@ class Handle:
     ended: bool = False  # the works have completed
 
 
-class Mapping(typing.Protocol):
+class ShardMapping(typing.Protocol):
     """The shards of all ranks, side by side in the memory of this process."""
 
     full: Tensor  # [ranks * S]
@@ -267,8 +267,8 @@ class Transport(abc.ABC):
         return ()
 
     def map_shards(
-        self, shards: Sequence[Tensor], mappings: Sequence[Mapping | None]
-    ) -> Sequence[Mapping] | str:
+        self, shards: Sequence[Tensor], mappings: Sequence[ShardMapping | None]
+    ) -> Sequence[ShardMapping] | str:
         """Map every rank's ``shards`` [S] side by side, into existing ``mappings`` or into new
         ones. If some rank cannot map all of them, return the reason."""
         return "ranks do not read each other's memory"

@@ -7,7 +7,7 @@ stages is the one that sends less over the network:
 
     all-gather       far, of this rank's shard; then near, of the shards of this local rank
     reduce-scatter   near, of what ranks of this local rank need; then far, of the sums of the host
-    all-reduce       reduce-scatter near; all-reduce far, of a piece; all-gather near
+    all-reduce       reduce-scatter near; all-reduce far, of a slice; all-gather near
 
 So sums are taken within each host in rank order, in fp32 or wider, and rounded to the dtype of the
 buffer, which is that of the messages; then over hosts, in the order of their first ranks. The bits
@@ -173,7 +173,7 @@ class TwoStages(OverConnections):
 
     @fails_if_interrupted
     def end_all_reduce(self, handle: Handle, total: Tensor, what: str) -> None:
-        self._near.settle(what)  # the piece of this rank can be freed
+        self._near.settle(what)  # the slice of this rank can be freed
         self._far.settle(what, only_reductions=True)
 
     @fails_if_interrupted

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .behavior import ReduceAxes
 from .bulk_dict import consume
-from .conduct import ReduceAxes
 from .store import ParamStore
 
 _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
@@ -26,7 +26,7 @@ _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Note:
+class _RecordedGrad:
     """The ``.grad`` of a sharded parameter after a backward without communication."""
 
     grad: torch.Tensor
@@ -57,7 +57,9 @@ class ShardedGrads:
             and any(map(torch.Tensor.numel, map(unsharded_params.__getitem__, indices)))
         )
         self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
-        self.notes: list[_Note | None] = []  # by position; None: does not require gradients
+        self.recorded: list[
+            _RecordedGrad | None
+        ] = []  # by position; None: does not require gradients
         if grad_dtype is not None:
             for param in self._params:
                 grad, param.grad = param.grad, None  # an existing gradient is converted
@@ -111,35 +113,35 @@ class ShardedGrads:
 
     # -- accumulation without communication
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Note every ``.grad`` after a backward without communication: see the head of this file.
 
         Even parameters of which this rank has no part get a gradient until the next reduction, so
         that zero_grad clears the same gradients on all ranks.
         """
-        self.notes = []
+        self.recorded = []
         if self._is_dtensor:
             return
         for param in self._params:
             if not param.requires_grad:
-                self.notes.append(None)
+                self.recorded.append(None)
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=self._dtype)
             grad = param.grad
-            self.notes.append(_Note(grad, grad._version))
+            self.recorded.append(_RecordedGrad(grad, grad._version))
 
     def take_cleared(self) -> tuple[list[int], list[int]]:
-        """Forget the notes. Return the positions of the sharded parameters whose gradients were
-        replaced or set to None since ``note`` (the same on all ranks), and of those whose gradients
-        were zeroed in place (which depends on this rank's part)."""
+        """Return the positions of sharded parameters whose gradients were replaced or set to None
+        since ``record`` (the same on all ranks), and of those whose gradients were zeroed in place
+        (which depends on this rank's part); and forget what was recorded."""
         replaced, zeroed = list[int](), list[int]()
-        for position, (param, note) in enumerate(zip(self._params, self.notes, strict=True)):
-            if note is None:
+        for position, (param, before) in enumerate(zip(self._params, self.recorded, strict=True)):
+            if before is None:
                 continue
-            if param.grad is not note.grad:
+            if param.grad is not before.grad:
                 replaced.append(position)
-            elif note.grad._version != note.version and not note.grad.any():
+            elif before.grad._version != before.version and not before.grad.any():
                 zeroed.append(position)
-        self.notes = []
+        self.recorded = []
         return replaced, zeroed

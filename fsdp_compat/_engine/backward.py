@@ -83,7 +83,7 @@ class BackwardRunner:
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
         self.is_open = False  # a backward began and has not ended
-        self._has_notes = False  # some group has gradients of a backward without communication
+        self._has_recorded = False  # some group has gradients of a backward without communication
 
     @property
     def _allow_unused_units(self) -> bool:
@@ -114,8 +114,8 @@ class BackwardRunner:
             if self.is_open:
                 self.discard()
             current, self.is_open = Backward(), True
-            if self._has_notes:
-                self._has_notes = False
+            if self._has_recorded:
+                self._has_recorded = False
                 for gradients in self._every:
                     gradients.clear()
             self._current = weakref.ref(current)
@@ -123,10 +123,10 @@ class BackwardRunner:
             try:
                 self._checks.before_backward()
             except StateError as error:
-                progress.note_error(error)  # the other ranks may wait in this backward
+                progress.record_error(error)  # the other ranks may wait in this backward
                 raise
             self._gathering.begin_backward()
-            reduces_unused = any(unit.conduct.reduction.reduces_unused for unit in self._units)
+            reduces_unused = any(unit.behavior.reduction.reduces_unused for unit in self._units)
             current.has_rest = self._allow_unused_units or reduces_unused
             current.defers = current.has_rest and not self._communicators.have_tags
             self.reductions.is_unlimited = reduces_unused and not current.defers
@@ -183,14 +183,14 @@ class BackwardRunner:
         if not unit.calls:
             entered.append(unit)
         unit.calls.append(call)
-        if unit.conduct.unshard_in_backward:
+        if unit.behavior.unshard_in_backward:
             self._gathering.unshard_for_use(unit, call.dtype, backward=True)
 
     @staticmethod
     def _has_calls_left(unit: Unit, backward: Backward) -> bool:
         """True if the running graph has yet to reach calls of the unit: gradients of parameters
         that they use are complete only afterwards."""
-        for reference in unit.conduct.calls_in_graphs:
+        for reference in unit.behavior.calls_in_graphs:
             call = reference()
             if call is not None and call.seen_by != backward.serial and call.runs_now():
                 return True
@@ -210,7 +210,7 @@ class BackwardRunner:
         if unit.calls:
             unit.forget_calls()
             backward.entered.remove(unit)
-        if not backward.keeps_params and unit.conduct.reshard_after_backward:
+        if not backward.keeps_params and unit.behavior.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
         # Without tags, ranks must not reduce what happens to be complete already.
         if backward.defers or (not at_end and self._has_calls_left(unit, backward)):
@@ -242,7 +242,7 @@ class BackwardRunner:
         """Return the stream that takes a unit's gradients. At the end it is the computing stream,
         which has nothing left to compute and can reuse the memory of activations; but gradients
         that stay for later backwards are always allocated on the side stream."""
-        policy = unit.conduct.reduction
+        policy = unit.behavior.reduction
         leaves_nothing = self.sync and policy.sync and policy.over_replicas
         if at_end and leaves_nothing and not self.reduces_on_finalize:
             return _HERE
@@ -269,14 +269,14 @@ class BackwardRunner:
                     unit.wait_for_unshard()
                 if backward.keeps_params and unit.residency is Residency.UNSHARDED:
                     unit.keep_values()
-            self._gathering.mapped.leave(Pass.BACKWARD)
+            self._gathering.mapped.stop_reading(Pass.BACKWARD)
             if backward.has_rest:
                 self._reduce_rest(backward)
             self._join(side=True)
             for gradients in self._every:
                 if gradients.received:  # no_sync
-                    gradients.sharded.note()
-                    self._has_notes = True
+                    gradients.sharded.record()
+                    self._has_recorded = True
             self.reductions.finish()
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
@@ -296,7 +296,7 @@ class BackwardRunner:
             )
         is_used = dict(zip(every, used, strict=True))
         for unit in reversed(self._units):
-            policy = unit.conduct.reduction
+            policy = unit.behavior.reduction
             reduces = self.sync and policy.sync and not self.reduces_on_finalize
             is_ordered = self._allow_unused_units or backward.defers
             left = [
@@ -322,7 +322,7 @@ class BackwardRunner:
         """Collective. Reshard, and start to reduce what backwards have received."""
         self._join()
         for unit in reversed(self._units):
-            if unit.conduct.reshard_after_backward:
+            if unit.behavior.reshard_after_backward:
                 unit.reshard()  # the backwards may have run without resharding
             every = [group.gradients for group in unit.groups]
             received = [each for each in every if each.wants_reduction(self.sync)]

@@ -40,8 +40,8 @@ _NONES = itertools.repeat(None)
 
 
 class ExternalChanges:
-    """Whether the user has changed anything since the last ``note``: one comparison for all units,
-    by a few calls of C functions.
+    """Whether the user has changed anything since the last ``record``: one comparison for all
+    units, by a few calls of C functions.
 
     Nothing has changed if gradients of small unsharded parameters are None, requires_grad is the
     same, and sharded and unsharded parameters have the same memory. Then units need not be checked
@@ -58,13 +58,13 @@ class ExternalChanges:
         self._trainable = [*sharded, *unsharded]
         self.sharded = Addresses(sharded)
         self._unsharded = Addresses(map(_torch_private.local_part, unsharded))
-        self._noted: list[bool] | None = None  # requires_grad
+        self._recorded: list[bool] | None = None  # requires_grad
         # Sharded parameters, with the unsharded ones that have their values. Where the user may
         # change units at any time (fully_shard), written parameters are gathered again instead.
         self._written = [
             (group, param, [m.unsharded_params[i] for m in group.memories for i in indices])
             for group in groups
-            if group.conduct is None
+            if group.behavior is None
             for param, indices in group.store.sharded_params
             if not param.is_inference()
         ]
@@ -96,19 +96,19 @@ class ExternalChanges:
         return set(itertools.compress(self._of_small_params, have_come))
 
     def is_intact(self) -> bool:
-        """True if nothing has changed since ``note`` and no gradient was left."""
+        """True if nothing has changed since ``record`` and no gradient was left."""
         return (
             not self.groups_with_gradients()
-            and list(map(_requires_grad, self._trainable)) == self._noted
+            and list(map(_requires_grad, self._trainable)) == self._recorded
             and not self.sharded.changed()
             and not self._unsharded.changed()
         )
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Compare with the current state from now on: all units were checked and repaired."""
-        self._noted = list(map(_requires_grad, self._trainable))
-        self.sharded.note()
-        self._unsharded.note()
+        self._recorded = list(map(_requires_grad, self._trainable))
+        self.sharded.record()
+        self._unsharded.record()
 
 
 class Checks:
@@ -120,7 +120,7 @@ class Checks:
         # Whether every parameter and buffer has values, checked before the first forward. In a
         # simulation on the meta device none has; with fully_shard it is up to the user.
         self._has_values = root.options.device.type == "meta" or not any(
-            unit.conduct.freshness is None for unit in units
+            unit.behavior.freshness is None for unit in units
         )
 
     def use_groups(self, groups: Iterable[Group]) -> None:
@@ -133,7 +133,7 @@ class Checks:
         if not self.changes.is_intact():
             self._check_units()
             if not any(unit.view.summoned for unit in self._units):  # these were not checked
-                self.changes.note()
+                self.changes.record()
         if not self._has_values:
             device = self._root.options.device
             agreement.require_units_alike(self._units, device, self._root.label)

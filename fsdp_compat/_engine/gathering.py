@@ -188,7 +188,7 @@ class Gathering:
         rounds = self.rounds
         if rounds.is_fixed_order:
             rounds.gather_before(unit, order)
-        if unit.conduct.freshness is not None:
+        if unit.behavior.freshness is not None:
             self._reshard_stale(unit)
         if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
             unit.unshard(dtype)
@@ -202,7 +202,7 @@ class Gathering:
         unit.wait_for_unshard()
         if not unit.view.shows_unsharded:
             unit.view.show_unsharded()
-        elif unit.conduct.freshness is not None:
+        elif unit.behavior.freshness is not None:
             unit.view.keep_showing_unsharded()
 
     @staticmethod
@@ -219,17 +219,17 @@ class Gathering:
     def _prefetch(self, unit: Unit, following: Unit | None, backward: bool) -> None:
         """Collective. Start the all-gathers of the units that the user has listed or, without a
         list, of the unit that was used next in the last pass."""
-        conduct = unit.conduct
-        listed = conduct.backward_prefetch if backward else conduct.forward_prefetch
+        behavior = unit.behavior
+        listed = behavior.backward_prefetch if backward else behavior.forward_prefetch
         if listed:
             units = [other.unit for other in listed if other.unit is not None]
             for other in units:
                 if other.runtime is unit.runtime and (
-                    not backward or other.conduct.unshard_in_backward
+                    not backward or other.behavior.unshard_in_backward
                 ):
                     other.unshard(ComputeDtype.TRAIN)
         elif following is not None and (
-            (self._prefetches_backward and following.conduct.unshard_in_backward)
+            (self._prefetches_backward and following.behavior.unshard_in_backward)
             if backward
             else self._prefetches_forward
         ):
@@ -241,11 +241,11 @@ class Gathering:
 
     def after_forward(self, unit: Unit, in_graph: bool) -> None:
         """End the last running call of ``unit``. in_graph: backward will use it."""
-        conduct, keeps = unit.conduct, in_graph and not self.rounds.is_fixed_order
-        if conduct.freshness is None:
+        behavior, keeps = unit.behavior, in_graph and not self.rounds.is_fixed_order
+        if behavior.freshness is None:
             # In a fixed order no unit is kept, so that ranks gather the same units again.
             if keeps and (
-                not conduct.reshard_after_forward
+                not behavior.reshard_after_forward
                 or unit is self._first_in_backward
                 or unit is self._units[0]  # the root
             ):
@@ -253,11 +253,11 @@ class Gathering:
             else:
                 unit.reshard()
             return
-        conduct.pinned = False
-        if not conduct.reshard_after_forward and not self.rounds.is_fixed_order:
+        behavior.pinned = False
+        if not behavior.reshard_after_forward and not self.rounds.is_fixed_order:
             unit.watch_holders(in_graph)
             return  # even after a forward without a graph: generation calls it repeatedly
-        if keeps and conduct.partial_ranks:
+        if keeps and behavior.partial_ranks:
             unit.reshard_to_partial()
         elif keeps and unit is self._first_in_backward:
             unit.view.show_sharded()

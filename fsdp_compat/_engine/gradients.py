@@ -15,8 +15,8 @@ from torch import nn
 
 from .. import _torch_private
 from .accumulation import ShardedGrads
+from .behavior import Behavior, CommHook, ReduceAxes, ReducePolicy, predivisor
 from .bulk_dict import consume
-from .conduct import CommHook, Conduct, ReduceAxes, ReducePolicy, predivisor
 from .device import side_stream
 from .dtypes import Precision
 from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction
@@ -52,20 +52,20 @@ class Gradients:
         large: Collection[nn.Parameter],
         precision: Precision,
         device: torch.device,
-        conduct: Conduct | None,
+        behavior: Behavior | None,
     ) -> None:
-        """large: unsharded parameters with a hook each (see ``take_large``). conduct: of the unit,
+        """large: unsharded parameters with a hook each (see ``take_large``). behavior: of the unit,
         if the user may change it; sharded parameters are DTensors then."""
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; the runtime sets it.
         self.limit_in_flight: Callable[[], None] = lambda: None
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         whole = memories[0].unsharded_params
-        self.sharded = ShardedGrads(store, whole, grad_dtype, is_dtensor=conduct is not None)
+        self.sharded = ShardedGrads(store, whole, grad_dtype, is_dtensor=behavior is not None)
         self.received: Collection[int] = ()  # indices of parameters whose gradients are here
         self.reduction: Reduction | None = None
         self.axes = axes
-        self._store, self._memories, self._conduct = store, memories, conduct or Conduct()
+        self._store, self._memories, self._behavior = store, memories, behavior or Behavior()
         self.reduce_dtype, self._grad_dtype, self._device = precision.reduce, grad_dtype, device
         self._side = side_stream(device, "reduce")
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
@@ -81,11 +81,11 @@ class Gradients:
 
     @property
     def policy(self) -> ReducePolicy:
-        return self._conduct.reduction
+        return self._behavior.reduction
 
     def wants_reduction(self, sync: bool) -> bool:
         """True if post-backward is to reduce the received gradients. sync: of the runtime."""
-        return sync and self._conduct.reduction.sync and bool(self.received)
+        return sync and self._behavior.reduction.sync and bool(self.received)
 
     @property
     def have_come(self) -> bool:
@@ -120,7 +120,7 @@ class Gradients:
     def set_hook(self, hook: CommHook) -> None:
         """Let the user's hook sum and average gradients from now on. Must not be called while
         gradients are received."""
-        self._conduct.reduction = dataclasses.replace(self.policy, hook=hook)
+        self._behavior.reduction = dataclasses.replace(self.policy, hook=hook)
         self._buffer, self.received = None, ()  # the next buffer does not divide
 
     # -- in every backward
@@ -209,7 +209,7 @@ class Gradients:
         """Collective. Start to reduce the received gradients, with zeros for the others."""
         if self.reduction is not None:
             self.finish_reduction()
-        stages = self._buffer_for(()).reduce(self._conduct.reduction, self.what)
+        stages = self._buffer_for(()).reduce(self._behavior.reduction, self.what)
         reduction = self.reduction = Reduction(stages)
         return reduction
 
@@ -228,7 +228,7 @@ class Gradients:
         The set of received gradients decides what is reduced, so it must not depend on values,
         which differ between ranks: zeroed gradients stay received.
         """
-        if self._buffer is None or not self.sharded.notes:
+        if self._buffer is None or not self.sharded.recorded:
             return
         replaced, zeroed = self.sharded.take_cleared()
         for position in zeroed:

@@ -11,7 +11,7 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._comm.transport import Handle, Transport
 from ..errors import AssertedStateError
-from .conduct import Conduct, ReduceAxes
+from .behavior import Behavior, ReduceAxes
 from .device import ON_DEVICE, OffloadPolicy, OnHost, side_stream
 from .dtypes import ComputeDtype, Precision
 from .gradients import Gradients, is_large
@@ -33,14 +33,14 @@ class Group:
         device: torch.device,
         offload: bool = False,
         reshard_after_forward: bool = True,
-        conduct: Conduct | None = None,
+        behavior: Behavior | None = None,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
-        offload: the shard is on the CPU. reshard_after_forward: of the unit. conduct: of the unit,
+        offload: the shard is on the CPU. reshard_after_forward: of the unit. behavior: of the unit,
         if the user may change it; sharded parameters are DTensors then.
         """
-        self.store, self.device, self.conduct = store, device, conduct
+        self.store, self.device, self.behavior = store, device, behavior
         self.offload: OffloadPolicy = OnHost(device) if offload else ON_DEVICE
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
@@ -76,7 +76,7 @@ class Group:
             for param in memory.unsharded_params
             if streamed and is_large(param)
         }
-        self.gradients = Gradients(store, self.memories, axes, large, precision, device, conduct)
+        self.gradients = Gradients(store, self.memories, axes, large, precision, device, behavior)
         self.partial: PartialShard | None = None  # the front end sets it
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
@@ -118,7 +118,7 @@ class Group:
 
     def unshard(self) -> None:
         """Collective. Start the all-gather."""
-        memory, conduct = self.memory, self.conduct
+        memory, behavior = self.memory, self.behavior
         if memory.aliased:
             return
         if memory.views_mapping:
@@ -130,7 +130,7 @@ class Group:
         mapped = memory.mapped_copy
         if mapped is not None:
             mapped.is_due = bool(mapped.passes) and (
-                conduct is None or conduct.custom_all_gather is None
+                behavior is None or behavior.custom_all_gather is None
             )
             if mapped.is_due:
                 return
@@ -145,9 +145,9 @@ class Group:
             self._begin_all_gather()
 
     def _begin_all_gather(self) -> None:
-        shard, memory, conduct = self.store.shard, self.memory, self.conduct
-        if conduct is not None and conduct.custom_all_gather is not None:
-            _gather_by_custom(conduct, shard, memory, self.shard.rank)
+        shard, memory, behavior = self.store.shard, self.memory, self.behavior
+        if behavior is not None and behavior.custom_all_gather is not None:
+            _gather_by_custom(behavior, shard, memory, self.shard.rank)
             side = side_stream(self.device, "gather")
             self._wait_for_custom = None if side is None else side.mark()
             return
@@ -174,8 +174,8 @@ class Group:
         collective."""
         if self.partial is not None and self.partial.is_held:
             self.partial.drop(self._what)
-        if self.conduct is not None:
-            self.memory.keeps_storage = self.conduct.keeps_storage or self.conduct.has_views
+        if self.behavior is not None:
+            self.memory.keeps_storage = self.behavior.keeps_storage or self.behavior.has_views
         if is_in_flight:
             if self._all_gather is None:
                 # An exception may have come before the handle was stored here.
@@ -245,13 +245,15 @@ class Group:
         )
 
 
-def _gather_by_custom(conduct: Conduct, own: torch.Tensor, memory: GroupMemory, rank: int) -> None:
+def _gather_by_custom(
+    behavior: Behavior, own: torch.Tensor, memory: GroupMemory, rank: int
+) -> None:
     """All-gather ``own`` [S], cast if need be, by the user's function. Collective."""
-    custom, full = conduct.custom_all_gather, memory.all_gather_output
+    custom, full = behavior.custom_all_gather, memory.all_gather_output
     output = custom.allocate((full.numel(),), dtype=full.dtype, device=full.device)
     source = output.narrow(0, rank * own.numel(), own.numel()).copy_(own)
     work = custom(
-        output_tensor=output, input_tensor=source, group=conduct.process_group, async_op=False
+        output_tensor=output, input_tensor=source, group=behavior.process_group, async_op=False
     )
     if work is not None:
         work.wait()

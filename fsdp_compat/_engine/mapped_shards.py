@@ -94,7 +94,7 @@ class MappedShards:
                 axis.versions = versions
         self._reading.add(which)
 
-    def leave(self, which: Pass, has_raised: bool = False) -> None:
+    def stop_reading(self, which: Pass, has_raised: bool = False) -> None:
         """Tell the other ranks that this one reads no more shards in the pass."""
         self._reading.discard(which)
         if which in self._open and not self._open[which]:
@@ -109,7 +109,7 @@ class MappedShards:
         Raises StateError, for good, if the pass has raised on another rank only: no rank would
         wait for a unit that the other one has not used.
         """
-        self.leave(which, has_raised)
+        self.stop_reading(which, has_raised)
         what = f"the end of a {which.name.lower()} of {self._label}"
         for axis, handle in self._open.pop(which, ()):
             axis.communicator.end_barrier(handle, what, fails=not has_raised)
@@ -181,7 +181,7 @@ def _views(group: Group) -> bool:
     """True if the parameters view the mapped shards. Otherwise they are copied out of them, because
     they are cast, are not contiguous in them, or may be kept by the user while shards change."""
     return (
-        group.conduct is None
+        group.behavior is None
         and not group.memories[0].has_copies
         and group.gather_dtype == group.store.dtype
     )

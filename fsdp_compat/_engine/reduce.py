@@ -17,7 +17,7 @@ import torch
 
 from .. import _torch_private
 from ..errors import StateError
-from .conduct import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
+from .behavior import CommHook, CustomReduceScatter, Divisor, ReduceAxes, ReducePolicy
 from .device import has_streams, read_later, run_on
 from .storage import Segments, Storage
 from .store import ParamStore, ReduceForm
@@ -341,7 +341,7 @@ class ReduceBuffer:
         """Sum ``total`` over the replica axis. Return it, and what it is still to be divided by."""
         axis, tag = self._axes.replica, self._axes.replica_tag
         total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
-        # Pieces are divided during the all-reduce, unless that would round in the narrow dtype.
+        # Slices are divided during the all-reduce, unless that would round in the narrow dtype.
         now = divisor.is_exact or total.dtype == self._sum_dtype
         pending = axis.begin_all_reduce(total, tag, divisor.tensor if now else None)
         for step in range(axis.all_reduce_steps):

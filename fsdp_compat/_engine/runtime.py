@@ -20,9 +20,9 @@ from .._comm.divergence import progress
 from ..errors import StateError
 from . import hooks
 from .backward import BackwardRunner, ThreadedBackwardRunner
+from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
 from .communicators import Communicators
-from .conduct import CommHook
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
 from .gathering import Gathering, Prefetch
@@ -127,7 +127,7 @@ class Runtime:
             except BaseException as error:
                 _torch_private.set_compiler(None)
                 if _torch_private.graph_task() == -1:  # a recomputation may end early
-                    progress.note_error(error)
+                    progress.record_error(error)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
                     self.post_forward(call, unit, None, has_raised=True)
@@ -135,8 +135,8 @@ class Runtime:
             _torch_private.set_compiler(None)
             with _torch_private.unrecorded():
                 self.post_forward(call, unit, output)
-            if unit.conduct.output_dtype is not None:
-                output = cast_floats(output, unit.conduct.output_dtype)
+            if unit.behavior.output_dtype is not None:
+                output = cast_floats(output, unit.behavior.output_dtype)
             return output
         finally:
             _torch_private.set_compiler(compiler)
@@ -173,8 +173,8 @@ class Runtime:
             if outermost and not recomputing:
                 self._begin_forward()
             self._stack.append(call)
-            if call.module is not None and not recomputing and not unit.conduct.modules_to_run:
-                unit.conduct.modules_to_run.update(unit.modules)
+            if call.module is not None and not recomputing and not unit.behavior.modules_to_run:
+                unit.behavior.modules_to_run.update(unit.modules)
             self._gathering.unshard_for_use(unit, call.dtype, recomputing)
             unit.running += 1
             call.counted = True
@@ -208,7 +208,7 @@ class Runtime:
                 unit.residency is not Residency.SHARDED or unit.view.shows_unsharded
             ) and not unit.stays_unsharded:
                 unit.reshard()
-        progress.note_error(None)
+        progress.record_error(None)
         self._checks.before_forward()
         self.has_run = True
         for unit in self._units_with_parts:
@@ -242,20 +242,20 @@ class Runtime:
             return
         in_graph = bool(nodes)
         if nodes and not self._communicators.have_tags:
-            unit.note_call_in_graph(call, nodes)
+            unit.track_call(call, nodes)
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:
-            unit.conduct.modules_to_run.discard(call.module)
-        if not unit.conduct.modules_to_run:
+            unit.behavior.modules_to_run.discard(call.module)
+        if not unit.behavior.modules_to_run:
             self._gathering.after_forward(unit, in_graph)
         if not self._stack:
             self._end_forward(has_raised, in_graph)
 
     def _end_forward(self, has_raised: bool, in_graph: bool) -> None:
         for unit in self._units_of_several:
-            if unit.conduct.modules_to_run:  # its other modules were not called
-                unit.conduct.modules_to_run.clear()
+            if unit.behavior.modules_to_run:  # its other modules were not called
+                unit.behavior.modules_to_run.clear()
                 self._gathering.after_forward(unit, True)
         self._gathering.end_forward()
         for unit in self._units_with_parts:
@@ -289,7 +289,7 @@ class Runtime:
         self.backward.discard()
         for unit in self.units:
             unit.running = 0
-            unit.conduct.modules_to_run.clear()
+            unit.behavior.modules_to_run.clear()
             unit.reshard()
 
     def set_comm_hook(self, hook: CommHook) -> None:

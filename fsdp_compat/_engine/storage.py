@@ -12,7 +12,7 @@ import torch
 from .. import _torch_private
 from .._comm.communicator import allocate_shard
 from .._comm.host_memory import HUGE_NBYTES, prefer_huge_pages
-from .._comm.transport import Mapping
+from .._comm.transport import ShardMapping
 from .device import has_streams
 from .store import ParamStore
 
@@ -187,7 +187,7 @@ class GroupMemory:
         self.has_copies = self._copy is not None  # see `fill_unsharded_params`
         # All ranks' shards: the parameters view them instead of an all-gather output, or are copied
         # out of them.
-        self.mapping: Mapping | None = None
+        self.mapping: ShardMapping | None = None
         self._num_writes = 0  # to mapped parameters
         self.mapped_copy: MappedCopy | None = None
         self.keeps_storage = False  # `free` leaves the memory of the parameters
@@ -203,7 +203,7 @@ class GroupMemory:
         return self.mapping is not None and self.mapped_copy is None
 
     def use_copies_of(
-        self, store: ParamStore, mapping: Mapping, passes: Collection[object]
+        self, store: ParamStore, mapping: ShardMapping, passes: Collection[object]
     ) -> None:
         """Let the parameters be copied out of every rank's shard, where it is mapped. passes: see
         MappedCopy."""
@@ -219,7 +219,7 @@ class GroupMemory:
         for storage in empty:
             storage.free()
 
-    def use_mapping(self, store: ParamStore, mapping: Mapping) -> None:
+    def use_mapping(self, store: ParamStore, mapping: ShardMapping) -> None:
         """Let the parameters view every rank's shard in place, without any all-gather from now on.
         The first call must come while sharded."""
         if mapping is self.mapping:

@@ -15,8 +15,8 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import StateError
+from .behavior import Behavior
 from .buffers import CastBuffers
-from .conduct import Conduct
 from .dtypes import ComputeDtype
 from .group import Group
 from .module_attributes import TensorAttributes
@@ -132,16 +132,16 @@ class Unit:
         groups: Sequence[Group],
         options: UnitOptions,
         modules: Sequence[nn.Module] = (),
-        conduct: Conduct | None = None,
+        behavior: Behavior | None = None,
     ) -> None:
         """modules: if several modules' forward calls are the unit's; the first is ``module``.
-        conduct: if the user may change it."""
+        behavior: if the user may change it."""
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
-        self.conduct = conduct or Conduct(options.reshard_after_forward)
-        if conduct is not None:
-            conduct.unit = self
-            conduct.freshness = Freshness([group.store for group in groups])
+        self.behavior = behavior or Behavior(options.reshard_after_forward)
+        if behavior is not None:
+            behavior.unit = self
+            behavior.freshness = Freshness([group.store for group in groups])
         self.owner: Callable[[], nn.Module | None] = lambda: None  # weak: the wrapper, if any
         self.runtime: Any = None  # a Runtime, which sets this and the next
         self.label = "a unit"  # for errors
@@ -211,8 +211,8 @@ class Unit:
                 group.use_dtype(dtype)
         if self.residency in NOT_UNSHARDED and not self.view.summoned:
             self.residency = Residency.UNSHARDING
-            if self.conduct.freshness is not None:
-                self.conduct.freshness.note()
+            if self.behavior.freshness is not None:
+                self.behavior.freshness.record()
             if _torch_private.counts_collectives():
                 self._count_gathers()
             for group in self.groups:
@@ -222,7 +222,7 @@ class Unit:
         """Count one all-gather for all groups over the same ranks, even if nothing is sent. That of
         a user counts by itself."""
         axes = {group.shard for group in self.groups if group.shard.ranks > 1}
-        if self.conduct.custom_all_gather is None:
+        if self.behavior.custom_all_gather is None:
             for _ in axes:
                 _torch_private.count_collective("_allgather_base_")
 
@@ -241,11 +241,11 @@ class Unit:
         """
         if self.running:
             return
-        self.conduct.pinned = False
+        self.behavior.pinned = False
         if self.view.shows_unsharded:
             self.view.show_sharded()
         if self.residency is not Residency.SHARDED:
-            self.conduct.has_views = self.conduct.num_holders >= 0 and self._has_views()
+            self.behavior.has_views = self.behavior.num_holders >= 0 and self._has_views()
             self.view.hide_partial()
             is_in_flight = self.residency is Residency.UNSHARDING
             for group in self.groups:
@@ -255,11 +255,11 @@ class Unit:
     def watch_holders(self, in_graph: bool) -> None:
         """Count the holders of unsharded parameters' memory when the unit stays unsharded after a
         pass: later ones are the user's views, unless a graph holds some."""
-        conduct, now = self.conduct, -1 if in_graph else self._num_holders()
+        behavior, now = self.behavior, -1 if in_graph else self._num_holders()
         # Views that users kept from earlier times do not count as the engine's.
-        conduct.num_holders = min(now, conduct.fewest_holders) if conduct.fewest_holders else now
+        behavior.num_holders = min(now, behavior.fewest_holders) if behavior.fewest_holders else now
         if not in_graph:
-            conduct.fewest_holders = conduct.num_holders
+            behavior.fewest_holders = behavior.num_holders
 
     def _num_holders(self) -> int:
         return sum(group.memory.num_holders for group in self.groups)
@@ -267,10 +267,10 @@ class Unit:
     def _has_views(self) -> bool:
         """True if, as far as this can be detected, views of unsharded parameters outlive them. Such
         memory is not freed: reading it would crash the process."""
-        before, self.conduct.num_holders = self.conduct.num_holders, -1
+        before, self.behavior.num_holders = self.behavior.num_holders, -1
         if self._num_holders() <= before:
             return False
-        if not self.conduct.keeps_storage:
+        if not self.behavior.keeps_storage:
             warnings.warn(
                 f"Views of unsharded parameters of {self.label} outlive these, for example "
                 "detached ones of named_parameters(). They keep the memory of all unsharded "
@@ -308,19 +308,19 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """True if the unsharded parameters have the values of the sharded ones."""
-        freshness = self.conduct.freshness
+        freshness = self.behavior.freshness
         return freshness is not None and freshness.is_current
 
     @property
     def stays_unsharded(self) -> bool:
         """True if the unit stays unsharded when a new pass begins: the user wants it, and the
         sharded parameters were not written to."""
-        conduct = self.conduct
+        behavior = self.behavior
         return (
-            conduct.pinned
-            or bool(conduct.modules_to_run)
-            or not conduct.reshard_after_forward
-            or not conduct.reshard_after_backward
+            behavior.pinned
+            or bool(behavior.modules_to_run)
+            or not behavior.reshard_after_forward
+            or not behavior.reshard_after_backward
         ) and self.is_fresh
 
     def unshard_for_others(self) -> None:
@@ -331,13 +331,13 @@ class Unit:
             group.unshard()
         self.wait_for_unshard()
 
-    def note_call_in_graph(self, call: Call, nodes: Sequence[Any]) -> None:
+    def track_call(self, call: Call, nodes: Sequence[Any]) -> None:
         """Remember a finished forward call, for ranks that must reduce units in one order. nodes:
         of its outputs; they hold the call."""
         call.inside = _torch_private.nodes_before(nodes)
-        conduct = self.conduct
-        conduct.calls_in_graphs = [each for each in conduct.calls_in_graphs if each() is not None]
-        conduct.calls_in_graphs.append(weakref.ref(call))
+        behavior = self.behavior
+        behavior.calls_in_graphs = [each for each in behavior.calls_in_graphs if each() is not None]
+        behavior.calls_in_graphs.append(weakref.ref(call))
 
     def forget_calls(self) -> None:
         """In post-backward: no call needs the unit any more."""

@@ -26,22 +26,22 @@ _dtype, _version = map(operator.attrgetter, ("dtype", "_version"))
 
 
 class Addresses:
-    """Where tensors (of DTensors, the local tensors) lay in memory at the last ``note``. Comparing
-    them all takes a few calls of C functions."""
+    """Where tensors (of DTensors, the local tensors) lay in memory at the last ``record``: compared
+    by a few calls of C functions."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors, is_dtensor = list(tensors), _torch_private.is_dtensor
         self._plain = [tensor for tensor in tensors if not is_dtensor(tensor)]
         self._dtensors = list(filter(is_dtensor, tensors))
-        self.note()
+        self.record()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Compare with the current memory from now on."""
-        self._noted = self._present()
+        self._recorded = self._present()
 
     def changed(self) -> bool:
-        """True if a tensor has other memory, or another size or dtype, than at the last note."""
-        return self._present() != self._noted
+        """True if a tensor has other memory, or another size or dtype, than at the last record."""
+        return self._present() != self._recorded
 
     def _present(self) -> tuple[Sequence[object], ...]:
         tensors = self._plain
@@ -109,7 +109,7 @@ class Freshness:
         self._dtensors = list(filter(_torch_private.is_dtensor, self._params))
         self.ids = frozenset(map(id, self._params))
         self.num_steps = 0  # of optimizers that hold some of them
-        self._noted: list[int] = []
+        self._recorded: list[int] = []
         _steps.units.add(self)
         patches.patch()
 
@@ -118,14 +118,14 @@ class Freshness:
         local = torch_dtensor.local_parts(self._dtensors)
         return any(_torch_private.storage_key(tensor) in storages for tensor in local)
 
-    def note(self) -> None:
+    def record(self) -> None:
         """An all-gather reads the shards now."""
-        self._noted = self._present()
+        self._recorded = self._present()
 
     @property
     def is_current(self) -> bool:
-        """True if nothing was written since ``note``."""
-        return patches.is_made and self._noted == self._present()
+        """True if nothing was written since ``record``."""
+        return patches.is_made and self._recorded == self._present()
 
     def _present(self) -> list[int]:
         return [

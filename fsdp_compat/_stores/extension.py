@@ -127,8 +127,8 @@ class ExtensionStore(RowStore):
     def _move_into_shard(self, index: int, value: torch.Tensor, moved: bool) -> None:
         pass  # it has memory of its own
 
-    def _note(self) -> None:
-        super()._note()
+    def _refresh(self) -> None:
+        super()._refresh()
         self._locals = list(map(_torch_private.local_part, self._sharded))
         self._outputs: list[list[torch.Tensor]] = []  # 1-D, by parameter
         self._inner: list[torch.Tensor] = []  # of the unsharded parameters

@@ -81,7 +81,7 @@ class RowStore(StateStore):
             for index, value in enumerate(values)
         ]
         self._params = list(map(RowParam.of, originals, locals_, cuts, placements))
-        self._note()
+        self._refresh()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
         """Make the layout, and a shard of zeros."""
@@ -104,7 +104,7 @@ class RowStore(StateStore):
             as_bytes(local).copy_(as_bytes(value))
         return local
 
-    def _note(self) -> None:
+    def _refresh(self) -> None:
         """Update what follows from the sharded parameters, which view the shard now."""
         self.kinds = [param.kind for param in self._params]
         self.parallel = [kind.parallel for kind in self.kinds]
@@ -239,7 +239,7 @@ class RowStore(StateStore):
             for index, (parameter, value) in enumerate(zip(present, values, strict=True)):
                 self._adopt_param(index, parameter)
                 self._move_into_shard(index, value, moved)
-        self._note()
+        self._refresh()
         return moved or was_replaced
 
     def take_apart(self, cls: type[_Store], indices: Sequence[int]) -> _Store:

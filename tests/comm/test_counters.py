@@ -20,7 +20,7 @@ from fsdp_compat._comm.divergence.processes import Process
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.same_host import counters, memory_files, shared_memory
 from fsdp_compat._comm.same_host.counters import PeerTable, Table
-from fsdp_compat._comm.same_host.peers import PeerMemory
+from fsdp_compat._comm.same_host.peers import PeerArena
 from fsdp_compat.errors import UsageError
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED
@@ -40,7 +40,7 @@ def opened(table: Table, pid: int | None = None) -> PeerTable:
     """Return the table as a peer sees it. pid: of the process that is said to own it."""
     file, process = table.file, Process.with_id(pid or os.getpid())
     assert file is not None and process is not None
-    memory = PeerMemory(os.getpid(), shared_memory.arena().token)
+    memory = PeerArena(os.getpid(), shared_memory.arena().token)
     return PeerTable(memory.open(file.fd, file.number), process)
 
 
@@ -129,7 +129,7 @@ def exchanges_numbers() -> list[tuple[int, ...]]:
     own = Process.own(), shared_memory.arena().token, table.file.fd, table.file.number
     dist.all_gather_object(cards, own)
     process, token, fd, number = cards[1 - rank]
-    peer = PeerTable(PeerMemory(process.pid, token).open(fd, number), process)
+    peer = PeerTable(PeerArena(process.pid, token).open(fd, number), process)
     seen = []
     for each in range(1, 1001):
         table.send(TAG, each, (each, each * each, rank, 0, 0, 0))

@@ -498,7 +498,7 @@ def test_responder_says_that_the_program_has_ended(
     clock: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, store, _ = responder(monkeypatch, 0.0)
-    own.leave("has ended with KeyError: 'x'")
+    own.announce_end("has ended with KeyError: 'x'")
     answer = store.answer_of(1)
     assert answer is not None and answer.ended and answer.text == "has ended with KeyError: 'x'"
 

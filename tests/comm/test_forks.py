@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, StateError
 from fsdp_compat._comm.same_host import shared_memory
-from fsdp_compat._comm.same_host.peers import PeerMemory
+from fsdp_compat._comm.same_host.peers import PeerArena
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import on_ranks, run_ranks
@@ -209,7 +209,7 @@ def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
-    peer = PeerMemory(os.getpid(), shared_memory.arena().token)
+    peer = PeerArena(os.getpid(), shared_memory.arena().token)
     assert [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found] == [
         0.0,
         1.0,

@@ -23,7 +23,7 @@ from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.messages import MessageTransport
 from fsdp_compat._comm.same_host import peers, shared_memory
-from fsdp_compat._comm.same_host.peers import PeerMemory
+from fsdp_compat._comm.same_host.peers import PeerArena
 from fsdp_compat._comm.same_host.transport import SameHostTransport
 from tests.comm.test_deadlock import assert_alike, message_of
 from tests.engine.test_counts import Operations, counting_sends
@@ -331,7 +331,7 @@ def test_peer_memory_checks_a_location_before_reading() -> None:
     own = in_block(NUMEL)
     mine, place = shared_memory._arena, shared_memory.locate(own)
     assert place is not None
-    peer = PeerMemory(os.getpid(), mine.token)
+    peer = PeerArena(os.getpid(), mine.token)
     assert torch.equal(peer.view(place, NUMEL, torch.float32), own)
     nbytes = mine.chunks[0].nbytes
     small = os.memfd_create("small", os.MFD_ALLOW_SEALING)

@@ -537,7 +537,7 @@ def test_without_tags_a_graph_is_freed_with_its_outputs_also_if_one_depends_on_a
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = FullyShardedDataParallel(Two())
     outputs = model(torch.ones(1, WIDTH, requires_grad=True))
-    calls = model._unit.conduct.calls_in_graphs
+    calls = model._unit.behavior.calls_in_graphs
     assert [call() is not None and bool(call().inside) for call in calls] == [True]
     del outputs
     assert sum(call() is not None for call in calls) == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.transport import Handle, Traffic, Transport
-from fsdp_compat._engine.conduct import ReduceAxes, ReducePolicy
+from fsdp_compat._engine.behavior import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of

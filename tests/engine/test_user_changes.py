@@ -23,7 +23,7 @@ def test_other_memory_size_or_dtype_is_a_change_until_it_is_noted() -> None:
     for change in (torch.clone, lambda data: data[:2], lambda data: data.half(), as_bfloat16):
         param.data = change(param.data)
         assert addresses.changed()
-        addresses.note()
+        addresses.record()
         assert not addresses.changed()
 
 

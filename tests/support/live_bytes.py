@@ -198,7 +198,7 @@ def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
     address = storage.data_ptr()
     return storage.device.type == "cpu" and any(
         0 <= address - chunk.address < len(chunk.view)
-        for peer in peers._memories.values()
+        for peer in peers._arenas.values()
         for chunk in peer._chunks.values()
     )
 

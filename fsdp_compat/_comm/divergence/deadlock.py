@@ -108,7 +108,7 @@ class Responder:
             self._text, self._since = text, now
         self.store.answer(self._rank, Answer(number, text, idle_s, since_s=now - self._since))
 
-    def leave(self, text: str) -> None:
+    def announce_end(self, text: str) -> None:
         """Tell other ranks not to wait for this process any more."""
         with contextlib.suppress(Exception):
             self.store.answer(self._rank, Answer(0, text, 0.0, ended=True))
@@ -214,7 +214,7 @@ class _Watcher:
     def watch(self, waiter: Waiter) -> None:
         with self.lock:
             self._waiters.add(waiter)
-            self._leave_old_world()
+            self._forget_old_world()
             world, store = dist.group.WORLD, _torch_private.default_store()
             if self._responder is None and world is not None and store is not None:
                 own = StatusStore(_torch_private.second_connection(store))
@@ -234,11 +234,11 @@ class _Watcher:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2.0)
-        self._leave_old_world()
+        self._forget_old_world()
         if self._responder is not None:
             error = getattr(sys, "last_value", None)  # that the interpreter has printed
             name = f" with {type(error).__name__}: {textwrap.shorten(str(error), 200)}"
-            self._responder.leave("has ended" + (name if error else ""))
+            self._responder.announce_end("has ended" + (name if error else ""))
 
     def _run(self) -> None:
         while not self._stop.wait(min(LOOK_S, PATIENCE / 5, quiet_s() / 2)):
@@ -246,7 +246,7 @@ class _Watcher:
                 waiters = self.waiters()
                 for waiter in set(self._waiters).difference(waiters):
                     waiter.close(None)  # a model may still hold it
-                self._leave_old_world()
+                self._forget_old_world()
                 if self._responder is not None:
                     with contextlib.suppress(Exception):  # the store is gone
                         self._responder.look(waiters)
@@ -255,10 +255,10 @@ class _Watcher:
                     self._thread = None
                     return
 
-    def _leave_old_world(self) -> None:
+    def _forget_old_world(self) -> None:
         if self._responder is not None and self._world() is not dist.group.WORLD:
             responder, self._responder = self._responder, None
-            responder.leave("has destroyed its process groups")
+            responder.announce_end("has destroyed its process groups")
 
 
 _watcher = _Watcher()

@@ -69,7 +69,7 @@ def location() -> str:
 _error = ""
 
 
-def note_error(error: BaseException | None) -> None:
+def record_error(error: BaseException | None) -> None:
     """Remember the error that ended a pass on this rank until the next pass (None), because other
     ranks may be waiting for the rest of it."""
     global _error

@@ -20,12 +20,12 @@ import stat
 import sys
 import typing
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..divergence.processes import Process
-from ..transport import Mapping
+from ..transport import ShardMapping
 from . import shared_memory
 from .counters import PeerTable, Table
 from .memory_files import (
@@ -77,7 +77,7 @@ class Message(typing.NamedTuple):
         return Message(Location(*location), numel, dtype)
 
 
-class PeerMemory:
+class PeerArena:
     """Another process's blocks. What it says about them is checked before they are read: the file
     belongs to its arena and is sealed, so that it cannot shrink, and the location lies inside."""
 
@@ -140,9 +140,7 @@ class PeerMemory:
 
 
 # By this process and by the other one's token: all axes share them.
-_memories: weakref.WeakValueDictionary[tuple[int, bytes], PeerMemory] = (
-    weakref.WeakValueDictionary()
-)
+_arenas: weakref.WeakValueDictionary[tuple[int, bytes], PeerArena] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +155,9 @@ class Introduction:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another rank of this host: its memory, and its counters along an axis."""
+    """Another rank of this host: its arena, and its counters along an axis."""
 
-    memory: PeerMemory
+    arena: PeerArena
     table: PeerTable
 
 
@@ -189,18 +187,18 @@ def attach(introductions: Sequence[Introduction | None], rank: int) -> dict[int,
             return None
         if peer != rank:
             pid = other.process.pid
-            memory = _memories.setdefault((os.getpid(), other.token), PeerMemory(pid, other.token))
+            arena = _arenas.setdefault((os.getpid(), other.token), PeerArena(pid, other.token))
             try:
-                memory.map_chunk(other.chunk)  # now: here all ranks can still send values
-                table = PeerTable(memory.open(*other.table), other.process)
+                arena.map_chunk(other.chunk)  # now: here all ranks can still send values
+                table = PeerTable(arena.open(*other.table), other.process)
             except (OSError, ValueError):
                 return None
-            found[peer] = Peer(memory, table)
+            found[peer] = Peer(arena, table)
     return found
 
 
 class MappedFiles:
-    """Every rank's shard, mapped at addresses that stay while a tensor views them. (A Mapping.)"""
+    """A ShardMapping. Its addresses stay as long as a tensor views them."""
 
     def __init__(self, ranks: int, numel: int, dtype: torch.dtype) -> None:
         """numel: of one shard, whose bytes are whole pages. Raises OSError if the system
@@ -265,17 +263,17 @@ def _open_pages(pid: int, path: str) -> int:
 
 def map_shards(
     rank: int,
-    memories: typing.Mapping[int, PeerMemory],
+    arenas: Mapping[int, PeerArena],
     shards: Sequence[torch.Tensor],
     locations: Sequence[Sequence[Location]],
-    mappings: Sequence[Mapping | None],
-) -> list[Mapping]:
+    mappings: Sequence[ShardMapping | None],
+) -> list[ShardMapping]:
     """Map the shards of all ranks into ``mappings``, or into a new mapping for None, and return the
     mappings. Raises OSError if the system refuses.
 
-    memories: of the peers. locations: of the shards, by rank.
+    arenas: of the peers. locations: of the shards, by rank.
     """
-    ranks, found = len(locations), list[Mapping]()
+    ranks, found = len(locations), list[ShardMapping]()
     files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
     try:
         for index, (shard, mapping) in enumerate(zip(shards, mappings, strict=True)):
@@ -286,7 +284,7 @@ def map_shards(
                     raise OSError("a shard does not begin at a page boundary")
                 key = each, at.fd, at.number
                 if each != rank and key not in files:
-                    files[key] = memories[each].descriptor(at.fd, at.number)
+                    files[key] = arenas[each].descriptor(at.fd, at.number)
                 made.put(each, files.get(key, at.fd), at.offset)
             found.append(made)
     finally:

@@ -259,7 +259,7 @@ class Arena:
             with contextlib.suppress(OSError):  # the fork goes on
                 self._kept_nbytes = max(self._kept_nbytes - chunk.freeze(), 0)
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """In a child: close the parent's files. Private mappings stay."""
         for chunk in self.chunks:
             chunk.file = None
@@ -308,7 +308,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _arena
     parents, _arena = _arena, Arena()
-    parents.leave()
+    parents.close_in_child()
 
 
 os.register_at_fork(

@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, GlooConnections, any_awaits_readers, fails_if_interrupted
 from ..mesh import Axis, named
-from ..transport import VALUES, Handle, Kind, Mapping, Work
+from ..transport import VALUES, Handle, Kind, ShardMapping, Work
 from . import counters, peers, shared_memory
 from .counters import Table
 from .memory_files import refusal_of
@@ -145,7 +145,7 @@ class SameHostTransport(GlooTransport):
         first = self._first(tag % len(Kind), source, numel) * sent.dtype.itemsize
         location = sent.location._replace(offset=sent.location.offset + first)
         try:
-            return peer.memory.view(location, like.numel(), sent.dtype)
+            return peer.arena.view(location, like.numel(), sent.dtype)
         except OSError as error:
             who = self.members[self.rank]
             text = f"rank {who} cannot read the memory of rank {rank}: {refusal_of(error)}"
@@ -174,8 +174,8 @@ class SameHostTransport(GlooTransport):
 
     @fails_if_interrupted
     def map_shards(
-        self, shards: Sequence[Tensor], mappings: Sequence[Mapping | None]
-    ) -> Sequence[Mapping] | str:
+        self, shards: Sequence[Tensor], mappings: Sequence[ShardMapping | None]
+    ) -> Sequence[ShardMapping] | str:
         own = [shared_memory.locate(shard) for shard in shards] if writes_are_found() else []
         locations = self.gather_objects(own)
         absent = [
@@ -189,10 +189,10 @@ class SameHostTransport(GlooTransport):
                 "(ulimit -n), address space (ulimit -v) or mappings (sysctl vm.max_map_count), at "
                 "the latest fork or before"
             )
-        found, refusal = list[Mapping](), ""
-        memories = {rank: peer.memory for rank, peer in self._peers.items()}
+        found, refusal = list[ShardMapping](), ""
+        arenas = {rank: peer.arena for rank, peer in self._peers.items()}
         try:
-            found = map_shards(self.rank, memories, shards, locations, mappings)
+            found = map_shards(self.rank, arenas, shards, locations, mappings)
         except OSError as error:
             refusal = f"rank {self.members[self.rank]}: {refusal_of(error)}"
         return "; ".join(filter(None, self.gather_objects(refusal))) or found

@@ -14,7 +14,7 @@ from torch import nn
 
 from ... import _torch_private
 from ..._engine import grad_norm, rendezvous
-from ..._engine.conduct import CommHook
+from ..._engine.behavior import CommHook
 from ..._engine.group import Group
 from ..._state.summon import Options, full_parameters
 from ..._state.units import is_lazy, model_unit_of, model_units_in, refuse_extensions, runtimes_of

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from typing_extensions import deprecated
 
+from ..._engine.behavior import CustomReduceScatter
 from ..._engine.checks import refuse_meta
-from ..._engine.conduct import CustomReduceScatter
 from ..._engine.runtime import runtime_of
 from ..._state.model_loading import not_loaded
 from ...errors import (
@@ -123,7 +123,7 @@ class FSDPModule:
         if not unit.is_fresh:
             unit.reshard()
         unit.unshard()
-        state.conduct.pinned = True
+        state.behavior.pinned = True
         handle = UnitHandle(unit)
         if async_op:
             return handle
@@ -151,9 +151,9 @@ class FSDPModule:
             raise wrong_type("reshard_after_forward", "a bool", reshard_after_forward, where)
         for state in self._states(recurse):
             state.is_auto = False
-            conduct = state.conduct
-            conduct.reshard_after_forward = reshard_after_forward
-            conduct.partial_ranks, conduct.partial_mesh = 0, None
+            behavior = state.behavior
+            behavior.reshard_after_forward = reshard_after_forward
+            behavior.partial_ranks, behavior.partial_mesh = 0, None
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -163,32 +163,32 @@ class FSDPModule:
         where = "set_reshard_after_backward"
         flag = truth("reshard_after_backward", reshard_after_backward, where)
         for state in self._states(recurse):
-            state.conduct.reshard_after_backward = flag
+            state.behavior.reshard_after_backward = flag
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards the parameters of this module. False is for modules whose
         backward does not read them, such as embeddings."""
         flag = truth("unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
-        self._get_fsdp_state().conduct.unshard_in_backward = flag
+        self._get_fsdp_state().behavior.unshard_in_backward = flag
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether unsharded parameters keep their memory, and so their data pointers, while
         they are sharded."""
         flag = truth("keep", keep, "set_keep_unsharded_storage")
         for state in self._states(recurse):
-            state.conduct.keeps_storage = flag
+            state.behavior.keeps_storage = flag
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules whose all-gathers start in forward as soon as this module's parameters
         are unsharded, instead of those of the module that came next in the last forward."""
         states = _states_of(modules, "set_modules_to_forward_prefetch")
-        self._get_fsdp_state().conduct.forward_prefetch = [each.conduct for each in states]
+        self._get_fsdp_state().behavior.forward_prefetch = [each.behavior for each in states]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules whose all-gathers start in backward as soon as this module's parameters
         are unsharded, instead of those of the module that came next in the last backward."""
         states = _states_of(modules, "set_modules_to_backward_prefetch")
-        self._get_fsdp_state().conduct.backward_prefetch = [each.conduct for each in states]
+        self._get_fsdp_state().behavior.backward_prefetch = [each.behavior for each in states]
 
     # -- gradients
 
@@ -313,14 +313,14 @@ class FSDPModule:
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_all_gather")
         _require_comm(comm, "an AllGather", "set_custom_all_gather")
-        state.conduct.custom_all_gather = comm
+        state.behavior.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let ``comm`` run this module's reduce-scatters, and allocate their buffers."""
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_custom_reduce_scatter")
         _require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
-        state.set_reduction(custom=CustomReduceScatter(comm, state.conduct.process_group))
+        state.set_reduction(custom=CustomReduceScatter(comm, state.behavior.process_group))
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -414,7 +414,7 @@ def _require_finalizable(root: ShardedModules, states: Iterable[ShardedModules])
         )
     all_states = list(states)
     for setter, what, is_off in (
-        ("set_requires_gradient_sync", "synchronisation", lambda s: not s.conduct.reduction.sync),
+        ("set_requires_gradient_sync", "synchronisation", lambda s: not s.behavior.reduction.sync),
         ("set_requires_all_reduce", "the all-reduce", lambda s: s.holds_all_reduce),
     ):
         off = next(filter(is_off, all_states), None)

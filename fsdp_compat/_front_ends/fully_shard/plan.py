@@ -73,7 +73,7 @@ class Plan:
     policy: MixedPrecisionPolicy
     offload: Offload
     reshard: bool | None  # after forward; None: unless it is the root
-    partial_ranks: int  # see Conduct
+    partial_ranks: int  # see Behavior
     allow_unused_units: bool
 
     def without_parameters(self) -> Plan:

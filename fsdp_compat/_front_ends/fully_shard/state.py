@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import _torch_private
 from ..._comm.mesh import Mesh
 from ..._engine import agreement, hooks, rendezvous
+from ..._engine.behavior import Behavior, ReducePolicy
 from ..._engine.checks import refuse_in_pass
-from ..._engine.conduct import Conduct, ReducePolicy
 from ..._engine.dtypes import Precision
 from ..._engine.gathering import Prefetch
 from ..._engine.group import Group
@@ -58,7 +58,7 @@ class ShardedModules:
 
     modules: tuple[nn.Module, ...]
     plan: Plan
-    conduct: Conduct
+    behavior: Behavior
     stores: list[_OwnStore] = dataclasses.field(default_factory=list)
     unit: Unit | None = None  # made at the first use
     runtime: Runtime | None = None  # of the root that was used first, or of one around it
@@ -85,11 +85,11 @@ class ShardedModules:
     @property
     def holds_all_reduce(self) -> bool:
         """True if gradients wait for their all-reduce over replicas."""
-        return self.has_replicas and not self.conduct.reduction.over_replicas
+        return self.has_replicas and not self.behavior.reduction.over_replicas
 
     def set_reduction(self, **changes: Any) -> None:
         """Change fields of the policy of reductions."""
-        self.conduct.reduction = dataclasses.replace(self.conduct.reduction, **changes)
+        self.behavior.reduction = dataclasses.replace(self.behavior.reduction, **changes)
 
     @property
     def _outermost(self) -> ShardedModules:
@@ -108,12 +108,12 @@ class ShardedModules:
 
     def facts(self) -> list[str]:
         """Return what must be alike on all ranks of a mesh, beside the stores."""
-        policy, conduct = self.plan.policy, self.conduct
+        policy, behavior = self.plan.policy, self.behavior
         return [
             f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",
-            f"reshard_after_forward={conduct.partial_ranks or conduct.reshard_after_forward}",
+            f"reshard_after_forward={behavior.partial_ranks or behavior.reshard_after_forward}",
             f"offload to the CPU: {self.plan.offload.to_cpu}",
-            f"allow_unused_units={conduct.allow_unused_units}",
+            f"allow_unused_units={behavior.allow_unused_units}",
         ]
 
     # -- a unit, and a runtime
@@ -165,14 +165,14 @@ class ShardedModules:
             groups = [self._make_group(own) for own in self.stores]
             rendezvous.register(groups)
             options = UnitOptions(
-                self.conduct.reshard_after_forward,
+                self.behavior.reshard_after_forward,
                 cast_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
                 cast_root_inputs=False,
                 compute_dtype=policy.param_dtype or torch.float32,
                 device=plan.device,
             )
             unit = Unit(
-                self.modules[0], groups, options, modules=self.modules, conduct=self.conduct
+                self.modules[0], groups, options, modules=self.modules, behavior=self.behavior
             )
         unit.owner = weakref.ref(self.modules[0])
         return unit
@@ -192,11 +192,11 @@ class ShardedModules:
             self._precision(own),
             self.plan.device,
             self.plan.offload.to_cpu,
-            reshard_after_forward=self.conduct.reshard_after_forward or self.is_auto,
-            conduct=self.conduct,
+            reshard_after_forward=self.behavior.reshard_after_forward or self.is_auto,
+            behavior=self.behavior,
         )
-        if self.conduct.partial_ranks:
-            mesh = self.conduct.partial_mesh
+        if self.behavior.partial_ranks:
+            mesh = self.behavior.partial_mesh
             group.partial = PartialShard(own.store, group.memory, mesh, self.plan.device)
         return group
 
@@ -236,9 +236,9 @@ class ShardedModules:
             units = [state.ready_unit() for state in states]
             _leave_stale_runtimes(units)
             for state in states:
-                state.conduct.allow_unused_units = self.plan.allow_unused_units
+                state.behavior.allow_unused_units = self.plan.allow_unused_units
                 if state.is_auto:
-                    state.conduct.reshard_after_forward = state is not self
+                    state.behavior.reshard_after_forward = state is not self
             options = RuntimeOptions(
                 forward_prefetch=True,
                 backward_prefetch=Prefetch.PRE,
@@ -274,7 +274,7 @@ class ShardedModules:
 
     def reshard(self) -> None:
         """Free the unsharded parameters, unless a forward of the modules runs."""
-        self.conduct.pinned = False
+        self.behavior.pinned = False
         if self.unit is not None:
             self.unit.reshard()
 
@@ -376,18 +376,18 @@ class ParamGroup:
 
         May be set to one of these.
         """
-        conduct = self._state.conduct
-        if not conduct.reshard_after_forward:
+        behavior = self._state.behavior
+        if not behavior.reshard_after_forward:
             return None
-        if conduct.partial_ranks:
-            return HSDPMeshInfo(conduct.partial_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        if behavior.partial_ranks:
+            return HSDPMeshInfo(behavior.partial_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         return self.mesh_info
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, info: Any) -> None:
-        conduct, mesh = self._state.conduct, getattr(info, "mesh", None)
+        behavior, mesh = self._state.behavior, getattr(info, "mesh", None)
         if info is not None and (
-            mesh is None or mesh not in (self.mesh_info.mesh, conduct.partial_mesh)
+            mesh is None or mesh not in (self.mesh_info.mesh, behavior.partial_mesh)
         ):
             raise UsageError.of(
                 "Parameters cannot be resharded to this mesh after forward.",
@@ -397,9 +397,9 @@ class ParamGroup:
                 fix="pass the number of ranks as reshard_after_forward to fully_shard",
             )
         self._state.is_auto = False
-        conduct.reshard_after_forward = info is not None
-        if info is not None and mesh != conduct.partial_mesh:
-            conduct.partial_ranks, conduct.partial_mesh = 0, None
+        behavior.reshard_after_forward = info is not None
+        if info is not None and mesh != behavior.partial_mesh:
+            behavior.partial_ranks, behavior.partial_mesh = 0, None
 
     def __getattr__(self, name: str) -> typing.NoReturn:
         raise AttributeError(
@@ -526,7 +526,7 @@ def apply(plan: Plan) -> ShardedModules:
     state = ShardedModules(
         plan.managed.roots,
         plan,
-        Conduct(
+        Behavior(
             reshard_after_forward=plan.reshard is not False,
             partial_ranks=plan.partial_ranks,
             partial_mesh=partial_mesh,

@@ -65,7 +65,7 @@ class ReducePolicy:
 
 
 @dataclasses.dataclass(eq=False)
-class Conduct:
+class Behavior:
     """How one unit behaves: what the user may change, and state that only such units need."""
 
     reshard_after_forward: bool = True
@@ -81,8 +81,8 @@ class Conduct:
     output_dtype: torch.dtype | None = None  # of forward's outputs; None: as they are
     # Set by the user's unshard(), until the next forward has ended or reshard() is called.
     pinned: bool = False
-    forward_prefetch: Sequence[Conduct] = ()  # unsharded with this unit; (): a guess is
-    backward_prefetch: Sequence[Conduct] = ()
+    forward_prefetch: Sequence[Behavior] = ()  # unsharded with this unit; (): a guess is
+    backward_prefetch: Sequence[Behavior] = ()
     # The user's: has allocate(size, dtype=, device=), and is called with (output_tensor=,
     # input_tensor=, group=, async_op=).
     custom_all_gather: Any = None
