@@ -29,7 +29,15 @@ from tests.support.models import (
     chain,
 )
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, assert_idle, backward, one_backward, seeded, square
+from tests.support.parity import (
+    Pair,
+    assert_idle,
+    backward,
+    one_backward,
+    seeded,
+    square,
+    two_backwards,
+)
 from tests.support.ranks import on_ranks, run_ranks
 
 
@@ -192,12 +200,6 @@ def test_prefetching_changes_no_number(
 ) -> None:
     options = {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch}
     run_ranks(2, train, "nested", kind, **options)
-
-
-def two_backwards(model: nn.Module, x: Tensor) -> Tensor:
-    loss = square(model, x)
-    loss.backward(retain_graph=True)
-    return backward(loss)
 
 
 @pytest.mark.parametrize("kind", STORES)

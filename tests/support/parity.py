@@ -46,6 +46,12 @@ both_strategies = pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 )
 
+GRADIENT_MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": contextlib.nullcontext,
+}
+
 Step = Callable[[Any, Tensor], Tensor]
 Batch = Callable[[torch.Generator], Any]
 
@@ -66,6 +72,13 @@ def backward(loss: Tensor) -> Tensor:
 def one_backward(model: nn.Module, x: Tensor) -> Tensor:
     """The usual step."""
     return backward(square(model, x))
+
+
+def two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    """Two backwards over one graph."""
+    loss = square(model, x)
+    loss.backward(retain_graph=True)
+    return backward(loss)
 
 
 @contextlib.contextmanager

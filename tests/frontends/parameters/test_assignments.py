@@ -5,53 +5,41 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
+import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, StateError, UsageError, checkpoint
-from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.models import DIM, Block, Stack
-from tests.support.parity import assert_close, both_forms
+from tests.support.models import DIM, Block, Stack, chain
+from tests.support.parity import (
+    Pair,
+    assert_same_values,
+    both_forms,
+    make_pair,
+    whole_gradients,
+)
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 
-def make(
-    build: Callable[[], nn.Module] = lambda: Stack(2), **options: Any
-) -> tuple[nn.Module, FSDP]:
-    torch.manual_seed(0)
-    plain = build()
-    return plain, FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+def make(**options: Any) -> Pair:
+    return make_pair(partial(Stack, 2), **options)
 
 
-def batch(seed: int = 0) -> Tensor:
-    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+def batch() -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(0))
 
 
 def new_value(parameter: Tensor, seed: int = 5) -> nn.Parameter:
     return nn.Parameter(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
-
-
-def step(
-    modules: tuple[nn.Module, nn.Module], optims: list[torch.optim.Optimizer], seed: int
-) -> None:
-    for module, optim in zip(modules, optims, strict=True):
-        module(batch(seed)).pow(2).mean().backward()
-        optim.step()
-        optim.zero_grad()
-
-
-def assert_equal_states(model: FSDP, plain: nn.Module) -> None:
-    for name, value in plain.state_dict().items():
-        assert_close(model.state_dict()[name], value, name)
 
 
 # -- taken over
@@ -75,47 +63,34 @@ def uses(model: FSDP, directory: Path) -> Iterator[tuple[str, Callable[[], Any]]
 @pytest.mark.parametrize("ranks", sample([1, 3], 1))
 @on_ranks("ranks")
 def test_an_assigned_value_is_taken_over_and_trains(ranks: int, tmp_path: Path) -> None:
-    directory = str(tmp_path)
-    for strategy in (
-        ShardingStrategy.FULL_SHARD,
-        ShardingStrategy.SHARD_GRAD_OP,
-        ShardingStrategy.NO_SHARD,
-    ):
-        plain, model = make(use_orig_params=True, sharding_strategy=strategy)
-        optims: list[torch.optim.Optimizer] = [
-            torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, model)
-        ]
-        step((plain, model), optims, 0)
-        kept = model.module.blocks[0].module.up.weight
+    for strategy in list(ShardingStrategy)[:3]:
+        pair = make(use_orig_params=True, sharding_strategy=strategy)
+        plain, inner = pair.plain, pair.model.module
+        pair.step()
+        up, kept = inner.blocks[0].module.up, inner.blocks[0].module.up.weight
         value = new_value(plain.blocks[0].up.weight)
-        with torch.no_grad():
-            plain.blocks[0].up.weight.copy_(value)
-        model.module.blocks[0].module.up.weight = value
-        assert model.module.blocks[0].module.up.weight is kept, "the optimizer's parameter stays"
-        assert_equal_states(model, plain)
-        with FSDP.summon_full_params(model):
-            shown = model.module.blocks[0].module.up.weight
-            assert shown.shape == value.shape and torch.equal(shown, value)
-        assert torch.equal(copy.deepcopy(model).state_dict()["blocks.0.up.weight"], value)
+        plain.blocks[0].up.weight.data.copy_(value)
+        up.weight = value
+        assert up.weight is kept, "the optimizer's parameter stays"
+        pair.assert_state_equal()
+        pair.assert_shown_equal()
+        assert torch.equal(copy.deepcopy(pair.model).state_dict()["blocks.0.up.weight"], value)
         if strategy is ShardingStrategy.FULL_SHARD:
-            _, other = make(use_orig_params=True)
-            checkpoint.load(checkpoint.save(directory, model, step=1), other)
+            other = make(use_orig_params=True).model
+            checkpoint.load(checkpoint.save(str(tmp_path), pair.model, step=1), other)
             assert torch.equal(other.state_dict()["blocks.0.up.weight"], value)
-        step((plain, model), optims, 1)
-        assert_equal_states(model, plain)
+        pair.step(as_a_user=True)
         # A piece, as FSDP1 takes it; another requires_grad; the parameter itself.
-        model.module.stem.bias = nn.Parameter(
-            torch.full_like(model.module.stem.bias, 3.0), requires_grad=False
-        )
+        piece = torch.full_like(inner.stem.bias, 3.0)
+        inner.stem.bias = nn.Parameter(piece, requires_grad=False)
         plain.stem.bias.requires_grad_(False).fill_(3.0)
-        model.module.stem.weight = model.module.stem.weight
-        step((plain, model), optims, 2)
-        assert_equal_states(model, plain)
+        inner.stem.weight = inner.stem.weight
+        pair.step(as_a_user=True)
         # By `.data =`, whole.
         whole = new_value(plain.stem.weight, 7).data
-        model.module.stem.weight.data = whole.clone()
+        inner.stem.weight.data = whole.clone()
         plain.stem.weight.data.copy_(whole)
-        assert_equal_states(model, plain)
+        pair.assert_state_equal()
 
 
 @both_forms
@@ -123,8 +98,8 @@ def test_an_assigned_value_is_taken_over_and_trains(ranks: int, tmp_path: Path) 
 def test_inside_of_summon_full_params_an_assigned_value_is_written_back(
     use_orig_params: bool,
 ) -> None:
-    plain, model = make(use_orig_params=use_orig_params)
-    value = new_value(plain.stem.weight)
+    pair = make(use_orig_params=use_orig_params)
+    model, value = pair.model, new_value(pair.plain.stem.weight)
     with FSDP.summon_full_params(model):
         model.module.stem.weight = value
         assert torch.equal(model.module.stem.weight, value)
@@ -136,8 +111,8 @@ def test_inside_of_summon_full_params_an_assigned_value_is_written_back(
 
 @on_ranks(2)
 def test_an_optimizer_of_the_assigned_object_is_refused() -> None:
-    plain, model = make(use_orig_params=True)
-    value = new_value(plain.stem.weight)
+    pair = make(use_orig_params=True)
+    model, value = pair.model, new_value(pair.plain.stem.weight)
     optim = torch.optim.SGD([value], 0.1)
     model.module.stem.weight = value
     model(batch()).sum().backward()
@@ -162,7 +137,7 @@ class Tied(nn.Module):
 @both_forms
 @on_ranks(2)
 def test_an_assignment_that_does_not_fit_is_refused(use_orig_params: bool) -> None:
-    plain, model = make(use_orig_params=use_orig_params)
+    model = make(use_orig_params=use_orig_params).model
     stem, before = model.module.stem, model.state_dict()["stem.weight"].clone()
     values = [
         torch.zeros(DIM + 1, DIM),
@@ -198,7 +173,6 @@ def test_an_assignment_that_does_not_fit_is_refused(use_orig_params: bool) -> No
     with pytest.raises(StateError, match=r"tied|FlatParameter"):
         tied.module.two.weight = nn.Parameter(torch.zeros(DIM, DIM))
     stem.extra = nn.Parameter(torch.zeros(3))  # not a parameter of the unit
-    assert plain.stem.weight.shape == (DIM, DIM)
 
 
 @both_forms
@@ -208,12 +182,11 @@ def test_a_replaced_parameter_is_refused_by_every_call(
 ) -> None:
     """A change that bypasses assignment, as by parametrizations, is refused by every call until it
     is undone."""
-    directory = str(tmp_path)
-    _, model = make(use_orig_params=use_orig_params)
+    model = make(use_orig_params=use_orig_params).model
     model(batch()).sum().backward()
     parameters = model.module.stem._parameters
     kept = parameters.get("weight")
-    for name, use in uses(model, Path(directory)):
+    for name, use in uses(model, tmp_path):
         parameters["weight"] = nn.Parameter(torch.zeros(DIM, DIM))
         with pytest.raises(
             StateError, match=r"replaced by another object(.|\n)*stem|replaced(.|\n)*Linear\.weight"
@@ -235,55 +208,35 @@ def test_a_replaced_parameter_is_refused_by_every_call(
 
 @on_ranks(2)
 def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() -> None:
-    """Return what happens with torch's class and with ours."""
-    strategy = "SHARD_GRAD_OP"
-    found = []
-    for cls, strategies in ((TorchFSDP, TorchStrategy), (FSDP, ShardingStrategy)):
-        torch.manual_seed(0)
-        inner, options = (
+    for library in (torch_fsdp, fsdp_compat):
+        model = library.FullyShardedDataParallel(
             nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)),
-            {"use_orig_params": True},
+            sharding_strategy=library.ShardingStrategy.SHARD_GRAD_OP,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
         )
-        if cls is TorchFSDP:
-            options["device_id"] = torch.device("cpu")  # type: ignore[assignment]
-        model = cls(inner, sharding_strategy=strategies[strategy], **options)
         loss = model(batch()).sum()
         for p in model.parameters():
             p.data = torch.ones_like(p)
-        try:
+        with pytest.raises(AssertionError, match="between forward and"):
             loss.backward()
-            found.append("runs")
-        except AssertionError as error:
-            found.append(
-                "between forward and backward"
-                if "between forward and" in str(error)
-                else str(error)
-            )
-    assert found == ["between forward and backward"] * 2
 
 
 @on_ranks(2)
 def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
     """Backward uses new values of parameters that it gathers again, just as if they were written in
     place."""
-    models = [
-        make(lambda: nn.Sequential(Block(), Block(), Block()), use_orig_params=True)[1]
-        for _ in range(2)
-    ]
-    for model, in_place in zip(models, (True, False), strict=True):
+    models = [make_pair(partial(chain, *[Block] * 3), use_orig_params=True).model for _ in range(2)]
+    for model in models:
         loss = model(batch()).sum()
         for p in model.module[1].parameters():
-            if in_place:
+            if model is models[0]:
                 p.data.fill_(0.1)
             else:
                 p.data = torch.full_like(p, 0.1)
         loss.backward()
-    with (
-        FSDP.summon_full_params(models[0], with_grads=True),
-        FSDP.summon_full_params(models[1], with_grads=True),
-    ):
-        for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad) and torch.equal(p, q), name
+    one, other = ({**whole_gradients(model), **model.state_dict()} for model in models)
+    assert_same_values(other, one, "value or gradient", 0.0)
 
 
 class Renews(nn.Module):

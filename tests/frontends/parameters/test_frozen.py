@@ -19,8 +19,8 @@ from tests.support.parity import (
     both_forms,
     both_strategies,
     one_backward,
-    square,
     train,
+    two_backwards,
 )
 from tests.support.ranks import on_ranks
 
@@ -47,15 +47,9 @@ class ManyDtypes(Block):
         return super().forward(x) + 0.01 * self.codes.float().mean() + self.low.float().mean()
 
 
-def _two_backwards(m: nn.Module, x: Tensor) -> Tensor:
-    loss = square(m, x)
-    loss.backward(retain_graph=True)
-    return backward(loss)
-
-
 CASES: dict[str, tuple[Any, ...]] = {
     "frozen weights beside trainable ones": (partial(chain, *[partial(Lora, DIM)] * 3), (Lora,)),
-    "two backwards": (partial(chain, *[partial(Lora, DIM)] * 3), (Lora,), _two_backwards),
+    "two backwards": (partial(chain, *[partial(Lora, DIM)] * 3), (Lora,), two_backwards),
     "recomputed last": (partial(chain, *[FrozenInCheckpoint] * 3), (FrozenInCheckpoint,)),
     "units between trainable ones": (partial(chain, *[Block, partial(frozen, Block)] * 2),),
     "an unused parameter beside used ones": (partial(Stack, 3, SpareParameter), (SpareParameter,)),

@@ -3,7 +3,6 @@ nested or modified tensors."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import DIM, Block, Named, Record, Reuse, Stack, TwoHeads, chain, frozen
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    GRADIENT_MODES,
     assert_close,
     backward,
     both_forms,
@@ -26,15 +26,9 @@ from tests.support.parity import (
     one_backward,
     square,
     train,
+    two_backwards,
 )
-from tests.support.ranks import on_ranks, run_ranks
-
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "grad": contextlib.nullcontext,
-}
-
+from tests.support.ranks import on_ranks
 
 # -- how often, and which part
 
@@ -168,12 +162,6 @@ def _forward_on_the_detached_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(square(m, F.pad(m(x).detach(), (0, DIM - 3))))
 
 
-def _two_backwards_over_one_graph(m: nn.Module, x: Tensor) -> Tensor:
-    loss = square(m, x)
-    loss.backward(retain_graph=True)
-    return backward(loss)
-
-
 def _through_one_output(m: nn.Module, x: Tensor) -> Tensor:
     return backward(m(x)[0].pow(2).mean())
 
@@ -190,7 +178,7 @@ def _square_of_a_nested_output(m: nn.Module, x: Tensor) -> Tensor:
 
 def _evaluates_between(mode: str, m: nn.Module, x: Tensor) -> Tensor:
     loss = square(m, x)
-    with CONTEXTS[mode]():
+    with GRADIENT_MODES[mode]():
         m(x * 3)
     return backward(loss)
 
@@ -208,7 +196,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a unit calls itself": (partial(chain, Recursive, Block), (Recursive, Block)),
     "two forwards, one backward": (Stack, (Block,), _two_forwards_one_backward),
     "two forwards, two backwards": (Stack, (Block,), _two_forwards_two_backwards),
-    "two backwards over one graph": (Stack, (Block,), _two_backwards_over_one_graph),
+    "two backwards over one graph": (Stack, (Block,), two_backwards),
     "forward on the detached output": (Stack, (Block,), _forward_on_the_detached_output),
     "one of two outputs": (TwoHeads, (Block,), _through_one_output),
     "outputs in turn": (TwoHeads, (Block,), _through_outputs_in_turn),
@@ -245,77 +233,51 @@ def test_however_units_are_called_training_equals_unsharded(
 @each_value
 @both_forms
 @both_strategies
+@pytest.mark.parametrize("mode", GRADIENT_MODES)
 @on_ranks(2)
-def test_weights_changed_after_a_forward_without_backward_are_seen(
-    strategy: ShardingStrategy, use_orig_params: bool
+def test_a_forward_without_backward_sees_new_weights_and_leaves_nothing(
+    mode: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = make_pair(Stack, **options)
-    for _ in range(2):
-        x = pair.batches()[0]
-        pair.model(x)
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for _ in range(3):  # evaluation comes first
+        with GRADIENT_MODES[mode]():
+            x = pair.batches()[0]
+            assert_close(pair.model(x), pair.plain(x), "evaluation")
+        if mode != "grad":
+            pair.assert_idle()
         with torch.no_grad():
             for p in [*pair.model.parameters(), *pair.plain.parameters()]:
                 p.mul_(0.5)
         pair.step(one_backward)
 
 
-@each_value
-@both_forms
-@both_strategies
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-@on_ranks(2)
-def test_evaluation_sees_new_weights_and_leaves_nothing(
-    mode: str, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = make_pair(Stack, **options)
-    for seed in range(3):  # evaluation comes first
-        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
-        with CONTEXTS[mode]():
-            assert_close(pair.model(x), pair.plain(x), "evaluation")
-        pair.assert_idle()
-        pair.step(one_backward)
-
-
 # -- several models
 
 
-def _trains_two_models_in_one_loss(**options: Any) -> None:
-    one, other = make_pair(Stack, seed=1, **options), make_pair(Stack, seed=2, **options)
-    for _ in range(3):
-        batches = one.batches()
-        for x in batches:
-            (square(one.plain, x) + square(other.plain, x)).backward()
-        x = batches[one.rank]
-        (square(one.model, x) + square(other.model, x)).backward()
-        for pair in (one, other):
-            pair.average_plain_gradients()
-            pair.compare_and_update()
+def _one_loss(one: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+    return square(one, x) + square(other, x)
 
 
-def _trains_two_models_one_behind_the_other(**options: Any) -> None:
-    first = make_pair(partial(Stack, 2), seed=1, **options)
-    second = make_pair(partial(chain, partial(nn.Linear, 3, DIM), Block, Block), seed=2, **options)
-    for _ in range(3):
-        batches = first.batches()
-        for x in batches:
-            second.plain(first.plain(x)).pow(2).mean().backward()
-        second.model(first.model(batches[first.rank])).pow(2).mean().backward()
-        for pair in (first, second):
-            pair.average_plain_gradients()
-            pair.compare_and_update()
+def _one_behind_the_other(one: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+    return square(other, F.pad(one(x), (0, DIM - 3)))
 
 
 @each_value
 @both_forms
-@pytest.mark.parametrize(
-    "trains", [_trains_two_models_in_one_loss, _trains_two_models_one_behind_the_other]
-)
+@pytest.mark.parametrize("loss_of", [_one_loss, _one_behind_the_other])
+@on_ranks(2)
 def test_one_backward_may_pass_several_models(
-    trains: Callable[..., None], use_orig_params: bool
+    loss_of: Callable[..., Tensor], use_orig_params: bool
 ) -> None:
-    run_ranks(2, trains, use_orig_params=use_orig_params)
+    one, other = (make_pair(Stack, seed=seed, use_orig_params=use_orig_params) for seed in (1, 2))
+    for _ in range(3):
+        batches = one.batches()
+        for x in batches:
+            loss_of(one.plain, other.plain, x).backward()
+        loss_of(one.model, other.model, batches[one.rank]).backward()
+        for pair in (one, other):
+            pair.average_plain_gradients()
+            pair.compare_and_update()
 
 
 @on_ranks(1)

@@ -3,7 +3,6 @@ error says what to do."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import (
@@ -25,12 +23,11 @@ from fsdp_compat import (
     register_fsdp_forward_method,
 )
 from fsdp_compat._comm.transport import Kind
-from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support import parity
 from tests.support.cases import about
 from tests.support.models import encoder_layer
 from tests.support.pairwise import each_value
 from tests.support.parity import (
+    GRADIENT_MODES,
     Pair,
     assert_close,
     backward,
@@ -38,11 +35,9 @@ from tests.support.parity import (
     flat_form,
     make_pair,
     original_form,
-    seeded,
     sequences,
 )
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
 
 DIM, NUM_TOKENS = 8, 13
 
@@ -137,125 +132,79 @@ class Decoder(nn.Module):
 UNITS = (Layer, Mlp)
 
 
-def decoder() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder()
+def tokens(seed: int = 0) -> Tensor:
+    return some_tokens(torch.Generator().manual_seed(seed))
 
 
-def tokens(seed: int = 0, num: int = 2) -> Tensor:
-    return torch.randint(NUM_TOKENS, (num, 3), generator=torch.Generator().manual_seed(seed))
-
-
-def wrapped(*methods: str, synced: bool | None = None, **options: Any) -> FSDP:
-    model = FSDP(decoder(), auto_wrap_policy=ModuleWrapPolicy(set(UNITS)), **options)
-    for method in methods:
-        register_fsdp_forward_method(model, method, synced=synced)
-    return model
-
-
-def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
-    """Assert that the call has left nothing behind. After a forward with gradients, backward is
-    expected."""
-    if mode != "grad":
-        parity.assert_idle(model._runtime)
-
-
-def pair_of(plain: nn.Module, model: FSDP, **options: Any) -> Pair:
-    return Pair(plain, model, batch=_some_tokens, **options)
-
-
-def _some_tokens(generator: torch.Generator) -> Tensor:
+def some_tokens(generator: torch.Generator) -> Tensor:
     return torch.randint(NUM_TOKENS, (2, 3), generator=generator)
 
 
-def assert_trains(model: FSDP, plain: nn.Module) -> None:
-    """Train both for a step from the same parameters. Collective."""
-    pair = pair_of(plain, model)
-    pair.step()
-    pair.assert_state_equal()
-
-
-def assert_same_gradients(model: FSDP, plain: nn.Module) -> None:
-    """Where all ranks have had the same batch."""
-    Pair(plain, model).compare_gradients()
-
-
-GRADIENTS: dict[str, Callable[[], Any]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "grad": contextlib.nullcontext,
-}
+def pair_of(
+    *methods: str,
+    build: Callable[[], nn.Module] = Decoder,
+    synced: bool | None = None,
+    **options: Any,
+) -> Pair:
+    """Return a pair whose sharded model has registered methods. Collective."""
+    pair = make_pair(build, UNITS, batch=some_tokens, **options)
+    for method in methods:
+        register_fsdp_forward_method(pair.model, method, synced=synced)
+    return pair
 
 
 # -- registered methods equal the unwrapped ones
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "use_orig_params"), sample([(1, True), (2, False), (3, False), (4, True)], 1, 3)
-)
+CASES = [  # number of ranks, strategy, synced, use_orig_params
+    (2, FULL_SHARD, None, False),
+    (2, SHARD_GRAD_OP, None, True),
+    (2, NO_SHARD, None, False),
+    (3, FULL_SHARD, None, False),
+    (3, FULL_SHARD, True, True),
+    (3, FULL_SHARD, False, False),
+    (4, HYBRID, None, True),
+    (4, HYBRID_ZERO2, None, False),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy", "synced", "use_orig_params"), CASES)
 @on_ranks("num_ranks", timeout=120)
 def test_a_registered_method_returns_what_it_returned_unwrapped(
-    num_ranks: int, use_orig_params: bool
+    num_ranks: int, strategy: ShardingStrategy, synced: bool | None, use_orig_params: bool
 ) -> None:
-    rank = dist.get_rank()
-    strategies = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD] if num_ranks == 2 else [FULL_SHARD]
-    common: dict[str, Any] = {"use_orig_params": use_orig_params}
-    if num_ranks == 4:
-        strategies = [HYBRID, HYBRID_ZERO2]
-        common["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    """Each rank may make any number of calls in a synced method, as it is without gradients."""
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    options |= {"replicas": 2} if num_ranks == 4 else {}
     methods = ("generate", "other_order", "inner_units", "scores")
-    for strategy in strategies:
-        plain = decoder()
-        model = wrapped(*methods, sharding_strategy=strategy, **common)
-        for name, context in GRADIENTS.items():
-            model.train(name == "grad")
-            with about((strategy, name)), context():
-                # With gradients all ranks make the same calls; without, each may make any number.
-                number = 3 if name == "grad" else (2, 0, 4, 1)[rank]
-                own = tokens(rank)
-                assert torch.equal(model.generate(own, number), plain.generate(own, num_new=number))
-                number = 2 if name == "grad" else (1, 3, 0, 2)[rank]
-                got, expected = (m.other_order(own, number) for m in (model, plain))
-                assert_close(got, expected, "other_order")
-                which = "0212" if name == "grad" else ("0212", "", "11", "2")[rank]
-                got, expected = (m.inner_units(own, which=which) for m in (model, plain))
-                assert_close(got, expected, "inner_units")
-                for key, value in model.scores(tokens=own, scale=0.5).items():
-                    assert_close(value, plain.scores(own, scale=0.5)[key], key)
-                assert_close(model(own), plain(own), "forward")
-                assert_idle(model, name)
-        assert_trains(model, plain)
-        with torch.no_grad():
-            assert torch.equal(
-                model.generate(tokens(rank), rank + 1), plain.generate(tokens(rank), rank + 1)
-            )
-
-
-@flat_form
-@on_ranks(3)
-def test_synced_method_allows_different_numbers_of_calls(
-    use_orig_params: bool,
-) -> None:
-    rank, plain = dist.get_rank(), decoder()
-    for synced in (True, False, None):
-        model = wrapped("generate", "inner_units", synced=synced, use_orig_params=use_orig_params)
-        for name, context in GRADIENTS.items():
-            serves = synced or (synced is None and name != "grad")
-            with about((synced, name)), context():
-                number = rank * 2 if serves else 2
-                assert torch.equal(
-                    model.generate(tokens(rank), number), plain.generate(tokens(rank), number)
-                )
-                which = ("012", "", "2")[rank] if serves else "012"
-                got, expected = (m.inner_units(tokens(rank), which) for m in (model, plain))
-                assert_close(got, expected, "inner_units")
-                assert_idle(model, name)
-        assert_trains(model, decoder())
+    pair = pair_of(*methods, synced=synced, **options)
+    plain, model, rank, own = pair.plain, pair.model, pair.rank, tokens(pair.rank)
+    for mode, context in GRADIENT_MODES.items():
+        model.train(mode == "grad")
+        any_number = synced or (synced is None and mode != "grad")
+        with about(mode), context():
+            number = (2, 0, 4, 1)[rank] if any_number else 3
+            assert torch.equal(model.generate(own, number), plain.generate(own, num_new=number))
+            number = (1, 3, 0, 2)[rank] if any_number else 2
+            got, expected = (m.other_order(own, number) for m in (model, plain))
+            assert_close(got, expected, "other_order")
+            which = ("0212", "", "11", "2")[rank] if any_number else "0212"
+            got, expected = (m.inner_units(own, which=which) for m in (model, plain))
+            assert_close(got, expected, "inner_units")
+            for key, value in model.scores(tokens=own, scale=0.5).items():
+                assert_close(value, plain.scores(own, scale=0.5)[key], key)
+            assert_close(model(own), plain(own), "forward")
+        if mode != "grad":
+            pair.assert_idle()
+    pair.step(as_a_user=True)
+    with torch.no_grad():
+        number = 2 if synced is False else rank + 1
+        assert torch.equal(model.generate(own, number), plain.generate(own, number))
 
 
 def _counts_gathers(synced: bool) -> list[int]:
     """The all-gathers of a method that calls forward once, and of one that calls it four times."""
-    model = wrapped("generate", synced=synced)
+    model = pair_of("generate", synced=synced).model
     comms = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     counts = []
     for num_calls in (1, 4):
@@ -279,13 +228,14 @@ def test_call_inside_a_synced_method_gathers_each_unit_once() -> None:
 
 @each_value
 @both_forms
+@pytest.mark.parametrize("synced", [None, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @on_ranks(2)
 def test_gradients_through_a_registered_method_equal_unsharded(
-    strategy: ShardingStrategy, use_orig_params: bool
+    strategy: ShardingStrategy, synced: bool | None, use_orig_params: bool
 ) -> None:
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-    pair = pair_of(decoder(), wrapped("encode", "other_order", "scores", **options))
+    pair = pair_of("encode", "other_order", "scores", synced=synced, **options)
     losses: list[Callable[[Any, Tensor], Tensor]] = [
         lambda m, x: m.encode(x).pow(2).mean(),
         lambda m, x: m.other_order(x, 2).pow(2).mean(),
@@ -295,20 +245,6 @@ def test_gradients_through_a_registered_method_equal_unsharded(
     ]
     for loss in losses:
         pair.step(lambda m, x, loss=loss: backward(loss(m, x)), zeros=True)
-
-
-@both_forms
-@on_ranks(2)
-def test_synced_method_has_gradients_if_ranks_make_the_same_calls(
-    use_orig_params: bool,
-) -> None:
-    plain = decoder()
-    model = wrapped("encode", synced=True, use_orig_params=use_orig_params)
-    for _ in range(2):
-        plain.encode(tokens()).pow(2).mean().backward()
-        model.encode(tokens()).pow(2).mean().backward()
-    assert_same_gradients(model, plain)
-    assert_idle(model)
 
 
 class Caller(nn.Module):
@@ -330,23 +266,16 @@ class Caller(nn.Module):
 def test_registered_method_of_a_nested_wrapper_works_inside_forward(
     synced: bool | None, use_orig_params: bool
 ) -> None:
-    plain = seeded(Caller)
-    model = FSDP(
-        seeded(Caller),
-        auto_wrap_policy=ModuleWrapPolicy({Decoder, *UNITS}),
-        use_orig_params=use_orig_params,
-    )
+    units = (Decoder, *UNITS)
+    pair = make_pair(Caller, units, batch=some_tokens, use_orig_params=use_orig_params)
     for name in ("generate", "encode"):
-        register_fsdp_forward_method(model.body, name, synced=synced)
+        register_fsdp_forward_method(pair.model.body, name, synced=synced)
+    pair.compare_outputs()
     with torch.no_grad():
-        assert_close(model(tokens(dist.get_rank())), plain(tokens(dist.get_rank())), "evaluation")
-        own = tokens(dist.get_rank())  # the nested instance without its root
-        assert torch.equal(model.body.generate(own, 2), plain.body.generate(own, 2))
-    assert_idle(model)
-    for module in (model, plain):
-        module(tokens()).pow(2).mean().backward()
-    assert_same_gradients(model, plain)
-    assert_idle(model)
+        own = tokens(pair.rank)  # the nested instance without its root
+        assert torch.equal(pair.model.body.generate(own, 2), pair.plain.body.generate(own, 2))
+    pair.assert_idle()
+    pair.step()
 
 
 # -- exceptions
@@ -367,13 +296,10 @@ class Stops(Decoder):
 
 
 def raises_on_one_rank(use_orig_params: bool) -> None:
-    rank = dist.get_rank()
-    pair = make_pair(Stops, UNITS, use_orig_params=use_orig_params)
-    plain, model = pair.plain, pair.model
-    register_fsdp_forward_method(model, "generate")
+    pair = pair_of("generate", build=Stops, use_orig_params=use_orig_params)
+    plain, model, rank, own = pair.plain, pair.model, pair.rank, tokens(pair.rank)
     for stopping, stop in ((1, 0), (0, 1), (2, 2)):
         model.module.stop = stop if rank == stopping else -1
-        own = tokens(rank)
         with about((stopping, stop)), torch.no_grad():
             if rank == stopping:
                 with pytest.raises(ValueError, match="enough"):
@@ -381,10 +307,10 @@ def raises_on_one_rank(use_orig_params: bool) -> None:
             else:  # the method returns normally
                 assert torch.equal(model.generate(own, 4), plain.generate(own, 4))
         model.module.stop = -1
-        assert_idle(model)
+        pair.assert_idle()
         with torch.no_grad():
             assert torch.equal(model.generate(own, rank), plain.generate(own, rank))
-        assert_trains(model, plain)
+        pair.step(as_a_user=True)
 
 
 @original_form
@@ -435,28 +361,25 @@ def test_registration_leaves_plain_modules_and_the_users_own_unchanged() -> None
 @on_ranks(2)
 def test_function_set_on_the_module_instance_can_be_registered() -> None:
     """PEFT and other libraries set functions on module instances."""
-    plain, inner = decoder(), decoder()
-    for module in (plain, inner):
+    pair = pair_of()
+    for module in (pair.plain, pair.model.module):
         module.first = lambda x, module=module: module.head(module.embed(x))
-    model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy(set(UNITS)))
-    register_fsdp_forward_method(model, "first")
-    assert_close(model.first(tokens()), plain.first(tokens()), "a function on the instance")
+    register_fsdp_forward_method(pair.model, "first")
+    assert_close(pair.model.first(tokens()), pair.plain.first(tokens()), "a function")
     with pytest.raises(AttributeError):
-        _ = model.broken
+        _ = pair.model.broken
 
 
 @flat_form
 @on_ranks(2)
-def test_registered_generator_runs_every_step_unsharded(
-    use_orig_params: bool,
-) -> None:
-    plain = decoder()
-    model = wrapped("sampled", "stages", use_orig_params=use_orig_params)
+def test_registered_generator_runs_every_step_unsharded(use_orig_params: bool) -> None:
+    pair = pair_of("sampled", "stages", use_orig_params=use_orig_params)
+    plain, model = pair.plain, pair.model
     with torch.no_grad():
         expected = list(plain.sampled(tokens()))
         for got, wanted in zip(model.sampled(tokens()), expected, strict=True):
             assert torch.equal(got, wanted)
-            assert_idle(model)  # between yields the caller may do anything with the model
+            pair.assert_idle()  # between yields the caller may do anything with the model
             assert_close(model(got), plain(wanted), "forward between two steps")
         for got in model.sampled(tokens()):  # left early
             assert torch.equal(got, expected[0])
@@ -464,27 +387,19 @@ def test_registered_generator_runs_every_step_unsharded(
         assert torch.equal(list(model.sampled(tokens()))[-1], expected[-1])
         with pytest.raises(ValueError, match="negative"):
             list(model.stages(tokens(), -1))
-    assert_idle(model)
-    for module in (model, plain):
-        sum(x.pow(2).mean() for x in module.stages(tokens(), 3)).backward()
-    assert_same_gradients(model, plain)
-    model.zero_grad()
-    plain.zero_grad()
-    assert_trains(model, plain)
+    pair.assert_idle()
+    pair.step(lambda m, x: backward(sum(y.pow(2).mean() for y in m.stages(x, 3))), zeros=True)
+    pair.step(as_a_user=True)
 
 
 @both_forms
 @on_ranks(2)
 def test_a_registered_method_computes_in_the_dtype_of_forward(use_orig_params: bool) -> None:
-    plain = decoder()
-    model = wrapped(
-        "encode",
-        use_orig_params=use_orig_params,
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
-    )
-    got = model.encode(tokens())
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    pair = pair_of("encode", use_orig_params=use_orig_params, mixed_precision=precision)
+    got = pair.model.encode(tokens())
     assert got.dtype is torch.bfloat16
-    assert torch.equal(got, copy.deepcopy(plain).bfloat16().encode(tokens()))
+    assert torch.equal(got, pair.plain.bfloat16().encode(tokens()))
 
 
 # -- without registration: the error
@@ -529,7 +444,7 @@ def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
 
 
 MODES: dict[str, Callable[[], Any]] = {
-    **GRADIENTS,
+    **GRADIENT_MODES,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 
@@ -537,7 +452,8 @@ MODES: dict[str, Callable[[], Any]] = {
 @both_forms
 @on_ranks(2)
 def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None:
-    model, plain = wrapped(use_orig_params=use_orig_params), decoder()
+    pair = pair_of(use_orig_params=use_orig_params)
+    model, plain = pair.model, pair.plain
     inner, x = model.module, torch.randn(2, DIM)
     head, layer, mlp = inner.head, inner.layers[1], inner.layers[1].mlp
     in_layer = "scale" if use_orig_params else "norm.weight"
@@ -585,7 +501,7 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
                 if name != "autocast":
                     assert_close(model(tokens()), plain(tokens()), "after the errors")
     model.train()
-    assert_trains(model, plain)
+    pair.step(as_a_user=True)
 
 
 class Scale(nn.Module):
@@ -600,21 +516,17 @@ class Scale(nn.Module):
 @on_ranks(2)
 def test_calls_that_would_compute_with_parts_are_refused() -> None:
     """One rank holds one element of the scale, and each rank one row of the weight."""
-    for build, parameter in (
-        (Scale, "scale"),
-        (partial(nn.Linear, DIM, 2, bias=False), "weight"),
-    ):
-        torch.manual_seed(0)
-        plain = build()
-        model = FSDP(copy.deepcopy(plain), use_orig_params=True)
-        x = torch.randn(3, 5 if parameter == "scale" else DIM)
-        part = getattr(model.module, parameter)
+    builds = {"scale": Scale, "weight": partial(nn.Linear, 5, 2, bias=False)}
+    for parameter, build in builds.items():
+        pair = make_pair(build, (), auto_wrap_policy=None, use_orig_params=True)
+        inner, x = pair.model.module, torch.randn(3, 5)
+        part = getattr(inner, parameter)
         for _ in range(2):
-            assert_refuses(lambda: model.module(x), parameter, "the root unit")  # noqa: B023
-            assert getattr(model.module, parameter) is part, "it may be read between steps"
-            assert_close(model(x), plain(x), "after the error")
-            with FSDP.summon_full_params(model):
-                assert_close(model.module(x), plain(x), "while parameters are whole")
+            assert_refuses(partial(inner, x), parameter, "the root unit")
+            assert getattr(inner, parameter) is part, "it may be read between steps"
+            assert_close(pair.model(x), pair.plain(x), "after the error")
+            with FSDP.summon_full_params(pair.model):
+                assert_close(inner(x), pair.plain(x), "while parameters are whole")
 
 
 @each_value
@@ -625,58 +537,56 @@ def test_parameters_of_another_unit_raise_inside_forward(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     x = torch.randn(DIM, DIM)
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
     for what in ("weight", "bias", "scale", "module", "after"):
-        options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
         pair = make_pair(partial(Reads, what), (Mlp,), **options)
-        plain, model = pair.plain, pair.model
-        plain.what = "nothing"
-        for name, context in GRADIENTS.items():
-            with about((what, name)), context():
+        pair.plain.what = "nothing"
+        for mode, context in GRADIENT_MODES.items():
+            with about((what, mode)), context():
                 parameter = "down.bias" if what in ("bias", "scale") else "up.weight"
-                assert_refuses(partial(model, x), parameter, "unit 'inner'")
+                assert_refuses(partial(pair.model, x), parameter, "unit 'inner'")
                 # its unit may be whole for backward, but is not shown
-                assert_idle(model, "grad" if what == "after" else name)
-        model.module.what = "nothing"
-        assert_close(model(x), plain(x), "after the error")
-        for module in (model, plain):
-            module(x).pow(2).mean().backward()
-        assert_same_gradients(model, plain)
+                if mode != "grad" and what != "after":
+                    pair.assert_idle()
+        pair.model.module.what = "nothing"
+        assert_close(pair.model(x), pair.plain(x), "after the error")
+        pair.step()
 
 
 @on_ranks(2)
 def test_use_orig_params_allows_reads_and_writes_between_steps() -> None:
     """With use_orig_params=True parameters are the user's own objects between steps, and optimizers
     and logging read and write them."""
-    model, plain = wrapped(use_orig_params=True), decoder()
-    weight = model.module.head.weight
+    pair = pair_of(use_orig_params=True)
+    weight = pair.model.module.head.weight
     assert isinstance(weight, nn.Parameter)
     total = weight.detach().sum()
     dist.all_reduce(total)
-    assert_close(total, plain.head.weight.sum(), "the sum of the parts")
+    assert_close(total, pair.plain.head.weight.sum(), "the sum of the parts")
     with torch.no_grad():
         weight.mul_(2.0)
-        plain.head.weight.mul_(2.0)
+        pair.plain.head.weight.mul_(2.0)
     with pytest.raises(TypeError):
-        model("no tokens")  # an error inside forward has no lasting effect
-    assert model.module.head.weight is weight
-    assert_trains(model, plain)
+        pair.model("no tokens")  # an error inside forward has no lasting effect
+    assert pair.model.module.head.weight is weight
+    pair.step(as_a_user=True)
 
 
 @on_ranks(2)
 def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
-    model = wrapped()
-    head = copy.deepcopy(model.module.head)
-    for use in (lambda: head(torch.zeros(2, DIM)), lambda: head.weight * 2):
-        with pytest.raises(StateError, match=r"'head\.weight' was used while its unit is sharded"):
+    flat, original = (
+        copy.deepcopy(pair_of(use_orig_params=form).model.module.head) for form in (False, True)
+    )
+    x = torch.zeros(2, DIM)
+    for use in (lambda: flat(x), lambda: flat.weight * 2, lambda: original(x)):
+        with pytest.raises(StateError, match="was used while its unit is sharded"):
             use()
-    whole = wrapped(use_orig_params=True).module.head
-    with pytest.raises(StateError, match="was used while its unit is sharded"):
-        copy.deepcopy(whole)(torch.zeros(2, DIM))
 
 
 @on_ranks(2)
 def test_placeholder_has_shape_dtype_and_device() -> None:
-    model = wrapped()
+    pair = pair_of()
+    model = pair.model
     weight, bias = model.module.head.weight, model.module.layers[0].mlp.up.bias
     assert (weight.shape, weight.dtype) == ((NUM_TOKENS, DIM), torch.float32)
     assert weight.device == torch.device("cpu")
@@ -691,12 +601,11 @@ def test_placeholder_has_shape_dtype_and_device() -> None:
     assert not isinstance(weight, Tensor)
     assert weight is not None
     assert str(inspect.signature(model.module.forward)) == "(tokens: 'Tensor') -> 'Tensor'"
-    assert list(inspect.signature(model.module.head.forward).parameters) == ["input"]
     assert list(inspect.signature(type(model.module).forward).parameters) == ["self", "tokens"]
     assert [name for name, _ in model.module.head.named_parameters()] == []
     with FSDP.summon_full_params(model):
         assert isinstance(model.module.head.weight, nn.Parameter)
-        assert_close(model.module(tokens()), decoder()(tokens()), "while parameters are whole")
+        assert_close(model.module(tokens()), pair.plain(tokens()), "while parameters are whole")
     with pytest.raises(StateError):
         copy.copy(weight).sum()
     assert not hasattr(weight, "__array_interface__")  # not mistaken for an array
@@ -705,15 +614,11 @@ def test_placeholder_has_shape_dtype_and_device() -> None:
 @both_forms
 @on_ranks(2)
 def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
+    model = pair_of(use_orig_params=use_orig_params).model
     for _ in range(2):
-        for module, names in (
-            (model.module, ["tokens"]),
-            (model.module.head, ["input"]),
-            (model.module.layers[0].mlp, None),
-        ):
-            inner = module.module if isinstance(module, FSDP) else module
-            assert list(inspect.signature(inner.forward).parameters) == (names or ["x"])
+        modules = model.module, model.module.head, model.module.layers[0].mlp.module
+        names = [list(inspect.signature(module.forward).parameters) for module in modules]
+        assert names == [["tokens"], ["input"], ["x"]]
         model(tokens()).sum().backward()
 
 
@@ -764,15 +669,16 @@ def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
     for training in (True, False):
         model.train(training)
         plain.train(training)
-        for name, context in GRADIENTS.items():
+        for mode, context in GRADIENT_MODES.items():
             for kwargs in inputs:
-                with about((training, name, list(kwargs))), context():
+                with about((training, mode, list(kwargs))), context():
                     got, wanted = model(x, **kwargs), plain(x, **kwargs)
                     got, wanted = (v[0] if isinstance(v, tuple) else v for v in (got, wanted))
                     # masked positions are undefined
                     keep = ~mask if kwargs else torch.ones_like(mask)
                     assert_close(got[keep], wanted[keep], "output")
-                    assert_idle(model, name)
+                if mode != "grad":
+                    pair.assert_idle()
     if units == (nn.LSTM,):
         assert_refuses(lambda: model[1].module(x), "weight_ih_l0", "unit '1'")
     pair.step(_first_output)
@@ -782,12 +688,13 @@ def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
 @on_ranks(2)
 def test_attention_alone_can_be_the_model(use_orig_params: bool) -> None:
     build = partial(nn.MultiheadAttention, DIM, 2, batch_first=True)
-    plain, model = seeded(build), FSDP(seeded(build), use_orig_params=use_orig_params)
+    pair = make_pair(build, (), auto_wrap_policy=None, use_orig_params=use_orig_params)
+    plain, model = pair.plain, pair.model
     x = torch.randn(3, 5, DIM)
     for training in (True, False):
         model.train(training)
         plain.train(training)
-        for context in GRADIENTS.values():
+        for context in GRADIENT_MODES.values():
             with context():
                 for got, wanted in zip(model(x, x, x), plain(x, x, x), strict=True):
                     assert_close(got, wanted, "attention")

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compat import (
@@ -28,25 +27,31 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.unit import Residency
-from fsdp_compat._state.units import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, chain
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, assert_close, both_forms, flat_form, original_form, seeded
-from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
+from tests.support.parity import (
+    Pair,
+    assert_close,
+    assert_same_values,
+    both_forms,
+    flat_form,
+    make_pair,
+    original_form,
+    seeded,
+    square,
 )
-HYBRID = ShardingStrategy.HYBRID_SHARD
+from tests.support.ranks import on_ranks, run_ranks
+
+SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
 
 # -- the ways to copy
+
+
+Way = Callable[[Any], Any]
 
 
 def by_deepcopy(model: Any) -> Any:
@@ -109,17 +114,6 @@ class Mixed(nn.Module):
         return (x * self.unsaved + (x * self.wide).to(x.dtype)) @ self.last.T
 
 
-class Container(nn.Module):
-    """Not a wrapper itself; contains several roots and a plain part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.plain = Stack(1), Stack(1), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(self.one(x) + self.other(x))
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
     "stack": (Stack, {Block}),
     "nested": (partial(Stack, 2, Outer), {Outer, Inner}),
@@ -128,51 +122,49 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
     "mixed": (Mixed, {nn.Linear}),
     "mixed inside": (partial(chain, Mixed, partial(nn.Linear, 3, DIM), Mixed), {Mixed}),
     "odd": (partial(chain, Odd, partial(nn.Linear, DIM, DIM)), {Odd}),
+    "fragile": (partial(chain, Block, Fragile, Block), {Block, Fragile}),
 }
 
+# The same batch on all ranks; otherwise batch norm would see only its rank's part.
+pair_of = partial(Pair, data_ranks=1)
 
-def make(name: str, **options: Any) -> tuple[nn.Module, FSDP]:
+
+def make(name: str, **options: Any) -> Pair:
     build, units = MODELS[name]
-    return seeded(build), FSDP(seeded(build), auto_wrap_policy=ModuleWrapPolicy(units), **options)
+    policy = ModuleWrapPolicy(units)
+    return pair_of(seeded(build), FSDP(seeded(build), auto_wrap_policy=policy, **options))
+
+
+def copied(pair: Pair, way: Way) -> Pair:
+    """Return a pair of the two models' copies."""
+    return pair_of(copy.deepcopy(pair.plain), way(pair.model))
 
 
 def batch(seed: int) -> Tensor:
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-# The same batch on all ranks; otherwise batch norm would see only its rank's part.
-pair_of = partial(Pair, data_ranks=1)
-
-
-def storages(model: nn.Module) -> set[int]:
-    """Return the storages of nonempty parameters and of buffers."""
-    return {
-        t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()
-    }
+def memory_of(model: nn.Module) -> dict[int, int]:
+    """Return the bytes of the storages of nonempty parameters and of buffers, by address."""
+    storages = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()) if t.numel())
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def assert_apart(one: nn.Module, other: nn.Module) -> None:
     """Assert that the two share no modules, parameters or memory."""
-    assert not {id(m) for m in one.modules()} & {id(m) for m in other.modules()}, (
-        "modules are shared"
-    )
-    assert not {id(p) for p in one.parameters()} & {id(p) for p in other.parameters()}, (
-        "parameters are shared"
-    )
-    assert not storages(one) & storages(other), "memory is shared"
-    for model in (one, other):
-        for instance in FSDP.fsdp_modules(model):
-            for child in instance._unit.view.modules():
-                assert child in set(instance.modules()), (
-                    "a unit swaps parameters of another model's modules"
+    assert not set(one.modules()) & set(other.modules()), "modules are shared"
+    assert not set(one.parameters()) & set(other.parameters()), "parameters are shared"
+    assert not memory_of(one).keys() & memory_of(other), "memory is shared"
+    for instance in (*FSDP.fsdp_modules(one), *FSDP.fsdp_modules(other)):
+        assert set(instance._unit.view.modules()) <= set(instance.modules()), (
+            "a unit swaps parameters of another model's modules"
+        )
+        for group in instance._unit.groups:
+            shard = group.store.shard.untyped_storage().data_ptr()
+            for target, _ in group.store.sharded_params:
+                assert target.untyped_storage().data_ptr() == shard or not target.numel(), (
+                    "a parameter is no part of its unit's shard"
                 )
-            for group in instance._unit.groups:
-                for target, _ in group.store.sharded_params:
-                    part = (
-                        target.untyped_storage().data_ptr()
-                        == group.store.shard.untyped_storage().data_ptr()
-                    )
-                    assert part or not target.numel(), "a parameter is no part of its unit's shard"
 
 
 def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
@@ -185,145 +177,124 @@ def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
 # -- the copy equals the original and is independent
 
 
-def _copies(name: str, some_ways: tuple[Callable[[Any], Any], ...], use_orig_params: bool) -> None:
-    for way in some_ways:
-        with about(way.__name__):
-            plain, model = make(name, use_orig_params=use_orig_params)
-            first = pair_of(plain, model)
-            first.step()
-            names, parameters = layout_of(model), list(model.parameters())
-            second = pair_of(copy.deepcopy(plain), way(model))
-            assert type(second.model) is FSDP and second.model.check_is_root()
-            assert layout_of(second.model) == names == layout_of(model), (
-                "parameters in the same order"
-            )
-            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)), (
-                "the original keeps its objects"
-            )
-            assert [n for n, _ in second.model.named_buffers()] == [
-                n for n, _ in model.named_buffers()
-            ]
-            assert all(p.grad is None for p in second.model.parameters()), (
-                "as for parameters, without gradients"
-            )
-            assert_apart(model, second.model)
-            second.assert_state_equal()
-            assert repr(second.model) == repr(model)
-            first.step()  # with different data and optimizer state
-            second.step()
-            first.assert_state_equal()
-            third = pair_of(copy.deepcopy(second.plain), way(second.model))  # a copy of a copy
-            third.step()
-            second.assert_state_equal()
-            state, expected = sharded_state(third.model), third.model.state_dict()
-            second.model.load_state_dict(state)
-            for key, value in second.model.state_dict().items():
-                assert torch.equal(value, expected[key]), key
-
-
 def sharded_state(model: FSDP) -> dict[str, Any]:
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return model.state_dict()
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
-def test_a_copy_equals_the_original_and_trains_on_its_own(number: int, name: str) -> None:
-    """In one way, or deeply and in another."""
-    some_ways = sample((by_deepcopy, WAYS[1 + number // 2 % 2]), number % 3 % 2)
-    run_ranks(2, _copies, name, tuple(some_ways), number % 2 == 1)
-
-
 @each_value
 @both_forms
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_copies_on_any_number_of_ranks(num_ranks: int, use_orig_params: bool) -> None:
-    run_ranks(num_ranks, _copies, "mixed", (by_deepcopy, by_torch_save), use_orig_params)
+@ways
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [*((2, name) for name in MODELS), (1, "mixed"), (3, "mixed")]
+)
+@on_ranks("num_ranks")
+def test_a_copy_equals_the_original_and_trains_on_its_own(
+    num_ranks: int, name: str, way: Way, use_orig_params: bool
+) -> None:
+    first = make(name, use_orig_params=use_orig_params)
+    first.step()
+    model, parameters = first.model, list(first.model.parameters())
+    layout, buffers = layout_of(model), [name for name, _ in model.named_buffers()]
+    second = copied(first, way)
+    assert type(second.model) is FSDP and second.model.check_is_root()
+    assert layout_of(second.model) == layout == layout_of(model), "parameters in the same order"
+    assert list(map(id, model.parameters())) == list(map(id, parameters)), "the original keeps them"
+    assert [name for name, _ in second.model.named_buffers()] == buffers
+    assert all(p.grad is None for p in second.model.parameters()), "as copies of plain parameters"
+    assert_apart(model, second.model)
+    second.assert_state_equal()
+    second.assert_shown_equal()
+    assert repr(second.model) == repr(model)
+    first.step()  # with different data and optimizer state
+    second.step()
+    first.assert_state_equal()
+    third = copied(second, way)  # a copy of a copy
+    third.step()
+    second.assert_state_equal()
+    second.model.load_state_dict(sharded_state(third.model))
+    assert_same_values(second.model.state_dict(), third.model.state_dict(), "loaded value", 0.0)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept": {"sharding_strategy": SHARD_GRAD_OP},
+    "replicated": {"sharding_strategy": NO_SHARD},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
+    "unused units": {"allow_unused_units": True},
+    "ignored": {},
+}
 
 
 @original_form
 @on_ranks(2)
 def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
-    for options in (
-        {"sharding_strategy": SHARD_GRAD_OP},
-        {"sharding_strategy": NO_SHARD},
-        {"cpu_offload": CPUOffload(offload_params=True)},
-        {"allow_unused_units": True},
-        {"ignored": True},
-    ):
-        with about(options):
-            if options.pop("ignored", False):
-                plain, inner = seeded(Stack), seeded(Stack)
-                model = FSDP(inner, ignored_modules=[inner.head], use_orig_params=use_orig_params)
-            else:
-                plain, model = make("stack", use_orig_params=use_orig_params, **options)
-            first = pair_of(plain, model)
-            first.step()
-            second = pair_of(copy.deepcopy(plain), copy.deepcopy(model))
-            third = pair_of(copy.deepcopy(plain), by_pickle(model))
-            for trains in (first, second, third):
-                trains.step()
-            assert (
-                second.model.sharding_strategy
-                is model.sharding_strategy
-                is third.model.sharding_strategy
-            )
+    for name, options in SETTINGS.items():
+        with about(name):
+            plain, inner = seeded(Stack), seeded(Stack)
+            ignored = [inner.head] if name == "ignored" else None
+            form = {"use_orig_params": use_orig_params, "ignored_modules": ignored}
+            pair = pair_of(plain, FSDP(inner, **form, **options))
+            pair.step()
+            for way in TWO_WAYS:
+                other = copied(pair, way)
+                other.step()
+                assert other.model.sharding_strategy is pair.model.sharding_strategy
 
 
 @flat_form
 @on_ranks(4)
 def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    plain, model = make(
-        "stack", use_orig_params=use_orig_params, sharding_strategy=HYBRID, device_mesh=mesh
-    )
-    first = pair_of(plain, model)
-    first.step()
+    pair = make_pair(Stack, replicas=2, use_orig_params=use_orig_params)
+    pair.step()
     for way in TWO_WAYS:
-        second = pair_of(copy.deepcopy(plain), way(model))
-        assert second.model.process_group is model.process_group
-        second.step()
-    first.step()
+        other = copied(pair, way)
+        assert other.model.process_group is pair.model.process_group
+        other.step()
+    pair.step()
 
 
 @original_form
 @on_ranks(2)
 def test_a_copy_computes_in_the_dtypes_of_the_original(use_orig_params: bool) -> None:
-    precision = MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
-    )
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
     for way in TWO_WAYS:
-        _, model = make("mixed inside", use_orig_params=use_orig_params, mixed_precision=precision)
-        model.eval()  # batch norm does not communicate
-        other = way(model)
-        assert torch.equal(model(batch(0)), other(batch(0)))
-        assert [(b.dtype, n) for n, b in model.named_buffers()] == [
-            (b.dtype, n) for n, b in other.named_buffers()
-        ]
-        for key, value in other.state_dict().items():
-            assert value.dtype == model.state_dict()[key].dtype, key
-        grads = []
-        for module in (model, other):
-            module(batch(1)).float().pow(2).mean().backward()
-            grads.append([p.grad for p in module.parameters() if p.numel()])
-        for got, expected in zip(*grads, strict=True):
-            assert (got is None) == (expected is None)
-            assert got is None or torch.equal(got, expected)
+        model = make("mixed inside", **options).model.eval()  # batch norm does not communicate
+        both = model, way(model)
+        outputs = [module(batch(0)) for module in both]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.float().pow(2).mean().backward()
+        one, other = ({n: p.grad for n, p in module.named_parameters()} for module in both)
+        assert_same_values(other, one, "gradient", 0.0)
+        for values in (nn.Module.named_buffers, lambda module: module.state_dict().items()):
+            one, other = ({n: value.dtype for n, value in values(module)} for module in both)
+            assert other == one
 
 
 @flat_form
 @on_ranks(2)
-def test_a_nested_instance_may_be_copied_alone(use_orig_params: bool) -> None:
-    plain, model = make("nested", use_orig_params=use_orig_params)
-    pair_of(plain, model).step()
-    # A nested instance alone becomes a root.
+def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root(use_orig_params: bool) -> None:
+    pair = make("nested", use_orig_params=use_orig_params)
+    pair.step()
     for way in TWO_WAYS:
-        block = way(model.blocks[0])
-        assert block.check_is_root() and not model.blocks[0].check_is_root()
+        block = way(pair.model.blocks[0])
+        assert block.check_is_root() and not pair.model.blocks[0].check_is_root()
         assert len(FSDP.fsdp_modules(block)) == 3
-        trains = pair_of(copy.deepcopy(plain.blocks[0]), block)
-        trains.step()
-        assert_apart(model, block)
-    pair_of(plain, model).step()
+        pair_of(copy.deepcopy(pair.plain.blocks[0]), block).step()
+        assert_apart(pair.model, block)
+    pair.step()
+
+
+class Container(nn.Module):
+    """Not a wrapper itself; contains several roots and a plain part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.plain = Stack(1), Stack(1), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.one(x) + self.other(x))
 
 
 @both_forms
@@ -338,57 +309,31 @@ def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -
         assert layout_of(other) == layout_of(model)
         assert_apart(model, other)
         for module in (plain, model, other):
-            module(batch(0)).pow(2).mean().backward()
-        expected = dict(plain.named_parameters())
+            square(module, batch(0)).backward()
         for module in (model, other):
-            with FSDP.summon_full_params(module, with_grads=True):
-                for name, parameter in module.named_parameters():
-                    assert_close(parameter.grad, expected[clean_name(name)].grad, name)
+            pair_of(plain.one, module.one).compare_gradients()
+            pair_of(plain.other, module.other).compare_gradients()
+            assert_close(module.plain.weight.grad, plain.plain.weight.grad, "gradient")
 
 
 @both_forms
 @on_ranks(2)
-def test_copy_of_the_summoned_inner_module_is_a_plain_module(
+def test_a_copy_of_an_inner_module_made_in_summon_full_params_is_plain(
     use_orig_params: bool,
 ) -> None:
-    """Inside summon_full_params, a copy of the inner module is a plain module."""
-    plain, model = make("mixed inside", use_orig_params=use_orig_params)
-    pair_of(plain, model).step()
-    with FSDP.summon_full_params(model):
-        block = copy.deepcopy(model.module[0].module)
-    with FSDP.summon_full_params(model, writeback=False):
-        linear = pickle.loads(pickle.dumps(model.module[1]))
-    for module, name in ((block, "0"), (linear, "1")):
-        expected = plain.get_submodule(name)
+    pair = make("mixed inside", use_orig_params=use_orig_params)
+    pair.step()
+    with FSDP.summon_full_params(pair.model):
+        block = copy.deepcopy(pair.model.module[0].module)
+    with FSDP.summon_full_params(pair.model, writeback=False):
+        linear = pickle.loads(pickle.dumps(pair.model.module[1]))
+    for module, expected in ((block, pair.plain[0]), (linear, pair.plain[1])):
+        assert_same_values(module.state_dict(), expected.state_dict(), "value")
         module.eval()
-        assert {n: p.shape for n, p in module.named_parameters()} == {
-            n: p.shape for n, p in expected.named_parameters()
-        }
-        for key, value in module.state_dict().items():
-            assert_close(value, expected.state_dict()[key], key)
-        module(batch(1)[:, : 3 if name == "1" else DIM]).sum().backward()
-        assert all(p.grad is not None for p in module.parameters() if p.requires_grad and p.numel())
-    again = FSDP(block, use_orig_params=use_orig_params)
-    again(batch(1)).sum().backward()
-    pair_of(plain, model).step()
-
-
-# -- ties
-
-
-@both_forms
-@on_ranks(2)
-def test_tied_weights_stay_tied(use_orig_params: bool) -> None:
-    for way in WAYS:
-        _, model = make("tied and nested", use_orig_params=use_orig_params)
-        other = way(model)
-        assert len(list(other.parameters())) == len(list(model.parameters()))
-        with FSDP.summon_full_params(other):
-            for part in other.module:
-                inner = part.module
-                assert inner.first.weight is inner.second.weight
-                assert inner.inside[0].weight is inner.inside[1].weight
-        assert list(other.state_dict()) == list(model.state_dict())
+        module(batch(1)[:, : 3 if module is linear else DIM]).sum().backward()
+        assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
+    FSDP(block, use_orig_params=use_orig_params)(batch(1)).sum().backward()
+    pair.step()
 
 
 # -- attributes and hooks that users have added
@@ -420,175 +365,98 @@ class Noting(nn.Module):
 
 
 @both_forms
+@ways
 @on_ranks(2)
-def test_hooks_attributes_and_registered_methods_are_copied(use_orig_params: bool) -> None:
-    for way in WAYS:
-        with about(way.__name__):
-            inner = Noting()
-            inner.register_forward_pre_hook(partial(_note, inner.calls, "before"))
-            inner.inner.register_forward_hook(partial(_note, inner.calls, "linear"))
-            model = FSDP(
-                inner,
-                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-                use_orig_params=use_orig_params,
-            )
-            model.register_forward_hook(partial(_note, inner.calls, "after"))
-            model.my_note = "a note"
-            for parameter in model.parameters():
-                parameter.my_mark = 7
-            register_fsdp_forward_method(model, "encode")
-            FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-            model.eval()
-            other = way(model)
-            assert not other.training and not other.module.inner.training
-            assert other.my_note == "a note"
-            assert other.module.extra["numbers"] is not inner.extra["numbers"]
-            assert (
-                FSDP.get_state_dict_type(other).state_dict_type is StateDictType.SHARDED_STATE_DICT
-            )
-            with torch.no_grad():
-                assert torch.equal(other.encode(batch(0)), model.encode(batch(0)))
-                inner.calls.clear()
-                other.module.calls.clear()
-                other(batch(0))
-            assert (inner.calls, other.module.calls) == ([], ["before", "linear", "after"]), (
-                "hooks of the copy note on the copy"
-            )
-            if (
-                use_orig_params and way is not by_deepcopy
-            ):  # torch copies parameters without their attributes
-                assert [p.my_mark for p in other.parameters()] == [7, 7]
-            assert list(other.state_dict()) == list(model.state_dict())
-
-
-def _halved(state: list[int], grad: Tensor, output: Tensor) -> None:
-    """Average by half of the sum over the ranks."""
-    state.append(1)
-    dist.all_reduce(grad)
-    output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()] / 2)
-
-
-@both_forms
-@on_ranks(2)
-def test_copy_keeps_the_communication_hook(use_orig_params: bool) -> None:
-    _, model = make("nested", use_orig_params=use_orig_params)
-    calls: list[int] = []
-    model.register_comm_hook(calls, _halved)
-    grads = []
-    other = copy.deepcopy(model)
-    for module in (model, other):
-        calls.clear()
-        module(batch(0)).pow(2).mean().backward()
-        grads.append([p.grad for p in module.parameters() if p.numel()])
-        assert len(calls) == len(FSDP.fsdp_modules(module)), (
-            "the hook is shared, and reduces the gradients of both"
-        )
-    for got, expected in zip(*grads, strict=True):
-        assert torch.equal(got, expected)
-    with pytest.raises(AssertionError, match="registered already"):
-        other.register_comm_hook(calls, _halved)
+def test_hooks_attributes_and_registered_methods_are_copied(
+    way: Way, use_orig_params: bool
+) -> None:
+    inner = Noting()
+    inner.register_forward_pre_hook(partial(_note, inner.calls, "before"))
+    inner.inner.register_forward_hook(partial(_note, inner.calls, "linear"))
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(inner, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    model.register_forward_hook(partial(_note, inner.calls, "after"))
+    model.my_note = "a note"
+    for parameter in model.parameters():
+        parameter.my_mark = 7
+    register_fsdp_forward_method(model, "encode")
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    other = way(model.eval())
+    assert not other.training and not other.module.inner.training
+    assert other.my_note == "a note"
+    assert other.module.extra["numbers"] is not inner.extra["numbers"]
+    assert FSDP.get_state_dict_type(other).state_dict_type is StateDictType.SHARDED_STATE_DICT
+    with torch.no_grad():
+        assert torch.equal(other.encode(batch(0)), model.encode(batch(0)))
+        inner.calls.clear()
+        other.module.calls.clear()
+        other(batch(0))
+    assert (inner.calls, other.module.calls) == ([], ["before", "linear", "after"])
+    if use_orig_params and way is not by_deepcopy:  # torch copies parameters without attributes
+        assert [p.my_mark for p in other.parameters()] == [7, 7]
+    assert list(other.state_dict()) == list(model.state_dict())
 
 
 # -- moments of copying
 
 
-@flat_form
+def _backward_under_no_sync(model: Any) -> None:
+    with model.no_sync():
+        model(batch(7)).sum().backward()
+
+
+def _summons(model: Any) -> None:
+    with FSDP.summon_full_params(model):
+        pass
+
+
+def _fails_in_forward(model: Any) -> None:
+    with pytest.raises(TypeError):
+        model("no tensor")
+
+
+def _fails_in_backward(model: Any) -> None:
+    model[1].module.fault_in_backward = True
+    with pytest.raises(ValueError, match="backward"):
+        model(batch(7)).sum().backward()
+    model[1].module.fault_in_backward = False
+
+
+MOMENTS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda model: model(batch(7)),
+    "evaluation": torch.no_grad()(lambda model: model(batch(7))),
+    "inference": torch.inference_mode()(lambda model: model(batch(7))),
+    "no_sync": _backward_under_no_sync,
+    "summon_full_params": _summons,
+    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "an exception in forward": _fails_in_forward,
+    "an exception in backward": _fails_in_backward,
+}
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+@original_form
 @on_ranks(2)
-def test_copy_works_at_any_point_between_steps(use_orig_params: bool) -> None:
-    plain, model = make("stack", use_orig_params=use_orig_params)
-
-    def forward_without_backward() -> None:
-        model(batch(7))
-
-    def in_eval() -> None:
-        with torch.no_grad():
-            model(batch(7))
-
-    def after_no_sync() -> None:
-        with model.no_sync():
-            model(batch(7)).sum().backward()
-
-    def after_summon() -> None:
-        with FSDP.summon_full_params(model):
-            pass
-
-    def after_a_state_dict() -> None:
-        model.load_state_dict(model.state_dict())
-
-    def in_inference_mode() -> None:
-        with torch.inference_mode():
-            model(batch(7))
-
-    def after_an_exception() -> None:
-        with pytest.raises(TypeError):
-            model("no tensor")
-
-    moments = (
-        forward_without_backward,
-        in_eval,
-        after_no_sync,
-        after_summon,
-        after_a_state_dict,
-        in_inference_mode,
-        after_an_exception,
-    )
-    for number, way in enumerate(TWO_WAYS):
-        # Every two of a way, a moment and a form are combined.
-        for moment in moments[(number + use_orig_params) % 2 :: 2]:
-            with about((way.__name__, moment.__name__)):
-                moment()
-                other = pair_of(copy.deepcopy(plain), way(model))
-                other.plain.zero_grad()
-                other.step()
-                model.zero_grad()
-                plain.zero_grad()
-                for module in (model, plain):
-                    module(batch(2)).pow(2).mean().backward()
-                pair_of(plain, model).assert_state_equal()
-                model.zero_grad()
+def test_copy_works_at_any_point_between_steps(use_orig_params: bool, way: Way) -> None:
+    pair = make("fragile", use_orig_params=use_orig_params)
+    for name, happens in MOMENTS.items():
+        with about(f"after {name}"):
+            happens(pair.model)
+            copied(pair, way).step()
+            pair.optim.zero_grad()
+            pair.step()
 
 
 @both_forms
 @on_ranks(2)
-def test_copy_does_not_affect_accumulated_gradients(use_orig_params: bool) -> None:
-    plain, model = make("stack", use_orig_params=use_orig_params)
-    with model.no_sync():
-        model(batch(0)).pow(2).mean().backward()
-        other = copy.deepcopy(model)
-        for unit in other._runtime.units:
-            assert unit.residency is Residency.SHARDED
-    # The copy begins without the accumulated gradients of the original.
-    pair_of(copy.deepcopy(plain), other).step()
-    model(batch(1)).pow(2).mean().backward()
-    for seed in (0, 1):
-        plain(batch(seed)).pow(2).mean().backward()
-    expected = dict(plain.named_parameters())
-    with FSDP.summon_full_params(model, with_grads=True):
-        for name, parameter in model.named_parameters():
-            assert_close(parameter.grad, expected[name].grad, f"accumulated gradient of {name}")
-
-
-@original_form
-@on_ranks(2)
-def test_copy_works_after_an_exception_in_backward(use_orig_params: bool) -> None:
-    def fragile() -> nn.Sequential:
-        return chain(Block, Fragile, Block)
-
-    for way in TWO_WAYS:
-        plain = seeded(fragile)
-        model = FSDP(
-            seeded(fragile),
-            auto_wrap_policy=ModuleWrapPolicy({Block, Fragile}),
-            use_orig_params=use_orig_params,
-        )
-        model[1].module.fault_in_backward = True
-        with pytest.raises(ValueError, match="backward"):
-            model(batch(0)).sum().backward()
-        model[1].module.fault_in_backward = False
-        other = way(model)
-        for trains in (pair_of(copy.deepcopy(plain), other), pair_of(plain, model)):
-            trains.model.zero_grad()
-            trains.step()
+def test_a_copy_leaves_accumulated_gradients_to_the_original(use_orig_params: bool) -> None:
+    pair = make("stack", use_orig_params=use_orig_params)
+    with pair.model.no_sync():
+        pair.backwards()
+        other = copied(pair, by_deepcopy)
+    assert all(unit.residency is Residency.SHARDED for unit in other.model._runtime.units)
+    other.step()
+    pair.step()
 
 
 class CopiesItself(nn.Module):
@@ -603,33 +471,26 @@ class CopiesItself(nn.Module):
 
 
 @both_forms
+@ways
 @on_ranks(2)
-def test_copies_inside_forward_or_summon_raise(use_orig_params: bool) -> None:
-    inner = CopiesItself()
+def test_copies_inside_forward_or_summon_raise(way: Way, use_orig_params: bool) -> None:
+    inner, what = CopiesItself(), "copy.deepcopy" if way is by_deepcopy else "pickle"
     model = FSDP(inner, use_orig_params=use_orig_params)
-    for what, way in (
-        ("copy.deepcopy", by_deepcopy),
-        ("pickle", by_pickle),
-        ("pickle", by_torch_save),
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(StateError, match=rf"{what} does not work inside summon_full_params"),
     ):
-        with (
-            FSDP.summon_full_params(model),
-            pytest.raises(StateError, match=rf"{what} does not work inside summon_full_params"),
-        ):
-            way(model)
-        inner.act = [partial(way, model)]
-        with pytest.raises(StateError, match=rf"{what} was called while the model runs"):
-            model(batch(0))
-        inner.act = None
-        before = model(batch(0))
-        assert torch.equal(way(model)(batch(0)), before)
-        assert torch.equal(model(batch(0)), before)
+        way(model)
+    inner.act = [partial(way, model)]
+    with pytest.raises(StateError, match=rf"{what} was called while the model runs"):
+        model(batch(0))
+    inner.act = None
+    before = model(batch(0))
+    assert torch.equal(way(model)(batch(0)), before)
+    assert torch.equal(model(batch(0)), before)
 
 
 class NoCopy:
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("cannot be copied")
-
     def __reduce__(self) -> Any:
         raise RuntimeError("cannot be copied")
 
@@ -637,193 +498,129 @@ class NoCopy:
 @flat_form
 @on_ranks(2)
 def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
-    plain, model = make("nested", use_orig_params=use_orig_params)
-    names = layout_of(model)
-    model.module.head.odd = NoCopy()
+    pair = make("nested", use_orig_params=use_orig_params)
+    layout, head = layout_of(pair.model), pair.model.module.head
     for way in TWO_WAYS:
+        head.odd = NoCopy()
         with pytest.raises(RuntimeError, match="cannot be copied"):
-            way(model)
-        assert layout_of(model) == names
-        pair_of(plain, model).step()
-    del model.module.head.odd
-    for way in TWO_WAYS:
-        pair_of(copy.deepcopy(plain), way(model)).step()
+            way(pair.model)
+        assert layout_of(pair.model) == layout
+        pair.step()
+        del head.odd
+        copied(pair, way).step()
 
 
 # -- moving averages, optimizers
 
 
+def _frozen_copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+@torch.no_grad()
+def _move(average: nn.Module, current: nn.Module) -> None:
+    for e, p in zip(average.parameters(), current.parameters(), strict=True):
+        e.lerp_(p, 0.25)
+
+
+_update, _moving = AveragedModel.update_parameters, get_ema_multi_avg_fn(0.9)
+AVERAGES: dict[str, tuple[str, Callable[[nn.Module], Any], Callable[..., None]]] = {
+    "by hand": ("mixed", _frozen_copy, _move),
+    "by hand, nested": ("nested", _frozen_copy, _move),
+    "by hand, tied": ("tied", _frozen_copy, _move),
+    "AveragedModel": ("mixed inside", AveragedModel, _update),
+    "moving": ("mixed inside", partial(AveragedModel, multi_avg_fn=_moving), _update),
+    "with buffers": ("nested", partial(AveragedModel, use_buffers=True), _update),
+}
+
+
 @each_value
 @both_forms
-@pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
+@pytest.mark.parametrize("case", AVERAGES)
 @on_ranks(2)
-def test_moving_average_over_parameter_pairs_equals_unsharded(
-    name: str, use_orig_params: bool
+def test_an_average_of_parameters_equals_that_of_the_unsharded_model(
+    case: str, use_orig_params: bool
 ) -> None:
-    plain, model = make(name, use_orig_params=use_orig_params)
-    ema, plain_ema = (copy.deepcopy(m).eval().requires_grad_(False) for m in (model, plain))
-    assert all(p.requires_grad is False for p in ema.parameters()) and any(
-        p.requires_grad for p in model.parameters()
-    )
-    trains = pair_of(plain, model)
+    name, average_of, update = AVERAGES[case]
+    pair = make(name, use_orig_params=use_orig_params)
+    plain, average = average_of(pair.plain), average_of(pair.model)
     for _ in range(2):
-        trains.step()
-        with torch.no_grad():
-            for averaged, current in ((plain_ema, plain), (ema, model)):
-                for e, p in zip(averaged.parameters(), current.parameters(), strict=True):
-                    e.lerp_(p, 0.25)
-    expected = dict(plain_ema.named_parameters())
-    for key, value in ema.state_dict().items():
-        if key in expected:
-            assert_close(value, expected[key], key)
-    plain_ema.eval()
-    ema.eval()
-    ema.load_state_dict(ema.state_dict())
+        pair.step()
+        update(plain, pair.plain)
+        update(average, pair.model)
+    assert_same_values(average.state_dict(), plain.state_dict(), "average")
+    average.load_state_dict(average.state_dict())
+    buffers = [value for _, value in average.named_buffers()]
+    for buffer, expected in zip(buffers, plain.buffers(), strict=True):
+        assert_close(buffer, expected, "buffer")
     with torch.no_grad():
-        for (key, value), (_, wanted) in zip(
-            ema.named_buffers(), plain_ema.named_buffers(), strict=True
-        ):
-            assert_close(value, wanted, key)
-        assert_close(ema(batch(9)), plain_ema(batch(9)), "evaluation of the average")
-    trains.step()
+        assert_close(average.eval()(batch(9)), plain.eval()(batch(9)), "output of the average")
+    pair.step()
 
 
-@original_form
-@on_ranks(2)
-def test_torch_averaged_model_equals_unsharded(use_orig_params: bool) -> None:
-    for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"use_buffers": True}):
-        with about(options):
-            plain, model = make(
-                "mixed inside" if "use_buffers" not in options else "nested",
-                use_orig_params=use_orig_params,
-            )
-            averages = [AveragedModel(module, **options) for module in (plain, model)]
-            trains = pair_of(plain, model)
-            for _ in range(2):
-                trains.step()
-                for average, current in zip(averages, (plain, model), strict=True):
-                    average.update_parameters(current)
-            expected, state = averages[0].module.state_dict(), averages[1].module.state_dict()
-            assert list(state) == list(expected)
-            for key, value in expected.items():
-                assert_close(state[key], value, key)
-            for average in averages:
-                average.eval()
-            with torch.no_grad():
-                assert_close(averages[1](batch(4)), averages[0](batch(4)), "the average's output")
-            wrapper_state = averages[1].state_dict()
-            assert set(wrapper_state) == set(averages[0].state_dict())
-            averages[1].load_state_dict(wrapper_state)
-            trains.step()
-
-
-@on_ranks(2)
-def test_model_and_optimizer_can_be_copied_together() -> None:
-    plain, model = make("mixed inside", use_orig_params=True)
-    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
-    optims = [torch.optim.Adam(parameters, lr=0.01) for parameters in trainable]
-
-    def step(modules: Any, optims: Any, seed: int) -> None:
-        for module, optim in zip(modules, optims, strict=True):
-            module(batch(seed)).pow(2).mean().backward()
-            optim.step()
-            optim.zero_grad()
-
-    step((plain, model), optims, 0)
-    both = copy.deepcopy((model, optims[1]))
-    plain_both = copy.deepcopy((plain, optims[0]))
-    held = {id(p) for group in both[1].param_groups for p in group["params"]}
-    assert held == {id(p) for p in both[0].parameters() if p.requires_grad}, "of the copy"
-    assert both[1].state.keys() == {
-        p for p in both[0].parameters() if p.requires_grad and p.numel()
-    }
-    for seed in (1, 2):
-        step((plain_both[0], both[0]), (plain_both[1], both[1]), seed)
-        step((plain, model), optims, 10 + seed)
-    for one, other in ((plain_both[0], both[0]), (plain, model)):
-        state = other.state_dict()
-        for key, value in one.state_dict().items():
-            assert_close(state[key], value, key)
-
-
-@each_value
 @both_forms
 @ways
 @on_ranks(2)
-def test_copied_optimizer_trains_its_model_or_raises(
-    way: Callable[[Any], Any], use_orig_params: bool
+def test_an_optimizer_copied_with_its_model_trains_it_or_raises(
+    way: Way, use_orig_params: bool
 ) -> None:
     """If the copy has new parameters, the step raises."""
-    plain, model = make("nested", use_orig_params=use_orig_params)
-    optim, plain_optim = (
-        torch.optim.SGD(model.parameters(), 0.1),
-        torch.optim.SGD(plain.parameters(), 0.1),
-    )
-    other, other_optim = way((model, optim))
-    for module in (plain, other):
-        module(batch(0)).pow(2).mean().backward()
-    plain_optim.step()
+    pair = make("mixed inside", use_orig_params=use_orig_params)
+    pair.step()
+    model, optim = way((pair.model, pair.optim))
+    plain, plain_optim = copy.deepcopy((pair.plain, pair.plain_optim))
+    other = pair_of(plain, model)
+    other.optim, other.plain_optim = optim, plain_optim
     try:
-        other_optim.step()
+        other.step()
     except FsdpCompatError as error:
         assert way is not by_deepcopy, "deepcopy keeps what is shared"
         assert "pickled separately from its model" in str(error)
         return
-    for key, value in other.state_dict().items():
-        assert_close(value, plain.state_dict()[key], key)
+    held = {p for group in optim.param_groups for p in group["params"]}
+    assert held == set(model.parameters()) and optim.state.keys() <= held, "of the copy"
+    pair.step()
+    other.step()
+    other.assert_state_equal()
 
 
-# -- size
+# -- pickles
 
 
 @both_forms
 @on_ranks(2)
 def test_a_pickle_is_as_large_as_the_shard(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    model = FSDP(
-        nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-    )
+    build = partial(chain, *[partial(nn.Linear, 256, 256)] * 4)
+    model = make_pair(build, (nn.Linear,), use_orig_params=use_orig_params).model
     model(torch.randn(2, 256)).sum().backward()
     shard = sum(group.store.shard.nbytes for group in model._runtime.groups)
     file = io.BytesIO()
     torch.save(model, file)
-    sizes = [shard, len(pickle.dumps(model)), len(file.getvalue())]
-    for way in WAYS:
-        other = way(model)
-        memory = {
-            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-            for p in other.parameters()
-            if p.numel()
-        }
-        assert sum(memory.values()) <= shard + 4096, (
-            "the parameters of the copy hold its shard, and nothing else"
-        )
-    shard, *packed = sizes
     assert shard >= 4 * 256 * 257 * 4 // 2
-    for nbytes in packed:
+    for nbytes in (len(pickle.dumps(model)), len(file.getvalue())):
         assert shard <= nbytes <= 1.1 * shard + 40_000
+    for way in WAYS:
+        assert sum(memory_of(way(model)).values()) <= shard + 4096
+
+
+def _fill(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25)
 
 
 def _hands_a_pickle_over(use_orig_params: bool) -> bytes:
-    _, model = make("nested", use_orig_params=use_orig_params)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.25)
+    model = make("nested", use_orig_params=use_orig_params).model
+    _fill(model)
     return pickle.dumps(model)
 
 
 def _takes_its_pickle(packed: list[bytes]) -> None:
-    model = pickle.loads(packed[dist.get_rank()])
     plain = seeded(MODELS["nested"][0])
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.fill_(0.25)
-    trains = pair_of(plain, model)
-    trains.assert_state_equal()
+    _fill(plain)
+    pair = pair_of(plain, pickle.loads(packed[dist.get_rank()]))
+    pair.assert_state_equal()
     for _ in range(2):
-        trains.step()
+        pair.step()
 
 
 @original_form
@@ -833,8 +630,7 @@ def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_param
 
 def _loads_another_ranks_pickle(packed: bytes, strategy: ShardingStrategy | None) -> str:
     if strategy is not None:
-        *_, model = make("stack", sharding_strategy=strategy)
-        given = [pickle.dumps(model)]
+        given = [pickle.dumps(make("stack", sharding_strategy=strategy).model)]
         dist.broadcast_object_list(given, 0)
         packed = given[0]
     try:
@@ -846,15 +642,12 @@ def _loads_another_ranks_pickle(packed: bytes, strategy: ShardingStrategy | None
     return ""
 
 
-def test_a_pickle_of_another_rank_or_number_of_ranks_raises() -> None:
-    mine, other = run_ranks(2, _loads_another_ranks_pickle, b"", FULL_SHARD)
+def test_only_replicas_may_load_the_pickle_of_another_rank() -> None:
+    assert run_ranks(2, _loads_another_ranks_pickle, b"", NO_SHARD) == ["", ""]
+    mine, other = run_ranks(2, _loads_another_ranks_pickle, b"", ShardingStrategy.FULL_SHARD)
     assert mine == ""
     assert "expected: the shards of rank 1 of 2" in other
     assert "got:      those of rank 0" in other
     (packed,) = run_ranks(1, _hands_a_pickle_over, True)
     for message in run_ranks(2, _loads_another_ranks_pickle, packed, None):
         assert "of the ranks [0]" in message
-
-
-def test_replicas_may_load_one_pickle() -> None:
-    assert run_ranks(2, _loads_another_ranks_pickle, b"", NO_SHARD) == ["", ""]
