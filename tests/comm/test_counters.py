@@ -12,16 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.divergence.processes import Process
-from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.same_host import counters, memory_files, shared_memory
 from fsdp_compat._comm.same_host.counters import PeerTable, Table
 from fsdp_compat._comm.same_host.peers import PeerArena
 from fsdp_compat.errors import UsageError
+from tests.support.collectives import connect
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED
 
@@ -148,7 +146,7 @@ def test_two_processes_see_every_word_in_order() -> None:
 
 def takes_too_many_tags() -> tuple[int, str]:
     """Returns how many tags a communicator has, and the error of one more."""
-    comm, number = communicator(mesh_from_group(None).shard, torch.device("cpu")), 0
+    comm, number = connect(), 0
     while True:
         try:
             comm.new_tag()

@@ -9,7 +9,7 @@ import gc
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError, UsageError
-from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.divergence import deadlock, progress
-from fsdp_compat._comm.divergence.deadlock import find_cycle
-from fsdp_compat._comm.divergence.status_store import Post, StatusStore
+from fsdp_compat._comm.divergence.deadlock import PATIENCE, find_cycle
+from fsdp_compat._comm.divergence.status_store import Answer, Post, StatusStore
 from fsdp_compat._comm.divergence.waits import (
     COLLECTIVE,
     RENDEZVOUS,
@@ -34,37 +33,14 @@ from fsdp_compat._comm.divergence.waits import (
     Waiting,
 )
 from fsdp_compat._comm.gloo_connections import ACK_TAG, GlooConnections
-from fsdp_compat._comm.mesh import axis_of
-from tests.support.models import DIM, Block
+from tests.support.collectives import connect, gathered
+from tests.support.errors import PROMPT_S, limits, message_of
+from tests.support.models import DIM, Block, Switch
 from tests.support.parity import backward, make_pair
 from tests.support.programs import run_programs
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
-from tests.support.simulation import Simulation
-
-PATIENCE = 0.3
-PROMPT_S = 8.0  # of a diagnosis, on a busy machine; every time limit is far beyond it
-
-
-@contextlib.contextmanager
-def patience(seconds: float = PATIENCE) -> Iterator[None]:
-    before, deadlock.PATIENCE = deadlock.PATIENCE, seconds
-    try:
-        yield
-    finally:
-        deadlock.PATIENCE = before
-
-
-def message_of(call: Callable[[], object]) -> str:
-    """The message of the StateError that ``call`` raises soon, or ""."""
-    started = time.monotonic()
-    with patience():
-        try:
-            call()
-        except StateError as error:
-            assert time.monotonic() - started < PROMPT_S, f"late: {error}"
-            return str(error)
-    return ""
+from tests.support.simulation import RecordedStore, Simulation
 
 
 def assert_alike(messages: list[str], *facts: str) -> None:
@@ -107,35 +83,35 @@ def test_find_cycle_finds_circles_and_waits_for_their_ranks() -> None:
     assert found is not None and set(found.lines) == {0, 1, 2}
 
 
-def test_find_cycle_accepts_a_chain_that_ends_at_a_computing_rank() -> None:
-    assert cycle(post(wait(0, 1)), post(wait(1, 2))) is None
+SENT, MET = post(wait(1, 0), {4: 1}), {RENDEZVOUS: 1}
+REFUSED = post(wait(0, 1, tag=RENDEZVOUS), MET)
+OTHER_GATHER = post(wait(1, 0, tag=8), {4: 1, 8: 1})
+# Rank 1 waits for rank 2, which has come to the rendezvous that waits for rank 1. Only rank 0,
+# which came first, has asked who is missing.
+WAITS_FOR_SECOND, SECOND = post(wait(1, 2)), post(wait(2, tag=RENDEZVOUS), MET)
+COLLECTIVE_OF_4 = post(wait(0, 1, 2, 3, tag=COLLECTIVE), {COLLECTIVE: 1})
+
+# Posts, and whether they are a circle for the rank of the first one.
+CIRCLES: dict[str, tuple[list[Post], bool]] = {
+    "a rank at the end computes": ([post(wait(0, 1)), post(wait(1, 2))], False),
+    "a message is in flight": ([post(wait(0, 1), {4: 1}), OTHER_GATHER], False),
+    "the next one is not": ([post(wait(0, 1, number=2), {4: 2}), OTHER_GATHER], True),
+    "a rendezvous can be refused": ([REFUSED, SENT], True),
+    "a message cannot": ([SENT, REFUSED], False),
+    "rank 1 goes on, and then rank 2": ([post(wait(2, 1), {4: 1}), REFUSED, SENT], False),
+    "beyond a rendezvous": ([REFUSED, post(wait(1, 2)), post(wait(2, 1))], True),
+    "a rendezvous is one place": ([REFUSED, WAITS_FOR_SECOND, SECOND], True),
+    "its first rank looks": ([SECOND, WAITS_FOR_SECOND, REFUSED], False),
+    "a peer of a collective": ([COLLECTIVE_OF_4, post(wait(2, 0))], True),
+    "a peer that waits for another": ([COLLECTIVE_OF_4, post(wait(2, 1))], False),
+    "a peer that has come": ([COLLECTIVE_OF_4, post(wait(2, 0), {COLLECTIVE: 1})], False),
+}
 
 
-def test_find_cycle_accepts_a_circle_with_a_message_in_flight() -> None:
-    assert cycle(post(wait(0, 1, tag=4), {4: 1}), post(wait(1, 0, tag=8), {4: 1, 8: 1})) is None
-    second = wait(0, 1, tag=4, number=2)
-    assert cycle(post(second, {4: 2}), post(wait(1, 0, tag=8), {4: 1, 8: 1})) is not None
-
-
-def test_find_cycle_refuses_only_rendezvous_in_a_circle() -> None:
-    refused = post(wait(0, 1, tag=RENDEZVOUS), {RENDEZVOUS: 1})
-    sent = post(wait(1, 0), {4: 1})
-    assert cycle(refused, sent) is not None
-    assert cycle(sent, refused) is None
-    assert cycle(post(wait(2, 1), {4: 1}), refused, sent) is None, "rank 1 goes on, and then rank 2"
-    beyond = post(wait(0, 1, tag=RENDEZVOUS)), post(wait(1, 2)), post(wait(2, 1))
-    assert cycle(*beyond) is not None
-
-
-def test_find_cycle_takes_all_ranks_of_a_rendezvous_for_one_place() -> None:
-    """Rank 1 waits for rank 2, which has come to the rendezvous that waits for rank 1. Only rank 0,
-    which came first, has asked who is missing."""
-    first, second = (
-        post(wait(r, *p, tag=RENDEZVOUS), {RENDEZVOUS: 1}) for r, p in ((0, [1]), (2, []))
-    )
-    sent = post(wait(1, 2))
-    assert cycle(first, sent, second) is not None
-    assert cycle(second, sent, first) is None, "the first rank looks for circles"
+@pytest.mark.parametrize("name", CIRCLES)
+def test_find_cycle_finds_waits_that_cannot_end(name: str) -> None:
+    posts, is_circle = CIRCLES[name]
+    assert (cycle(*posts) is not None) == is_circle
 
 
 def test_find_cycle_passes_through_a_rendezvous_by_what_its_first_rank_has_told() -> None:
@@ -152,13 +128,6 @@ def test_find_cycle_passes_through_a_rendezvous_by_what_its_first_rank_has_told(
     assert find_cycle(store, own) is None, "of another number"
 
 
-def test_find_cycle_follows_every_peer_of_a_collective() -> None:
-    collective = post(wait(0, 1, 2, 3, tag=COLLECTIVE), {COLLECTIVE: 1})
-    assert cycle(collective, post(wait(2, 0))) is not None
-    assert cycle(collective, post(wait(2, 1))) is None
-    assert cycle(collective, post(wait(2, 0), {COLLECTIVE: 1})) is None
-
-
 def test_find_cycle_returns_the_report_of_a_failed_peer() -> None:
     report = Report({1: "1 has waited for 5"}, "time")
     expected = Report({0: "0 waits for (1,)", 1: "1 has waited for 5"}, "time")
@@ -171,14 +140,6 @@ def test_find_cycle_returns_the_first_report_of_any_member() -> None:
     first = Report({2: "2 waits for (1,)"}, "rank 1 was killed", 1)
     found = cycle(post(wait(0, 1)), failed={2: first, 3: Report({3: "rank 2 closed"}, "closed")})
     assert found == Report({0: "0 waits for (1,)", **first.lines}, first.cause, 1)
-
-
-def test_status_store_forgets_a_withdrawn_post() -> None:
-    store = StatusStore(dist.HashStore())
-    store.post(0, post(wait(0, 1)))
-    assert store.post_of(0) == post(wait(0, 1))
-    store.post(0, None)
-    assert store.post_of(0) is None
 
 
 # -- following the waits of one process, on a clock that the test moves
@@ -228,9 +189,16 @@ class Process:
         self.store, self.clock = store, clock
         self.waiters = [self.waiter]
 
-    def look(self, after_s: float = 0.0) -> None:
-        self.clock.now += after_s
-        self.search.look(self.waiters, self.store)
+    def look(self, *after_s: float) -> None:
+        """Look now, or after each of some pauses."""
+        for seconds in after_s or (0.0,):
+            self.clock.now += seconds
+            self.search.look(self.waiters, self.store)
+
+    def wait(self, *looks_after_s: float, tag: int = 4) -> None:
+        """Begin a message, and look at once and later."""
+        self.waiter.begin(tag)
+        self.look(0.0, *looks_after_s)
 
     @property
     def posted(self) -> Post | None:
@@ -245,25 +213,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Simulation:
 
 
 @pytest.fixture
-def two(clock: Simulation) -> tuple[Process, Process]:
-    store = StatusStore(dist.HashStore())
-    return Process(0, store, clock), Process(1, store, clock)
+def own(clock: Simulation) -> Process:
+    return Process(0, StatusStore(dist.HashStore()), clock)
 
 
-def test_search_publishes_a_wait_after_the_patience_and_withdraws_it(
-    two: tuple[Process, Process],
-) -> None:
-    own, _ = two
-    own.waiter.begin()
-    own.look()
-    own.look(deadlock.PATIENCE - 0.1)
+@pytest.fixture
+def peer(own: Process) -> Process:
+    return Process(1, own.store, own.clock)
+
+
+def test_search_publishes_a_wait_after_the_patience_and_withdraws_it(own: Process) -> None:
+    own.wait(PATIENCE - 0.1)
     assert own.posted is None
     own.look(0.2)
     assert own.posted == Post(own.waiter.describe(((4, 1, 1), 0, "tag 4")), {"all": {4: 1}})
-    own.waiter.begin()  # the next wait
-    own.look()
+    own.wait()  # the next one
     assert own.posted is None
-    own.look(deadlock.PATIENCE)
+    own.look(PATIENCE)
     assert own.posted is not None and own.posted.wait.number == 2
     own.waiter.activity.waiting = None
     own.look()
@@ -271,16 +237,15 @@ def test_search_publishes_a_wait_after_the_patience_and_withdraws_it(
     assert own.waiter.calls == []
 
 
-def test_search_ends_the_wait_of_every_rank_of_a_circle(two: tuple[Process, Process]) -> None:
-    for process, tag in zip(two, (4, 8), strict=True):
-        process.waiter.begin(tag)
-        process.look()
-    two[0].look(deadlock.PATIENCE)
-    assert two[0].waiter.calls == [], "the other rank may compute"
-    two[1].look()
-    two[0].look()
+def test_search_ends_the_wait_of_every_rank_of_a_circle(own: Process, peer: Process) -> None:
+    own.wait(tag=4)
+    peer.wait(tag=8)
+    own.look(PATIENCE)
+    assert own.waiter.calls == [], "the other rank may compute"
+    peer.look()
+    own.look()
     expected = Report({0: "rank 0 waits for tag 4", 1: "rank 1 waits for tag 8"})
-    for process in two:
+    for process in (own, peer):
         assert process.waiter.calls == ["end_wait"]
         assert process.waiter.activity.diagnosis == expected
         assert process.store.failure_of("all") == expected
@@ -291,80 +256,63 @@ def test_search_ends_the_wait_of_every_rank_of_a_circle(two: tuple[Process, Proc
         assert process.waiter.calls == ["end_wait"] * 2
 
 
-def test_search_ends_a_long_wait_whose_connection_is_lost(two: tuple[Process, Process]) -> None:
-    own, _ = two
-    own.waiter.begin()
-    own.look()
-    own.look(deadlock.PATIENCE)
-    own.look(0.9 * deadlock.PATIENCE)
+def test_search_ends_a_long_wait_whose_connection_is_lost(own: Process) -> None:
+    own.wait(PATIENCE, 0.9 * PATIENCE)
     assert own.waiter.num_looks == 1, "each one costs a message"
     own.waiter.lost = 1
-    own.look(0.2 * deadlock.PATIENCE)
+    own.look(0.2 * PATIENCE)
     assert own.waiter.calls == ["end_wait"]
-    expected = Report({}, "rank 1 closed its connection", 1)
-    assert own.waiter.activity.diagnosis == expected
+    assert own.waiter.activity.diagnosis == Report({}, "rank 1 closed its connection", 1)
 
 
-def test_search_reports_the_failure_of_all_connections(two: tuple[Process, Process]) -> None:
-    own, peer = two
+def test_search_reports_the_failure_of_all_connections(own: Process) -> None:
     other, closed = FakeWaiter(0, "other"), FakeWaiter(0, "closed")
     closed.is_connected = False
     own.waiters = [own.waiter, other, closed]
-    own.waiter.begin()
-    peer.store.report_failure("all", 1, Report({1: "rank 1 was interrupted"}, "an interrupt"))
-    own.look()
-    own.look(deadlock.PATIENCE)
+    own.store.report_failure("all", 1, Report({1: "rank 1 was interrupted"}, "an interrupt"))
+    own.wait(PATIENCE)
     assert own.waiter.calls == ["end_wait"]
     assert own.store.failure_of("other") is not None
     assert own.store.failure_of("closed") is None
 
 
-def test_search_ignores_a_rank_that_has_started_the_message(two: tuple[Process, Process]) -> None:
+def test_search_ignores_a_rank_that_has_started_the_message(own: Process, peer: Process) -> None:
     """It is slow, or its message is in flight."""
-    own, peer = two
-    peer.waiter.begin(4)
-    for process, tag in zip(two, (4, 8), strict=True):
-        process.waiter.begin(tag)
-        process.look()
+    own.wait(tag=4)
+    peer.wait(tag=4)
+    peer.wait(tag=8)
     for _ in range(100):
-        own.look(deadlock.PATIENCE)
+        own.look(PATIENCE)
         peer.look()
     assert own.waiter.calls == peer.waiter.calls == []
 
 
-def test_search_stops_while_several_threads_communicate(two: tuple[Process, Process]) -> None:
-    own, _ = two
+def test_search_stops_while_several_threads_communicate(own: Process) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
     other = FakeWaiter(0, "other")
     other.activity.thread = thread.ident or 0
     own.waiters = [own.waiter, other]
-    own.waiter.begin()
-    own.look()
-    own.look(deadlock.PATIENCE)
+    own.wait(PATIENCE)
     assert own.posted is None
     stop.set()
     thread.join()
-    own.look()
-    own.look(deadlock.PATIENCE)
+    own.look(0.0, PATIENCE)
     assert own.posted is not None, "that thread has ended"
 
 
 def test_search_drops_a_wait_that_ended_while_it_was_described(
-    two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+    own: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, _ = two
-    waiting = own.waiter.begin()
-    described = own.waiter.describe(waiting)
+    described = own.waiter.describe(own.waiter.begin())
 
     def describe(_: Waiting) -> Wait:
         own.waiter.begin()
         return described
 
     monkeypatch.setattr(own.waiter, "describe", describe)
-    own.look()
-    own.look(deadlock.PATIENCE)
+    own.look(0.0, PATIENCE)
     assert own.posted is None
 
 
@@ -385,19 +333,15 @@ def test_time_of_the_first_warning_must_be_a_time(
     ("setting", "expected"), [("30", [30, 60, 120, 240]), ("100", [100, 200]), ("0", [])]
 )
 def test_search_warns_at_growing_intervals_of_one_wait(
-    two: tuple[Process, Process],
+    own: Process,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     setting: str,
     expected: list[int],
 ) -> None:
     monkeypatch.setenv("FSDP_COMPAT_WARN_AFTER", setting)
-    own, _ = two
-    own.waiter.begin()  # a short wait before
-    own.look()
-    own.look(25.0)
-    own.waiter.begin()
-    own.look()
+    own.wait(25.0)  # a short wait before
+    own.wait()
     found = []
     for second in range(1, 301):
         own.look(1.0)
@@ -409,23 +353,16 @@ def test_search_warns_at_growing_intervals_of_one_wait(
 # -- failing for good
 
 
-@pytest.fixture
-def watcher(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, StatusStore]:
-    """The watcher of this process, without its thread, and the status store."""
-    store = StatusStore(dist.HashStore())
-    watcher = deadlock._Watcher()
-    monkeypatch.setattr(deadlock, "_watcher", watcher)
-    monkeypatch.setattr(deadlock, "status_store", lambda: store)
-    return watcher, store
-
-
 def test_give_up_fails_all_connections_and_tells_their_members(
-    watcher: tuple[Any, StatusStore],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waiters, (own, store) = [FakeWaiter(0, name) for name in ("all", "other", "closed")], watcher
+    store, watcher = StatusStore(dist.HashStore()), deadlock._Watcher()
+    monkeypatch.setattr(deadlock, "_watcher", watcher)  # without its thread
+    monkeypatch.setattr(deadlock, "status_store", lambda: store)
+    waiters = [FakeWaiter(0, name) for name in ("all", "other", "closed")]
     waiters[2].is_connected = False
     for waiter in waiters:
-        own._waiters.add(waiter)
+        watcher._waiters.add(waiter)
     report = Report({0: "rank 0 has left"}, "an exception")
     deadlock.give_up(waiters[0], report)
     assert [waiter.calls for waiter in waiters] == [["close: rank 0 has left"]] * 2 + [[]]
@@ -438,100 +375,75 @@ def test_give_up_fails_all_connections_and_tells_their_members(
 # -- answers to other ranks
 
 
-def responder(monkeypatch: pytest.MonkeyPatch, idle_s: float) -> tuple[Any, StatusStore, Any]:
-    class Counted:
-        def __init__(self) -> None:
-            self.store, self.calls = dist.HashStore(), list[str]()
-            self.num_measured = 0
+class Asked:
+    """Rank 1, which answers, and counts what it measures for that."""
 
-        def __getattr__(self, name: str) -> Any:
-            self.calls.append(name)
-            return getattr(self.store, name)
+    def __init__(self, clock: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(progress, "Progress", lambda: self)
+        monkeypatch.setattr(progress, "location", self.location)
+        self.clock, self.num_measured = clock, 0
+        self.recorded = RecordedStore(dist.HashStore())
+        self.store = StatusStore(self.recorded.store)
+        self.responder = deadlock.Responder(1, StatusStore(self.recorded))
 
-    class Fixed:
-        def idle_s(self) -> float:
-            counted.num_measured += 1
-            return idle_s
+    def idle_s(self) -> float:
+        self.num_measured += 1
+        return 3.0
 
-    def place() -> str:
-        counted.num_measured += 1
+    def location(self) -> str:
+        self.num_measured += 1
         return "train.py:7 in main()"
 
-    monkeypatch.setattr(progress, "Progress", Fixed)
-    monkeypatch.setattr(progress, "location", place)
-    counted = Counted()
-    return deadlock.Responder(1, StatusStore(counted)), StatusStore(counted.store), counted
+    def ask(self, *waiters: FakeWaiter, after_s: float = 0.0) -> Answer:
+        self.store.ask(1)
+        self.clock.now += after_s
+        self.responder.look(waiters)
+        answer = self.store.answer_of(1)
+        assert answer is not None
+        return answer
 
 
-def test_responder_answers_each_question_once(
-    clock: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, store, _ = responder(monkeypatch, 3.0)
-    own.look([])
-    assert store.answer_of(1) is None
-    store.ask(1)
-    store.ask(1)
-    clock.now += 10.0
-    own.look([])
-    answer = store.answer_of(1)
-    assert answer is not None
+@pytest.fixture
+def asked(clock: Simulation, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(clock, monkeypatch)
+
+
+def test_responder_answers_each_question_once(asked: Asked) -> None:
+    asked.responder.look([])
+    assert asked.store.answer_of(1) is None
+    asked.store.ask(1)
+    answer = asked.ask(after_s=10.0)
     assert (answer.number, answer.text, answer.idle_s) == (2, "is at train.py:7 in main()", 3.0)
-    store.ask(1)
-    own.look([])
-    answer = store.answer_of(1)
-    assert answer is not None and answer.number == 3, "at once while questions come"
+    assert asked.ask().number == 3, "at once while questions come"
 
 
-def test_responder_describes_a_wait_and_counts_it_as_progress(
-    clock: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, store, _ = responder(monkeypatch, 99.0)
+def test_responder_says_that_it_waits_or_has_ended(asked: Asked) -> None:
     waiter = FakeWaiter(1)
     waiter.begin()
-    store.ask(1)
-    own.look([waiter])
-    answer = store.answer_of(1)
-    assert answer is not None and (answer.text, answer.idle_s) == ("waits for tag 4", 0.0)
-
-
-def test_responder_says_that_the_program_has_ended(
-    clock: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, store, _ = responder(monkeypatch, 0.0)
-    own.announce_end("has ended with KeyError: 'x'")
-    answer = store.answer_of(1)
-    assert answer is not None and answer.ended and answer.text == "has ended with KeyError: 'x'"
+    answer = asked.ask(waiter)
+    assert (answer.text, answer.idle_s) == ("waits for tag 4", 0.0), "a wait counts as progress"
+    asked.responder.announce_end("has ended with KeyError: 'x'")
+    last = asked.store.answer_of(1)
+    assert last is not None and last.ended and last.text == "has ended with KeyError: 'x'"
 
 
 def test_quiet_process_measures_nothing_and_reads_the_store_once_in_ten_seconds(
-    clock: Simulation, monkeypatch: pytest.MonkeyPatch
+    asked: Asked,
 ) -> None:
-    own, store, counted = responder(monkeypatch, 0.0)
     search, waiter = deadlock.Search(), FakeWaiter(1)
-    counted.calls.clear()
+    asked.recorded.calls.clear()
     for _ in range(100):
-        clock.now += 1.0
-        own.look([waiter])
-        search.look([waiter], store)
-    assert len(counted.calls) <= 10 and set(counted.calls) == {"compare_set"}
-    assert counted.num_measured == 0
-    store.ask(1)
-    clock.now += 10.0
-    own.look([waiter])
-    assert counted.num_measured > 0, "the count counts"
+        asked.clock.now += 1.0
+        asked.responder.look([waiter])
+        search.look([waiter], asked.store)
+    assert len(asked.recorded.calls) <= 10 and set(asked.recorded.calls) == {"compare_set"}
+    assert asked.num_measured == 0
+    asked.ask(waiter, after_s=10.0)
+    assert asked.num_measured > 0, "the count counts"
 
 
-def test_what_was_seen_before_a_pause_between_questions_does_not_count(
-    clock: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer_after(pause_s: float) -> Any:
-        store.ask(1)
-        clock.now += pause_s
-        own.look([])
-        return store.answer_of(1)
-
-    own, store, _ = responder(monkeypatch, 0.0)
-    seconds = [answer_after(pause_s).since_s for pause_s in (10.0, 1.0, 1.0, 60.0, 1.0)]
+def test_what_was_seen_before_a_pause_between_questions_does_not_count(asked: Asked) -> None:
+    seconds = [asked.ask(after_s=pause_s).since_s for pause_s in (10.0, 1.0, 1.0, 60.0, 1.0)]
     assert seconds == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
@@ -583,17 +495,8 @@ def test_connections_refuse_a_second_thread_in_the_middle_of_an_exchange() -> No
 # -- end to end
 
 
-class Uses(nn.Module):
-    """Runs the blocks that ``use`` names by digits."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-
-    def forward(self, x: Tensor, use: str) -> Tensor:
-        for digit in use:
-            x = self.blocks[int(digit)](x)
-        return x
+def use_all(model: nn.Module, x: Tensor) -> Tensor:
+    return backward(model(x, "ab").pow(2).mean())
 
 
 class Joined(nn.Module):
@@ -622,52 +525,41 @@ def assert_stays_failed(model: nn.Module, forward: Callable[[], object]) -> None
 
 def skips_a_unit(uses: tuple[str, ...]) -> str:
     """Rank r uses the units ``uses[r]``. All later uses fail, and a new process group trains."""
-    pair, x = make_pair(Uses), torch.ones(2, DIM)
+    pair, x = make_pair(Switch), torch.ones(2, DIM)
     message = message_of(lambda: pair.model(x, uses[pair.rank]).sum().backward())
     assert message, "no error"
-    assert_stays_failed(pair.model, lambda: pair.model(x, "012"))
+    assert_stays_failed(pair.model, lambda: pair.model(x, "ab"))
     with pytest.raises(StateError, match="has failed before"):
-        make_pair(Uses)
-    again = make_pair(Uses, process_group=dist.new_group())
-    again.step(lambda m, x: backward(m(x, "012").pow(2).mean()))
+        make_pair(Switch)
+    make_pair(Switch, process_group=dist.new_group()).step(use_all)
     return message
 
 
-@pytest.mark.parametrize("uses", [("012", "02", "012"), ("012", "021")])
+@pytest.mark.parametrize("uses", [("ab", "b", "ab"), ("ab", "ba")])
 def test_unit_skipped_or_moved_by_a_rank_fails_on_all_ranks_for_good(uses: tuple[str, ...]) -> None:
     messages = run_ranks(len(uses), skips_a_unit, uses, environment=NOT_MAPPED)
     assert_alike(
         messages,
-        "the parameters of unit 'blocks.1' from rank 1",
-        "rank 1 waits for the parameters of unit 'blocks.2'",
+        "the parameters of unit 'a' from rank 1",
+        "rank 1 waits for the parameters of unit 'b'",
     )
 
 
 def test_mapped_unit_skipped_by_a_rank_fails_in_backward_on_all_ranks_for_good() -> None:
-    uses = "012", "02", "012"
-    messages = run_ranks(3, skips_a_unit, uses, environment=MAPPED)
-    assert_alike(messages, "waits for the gradients of unit 'blocks.1' from rank 1")
-
-
-def connect() -> Any:
-    """Connections of all ranks, without a model."""
-    return communicator(axis_of(dist.new_group()), torch.device("cpu"))
+    messages = run_ranks(3, skips_a_unit, ("ab", "b", "ab"), environment=MAPPED)
+    assert_alike(messages, "waits for the gradients of unit 'a' from rank 1")
 
 
 def gathers(comm: Any, tag: int, numel: int = 3) -> Tensor:
-    own, full = torch.full((numel,), float(comm.rank)), torch.empty(2 * numel)
-    handle = comm.begin_gather(own, full, full.chunk(2), tag)
-    comm.end_gather(handle, f"tag {tag}")
-    comm.settle("what was sent")
-    return full
+    return gathered(comm, torch.full((numel,), float(comm.rank)), tag)
 
 
 def circles_of_other_kinds() -> list[str]:
     """One circle after the other, each over connections of its own; the last ones are of units."""
     rank, x = dist.get_rank(), torch.ones(2, DIM)
-    comm = connect()
+    comm = connect(dist.new_group())
     found = [message_of(lambda: gathers(comm, 4 + 4 * rank, numel=0))]
-    comm = connect()
+    comm = connect(dist.new_group())
     diverging = (lambda: gathers(comm, 4), lambda: comm.sum_of(torch.ones(()), "a sum"))
     found.append(message_of(diverging[rank == 0]))
     for options in ({}, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}):
@@ -694,49 +586,16 @@ def test_circles_of_empty_messages_collectives_and_backward_are_found() -> None:
 
 def fails_on_a_hybrid_mesh() -> str:
     """The replicas 2 and 3 wait for 0 and 1 in backward only; rank 3 is late."""
-    pair = make_pair(Uses, replicas=2)
+    pair = make_pair(Switch, replicas=2)
     if pair.rank == 3:
-        time.sleep(6 * PATIENCE)
-    use = "02" if pair.rank == 0 else "012"
+        time.sleep(2.0)  # far longer than the patience of the others
+    use = "b" if pair.rank == 0 else "ab"
     return message_of(lambda: pair.model(torch.ones(2, DIM), use).sum().backward())
 
 
 def test_all_ranks_of_a_hybrid_mesh_and_late_ranks_get_the_error() -> None:
     messages = run_ranks(4, fails_on_a_hybrid_mesh, environment=NOT_MAPPED)
-    assert_alike(messages, "unit 'blocks.1' from rank 0", "unit 'blocks.2' from rank 1")
-
-
-def interrupt(*args: object) -> None:
-    raise KeyboardInterrupt
-
-
-def is_interrupted_while_it_waits() -> tuple[str, str]:
-    """An interrupt of all ranks before a wait loses nothing. Then rank 0 is interrupted during its
-    communication, and rank 1 goes on to wait for it."""
-    pair, error, x = make_pair(Uses), "", torch.ones(2, DIM)
-    comm = pair.model._runtime.groups[0].shard
-    pair.model(x, "012")
-    end, comm.end_gather = comm.end_gather, interrupt
-    with pytest.raises(KeyboardInterrupt):
-        pair.model(x, "012")
-    comm.end_gather = end
-    pair.step(lambda m, x: backward(m(x, "012").pow(2).mean()))
-    if pair.rank == 0:
-        comm.connections.wait = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            pair.model(x, "012")
-    else:
-        error = message_of(lambda: pair.model(x, "012"))
-    with pytest.raises(StateError, match="stays failed") as again:
-        pair.model(x, "012")
-    return error, str(again.value)
-
-
-def test_interrupt_in_the_middle_of_communication_fails_on_all_ranks_for_good() -> None:
-    found = run_ranks(2, is_interrupted_while_it_waits, environment=NOT_MAPPED)
-    (_, first_again), (second, second_again) = found
-    for message in (first_again, second, second_again):
-        assert "rank 0 left its communication with KeyboardInterrupt" in message
+    assert_alike(messages, "unit 'a' from rank 0", "unit 'b' from rank 1")
 
 
 LARGE = 1 << 24  # numbers in a message: far more than fit into the buffers of a connection
@@ -745,7 +604,7 @@ LARGE = 1 << 24  # numbers in a message: far more than fit into the buffers of a
 def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
     """Rank 1 closes its connections while a message is arriving. It tells why, or not, as a killed
     process."""
-    comm = connect()
+    comm = connect(dist.new_group())
     segments = torch.full((2 * LARGE,), float(comm.rank)).chunk(2)
 
     def communicate() -> None:
@@ -802,13 +661,13 @@ def test_message_that_is_under_way_when_its_connection_closes_fails(
 def test_slow_rank_is_waited_for_up_to_the_time_limit() -> None:
     """Messages that no rank waited for are no obstacle; a slow rank is waited for; a rank that is
     slower than the time limit is not."""
-    comm = communicator(axis_of(dist.group.WORLD), torch.device("cpu"))
+    comm = connect()
     full = torch.empty(6)
     for tag in (4, 12):  # and then an exception comes
         comm.begin_gather(torch.full((3,), 7.0), full, full.chunk(2), tag)
     del full
     found = [gathers(comm, tag).tolist() for tag in (8, 4)]
-    with patience(0.1):
+    with limits(patience_s=0.1):
         if comm.rank == 1:
             time.sleep(0.7)
         assert gathers(comm, 8).tolist() == found[0]
@@ -831,8 +690,8 @@ def threads() -> list[threading.Thread]:
 def test_one_thread_runs_while_there_are_process_groups() -> None:
     """Numbers of threads with a model, after its process group was destroyed, and with the next
     model."""
-    with patience(0.1):
-        first = make_pair(Uses)
+    with limits(patience_s=0.1):
+        first = make_pair(Switch)
         running = threads()
         found = [len(running)]
         store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
@@ -846,7 +705,7 @@ def test_one_thread_runs_while_there_are_process_groups() -> None:
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world
         )
-        make_pair(Uses).step(lambda m, x: backward(m(x, "012").pow(2).mean()))
+        make_pair(Switch).step(use_all)
         found.append(len(threads()))
     assert tuple(found) == (1, 0, 1)
 
@@ -886,19 +745,19 @@ def test_programs_exit_by_themselves(tmp_path: Path) -> None:
 def test_two_models_train_in_two_threads_over_two_process_groups() -> None:
     """Two models train at once, each in its own thread, over its own process group."""
     groups = [dist.new_group() for _ in range(2)]
-    pairs = [make_pair(Uses, process_group=group) for group in groups]
+    pairs = [make_pair(Switch, process_group=group) for group in groups]
     found = ["", ""]
 
     def trains(n: int) -> None:
         x = torch.ones(2, DIM)
         try:
             for _ in range(60):
-                pairs[n].model(x, "012").sum().backward()
+                pairs[n].model(x, "ab").sum().backward()
         except StateError as error:
             found[n] = str(error)
 
     threads = [threading.Thread(target=trains, args=(n,)) for n in range(2)]
-    with patience():
+    with limits():
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -8,14 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.host_memory import is_in_pages
-from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.same_host import peers as mapped
 from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.same_host.memory_files import PAGE_NBYTES
 from fsdp_compat._comm.same_host.peers import MappedFiles, map_shards
 from fsdp_compat.errors import UsageError
+from tests.support.collectives import connect
 from tests.support.ranks import run_ranks
 
 NUMEL = 3 * PAGE_NBYTES // 4
@@ -115,7 +114,7 @@ def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.Monk
 
 def refuses_to_connect() -> str:
     try:
-        communicator(mesh_from_group(None).shard, torch.device("cpu"))
+        connect()
     except UsageError as error:
         return str(error)
     return ""

@@ -21,25 +21,11 @@ from fsdp_compat._comm.divergence.processes import Process
 from fsdp_compat._comm.divergence.status_store import Answer, MissingRanks, Post, StatusStore
 from fsdp_compat._comm.divergence.store_rendezvous import Attempt, StoreRendezvous
 from fsdp_compat._comm.divergence.waits import RENDEZVOUS, Activity, Report, Wait
-from tests.support.simulation import Simulation
+from tests.support.simulation import RecordedStore, Simulation
 
 IDLE_S = 10.0  # the limit
 TIMEOUT_S = 600.0  # of the process group
 CONNECTIONS = "connections"  # the name of those that the calls would use
-
-
-class Recorded:
-    """A store that records its calls."""
-
-    def __init__(self, store: Any) -> None:
-        self.store, self.calls = store, list[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            self.calls.append(name)
-            return getattr(self.store, name)(*args)
-
-        return call
 
 
 class Model:
@@ -52,7 +38,7 @@ class Ranks:
     def __init__(self, simulation: Simulation, num_ranks: int, store: Any, name: str) -> None:
         self.simulation, self.store, self.status = simulation, store, StatusStore(store)
         self.num_ranks, members = num_ranks, tuple(range(num_ranks))
-        self.stores = [Recorded(store) for _ in members]
+        self.stores = [RecordedStore(store) for _ in members]
         self.rendezvous = [
             StoreRendezvous(Activity(name, rank, members), self.stores[rank], TIMEOUT_S)
             for rank in members

@@ -23,13 +23,12 @@ from fsdp_compat import (
     ShardingStrategy,
     StateDictType,
 )
-from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.gloo import GlooTransport
-from fsdp_compat._comm.mesh import axis_of
 from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import counting_sends
+from tests.support.collectives import all_reduced, connect, gathered, reduced
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.hosts import BY_HOST, BY_PLACE, hosts
 from tests.support.models import Block
@@ -38,13 +37,12 @@ from tests.support.programs import run_programs
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MESSAGES
 
-CPU = torch.device("cpu")
 ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
 NUMELS = 1, 1_003, 70_001  # of a shard
 
 
-def connect() -> TwoStages:
-    found = communicator(axis_of(dist.group.WORLD), CPU)
+def connect_in_two_stages() -> TwoStages:
+    found = connect()
     assert isinstance(found, TwoStages)
     return found
 
@@ -73,34 +71,21 @@ def test_collectives_are_right_in_the_defined_order(
     of_ranks: Sequence[int], dtype: torch.dtype
 ) -> None:
     with hosts(of_ranks):
-        comm = connect()
-        rank, ranks = comm.rank, comm.ranks
+        comm = connect_in_two_stages()
+        rank, ranks, divisor = comm.rank, comm.ranks, torch.tensor(3.0)
         tags = [comm.new_tag() for _ in NUMELS]
         for numel, tag in [*zip(NUMELS, tags, strict=True)] * 2:
             shards = [values(r, numel, torch.float32) for r in range(ranks)]
-            full = torch.empty(ranks * numel, dtype=dtype)
-            handle = comm.begin_gather(shards[rank], full, full.chunk(ranks), tag)
-            comm.end_gather(handle, "x")
-            comm.settle("x")
+            full = gathered(comm, shards[rank], tag, dtype=dtype)
             assert torch.equal(full, torch.cat(shards).to(dtype))
             assert torch.equal(comm.gather_now(shards[rank], "a test"), torch.cat(shards))
 
             buffers = [values(r, ranks * numel, dtype) for r in range(ranks)]
-            segments = buffers[rank].chunk(ranks)
-            handle = comm.begin_reduce(buffers[rank], segments, tag)
-            for _ in range(comm.reduce_steps):
-                handle = comm.continue_reduce(handle, torch.float32, tag, "x")
-            divisor = torch.tensor(3.0)
-            total = comm.end_reduce(handle, segments[rank], torch.float32, "x", divisor)
-            assert torch.equal(total, in_two_stages(buffers, of_ranks).chunk(ranks)[rank] / divisor)
-
-            total = buffers[rank].clone()
-            handle = comm.begin_all_reduce(total, tag, divisor)
-            for _ in range(comm.all_reduce_steps):
-                handle = comm.continue_all_reduce(handle, total, tag, "x")
-            comm.end_all_reduce(handle, total, "x")
-            comm.settle("x")
-            assert torch.equal(total, (in_two_stages(buffers, of_ranks) / divisor).to(dtype))
+            expected = in_two_stages(buffers, of_ranks) / divisor
+            total = reduced(comm, buffers[rank], tag, divisor=divisor)
+            assert torch.equal(total, expected.chunk(ranks)[rank])
+            total = all_reduced(comm, buffers[rank].clone(), tag, divisor=divisor)
+            assert torch.equal(total, expected.to(dtype))
 
 
 @ORDERS
@@ -108,7 +93,7 @@ def test_collectives_are_right_in_the_defined_order(
 def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
     """Two groups, of which each rank takes another one first, wherever ranks need not agree."""
     with hosts(of_ranks):
-        comm = connect()
+        comm = connect_in_two_stages()
         rank, ranks = comm.rank, comm.ranks
         tags = [comm.new_tag(), comm.new_tag()]
         own_order = (0, 1) if rank in (0, 3) else (1, 0)
@@ -147,7 +132,7 @@ def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
         comm.settle("x")
 
 
-def _memory() -> list[int]:
+def _blocks_held() -> list[int]:
     """Return how many blocks are held after each of some collectives that have ended."""
     made, held, allocate = list[weakref.ref[Tensor]](), list[int](), shared_memory.allocate
 
@@ -157,30 +142,22 @@ def _memory() -> list[int]:
         return found
 
     with hosts(BY_HOST), mock.patch.object(shared_memory, "allocate", noted):
-        comm, full = connect(), torch.ones(4 * 70_000)
-        segments, tags = full.chunk(4), [comm.new_tag() for _ in range(6)]
-        for tag in tags:
-            comm.end_gather(comm.begin_gather(segments[comm.rank], full, segments, tag), "x")
-            held.append(sum(each() is not None for each in made))
-        for tag in tags:
-            handle = comm.begin_reduce(full, segments, tag)
-            handle = comm.continue_reduce(handle, torch.float32, tag, "x")
-            comm.end_reduce(handle, segments[comm.rank], torch.float32, "x", None)
-            del handle
-            held.append(sum(each() is not None for each in made))
-        for tag in tags:
-            handle = comm.begin_all_reduce(full, tag)
-            for _ in range(comm.all_reduce_steps):
-                handle = comm.continue_all_reduce(handle, full, tag, "x")
-            comm.end_all_reduce(handle, full, "x")
-            del handle
-            held.append(sum(each() is not None for each in made))
+        comm, full = connect_in_two_stages(), torch.ones(4 * 70_000)
+        tags = [comm.new_tag() for _ in range(6)]
+        for collective, values in (
+            (gathered, full.chunk(4)[comm.rank]),
+            (reduced, full),
+            (all_reduced, full),
+        ):
+            for tag in tags:
+                collective(comm, values, tag, settle=False)
+                held.append(sum(each() is not None for each in made))
         comm.settle("x")
         return held
 
 
 def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
-    for held in run_ranks(4, _memory):
+    for held in run_ranks(4, _blocks_held):
         assert max(held) <= 2, held
 
 

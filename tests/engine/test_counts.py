@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,9 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compat._comm.transport import VALUES, Kind
 from fsdp_compat._engine.checks import Checks
-from fsdp_compat._engine.gradients import LARGE, Gradients
-from fsdp_compat._engine.group import Group
-from fsdp_compat._engine.unit import Residency
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
@@ -234,54 +231,6 @@ def test_full_shard_gathers_units_twice_and_other_strategies_once_or_never(
         assert first is None or found[0] == first
 
 
-def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -> None:
-    """Make a method of one group call ``more`` when it has returned."""
-    method = getattr(owner, name)
-
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        answer = method(*args, **kwargs)
-        more()
-        return answer
-
-    setattr(owner, name, both)
-
-
-@on_ranks(2)
-def test_root_and_last_block_stay_unsharded_from_the_second_step_on() -> None:
-    model, found = wrapped(), collections.Counter[tuple[str, str]]()
-    calls = "unshard", "start_reduction"
-    for unit in model._runtime.units:
-        for group in unit.groups:
-            for owner, name in zip((group, group.gradients), calls, strict=True):
-                call_also(owner, name, lambda key=(unit.label, name): found.update([key]))
-    root, blocks = "the root unit (a Model)", [f"unit 'blocks.{i}'" for i in range(BLOCKS)]
-    for gathers_of_last in (2, 1, 1):
-        found.clear()
-        step(model)
-        assert {
-            label: tuple(found[label, name] for name in calls) for label in (root, *blocks)
-        } == {
-            root: (1, 1),
-            **dict.fromkeys(blocks, (2, 1)),
-            blocks[-1]: (gathers_of_last, 1),
-        }
-
-
-@on_ranks(2)
-def test_no_sync_reduces_nothing_until_the_next_synchronised_backward() -> None:
-    """(gathers, reductions) of two backwards without communication and one with it."""
-    model, found = wrapped(), []
-    traffic = model._runtime.groups[0].shard.traffic
-    step(model)
-    for sync in (False, False, True):
-        traffic.clear()
-        with contextlib.nullcontext() if sync else model.no_sync():
-            model(torch.ones(2, WIDTH)).pow(2).mean().backward()
-        found.append((traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]))
-    assert found == [(12, 0), (12, 0), (12, 7)]
-
-
 @on_ranks(2)
 def test_forward_without_grad_gathers_every_unit_once() -> None:
     model = wrapped()
@@ -414,91 +363,6 @@ def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
 
 
 # -- memory in flight
-
-
-class Peak(NamedTuple):
-    """The most that was resident at once in a step, without the root."""
-
-    units: int = 0
-    buffers: int = 0  # of gradients, received or in reduction
-    reducing: int = 0
-    nbytes: int = 0
-
-
-class Wide(nn.Module):
-    """A unit whose parameter has its own hook, so that its buffer fills while backward is still
-    inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, LARGE // WIDTH + 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.up(x).mean()
-
-
-def peaks_of_steps(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> list[Peak]:
-    module, peaks = Model(), list[Peak]()
-    module.blocks = nn.Sequential(*(block() for _ in range(BLOCKS)))
-    model = wrapped(module=module, auto_wrap_policy=ModuleWrapPolicy({block}), **options)
-    units = [unit for unit in model._runtime.units if not unit.is_root]
-    groups = [group for unit in units for group in unit.groups]
-
-    def look(*_: object) -> None:
-        now = Peak(
-            sum(unit.residency is not Residency.SHARDED for unit in units),
-            sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups),
-            sum(group.gradients.reduction is not None for group in groups),
-            sum(group.resident_nbytes for group in groups),
-        )
-        peaks[-1] = Peak(*map(max, peaks[-1], now))
-
-    for group in groups:
-        for name in ("unshard", "wait_for_unshard"):
-            call_also(group, name, look)
-        for name in ("take_large", "collect", "start_reduction"):
-            call_also(group.gradients, name, look)
-    for unit in units:
-        unit.module.up.register_forward_hook(look)
-        unit.module.up.register_full_backward_hook(look)
-    for _ in range(num_steps):
-        peaks.append(Peak())
-        step(model)
-        look()
-        assert sum(group.resident_nbytes for group in groups) == 0
-    return peaks
-
-
-FULL_NBYTES = 4 * 2 * BLOCK_S  # of a gathered block, and of a reduce buffer
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_at_most_two_units_and_one_reduce_buffer_in_every_step(use_orig_params: bool) -> None:
-    for first, *later in run_ranks(2, peaks_of_steps, 20, use_orig_params=use_orig_params):
-        assert first == Peak(1, 1, 1, 2 * FULL_NBYTES)  # there is no order yet to prefetch by
-        assert later == [Peak(2, 1, 1, 3 * FULL_NBYTES)] * 19
-
-
-@pytest.mark.parametrize(
-    ("block", "options", "expected", "buffers"),
-    [
-        (Block, {"limit_all_gathers": False}, (2, 2, 2), 4),
-        (Wide, {"limit_all_gathers": True}, (2, 1, 1), None),
-        (Wide, {"limit_all_gathers": False}, (2, 2, 2), None),
-        (Block, {"backward_prefetch": None}, (1, 1, 1), 2),
-        (Block, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, (BLOCKS, 1, 1), BLOCKS),
-    ],
-)
-def test_options_decide_how_many_units_and_reduce_buffers_are_held(
-    block: type[nn.Module],
-    options: dict[str, Any],
-    expected: tuple[int, int, int],
-    buffers: int | None,
-) -> None:
-    for _, *later in run_ranks(2, peaks_of_steps, 6, block, **options):
-        assert later == [later[0]] * 5
-        assert later[0][:3] == expected
-        assert buffers is None or later[0].nbytes == buffers * FULL_NBYTES
 
 
 # -- checks before a forward

@@ -1,5 +1,5 @@
-"""Units whose all-gather output is every rank's shard, mapped: they train as units that copy, what
-users write in forward stays private and is gone at the next reshard, and nothing is left mapped."""
+"""Units whose all-gather output is every rank's shard, mapped: they train as units that copy, and
+nothing is left mapped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import functools
 import gc
-import multiprocessing
 import os
 import resource
 import threading
@@ -115,7 +114,7 @@ def train(
         optimizer.zero_grad()
         found.append(loss.detach())
     found += [parameter.detach().clone() for parameter in model.parameters()]
-    is_mapped = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
+    is_mapped = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped" and strategy != "NO_SHARD"
     assert all((mapping is not None) == is_mapped for mapping in mappings_of(model))
     return found
 
@@ -144,6 +143,7 @@ class Writes(nn.Module):
         (2, Wide, "SHARD_GRAD_OP", True, False),
         (4, Wide, "SHARD_GRAD_OP", False, False),
         (4, Wide, "HYBRID_SHARD", True, False),
+        (3, Wide, "NO_SHARD", False, True),
         (2, Writes, "FULL_SHARD", False, False),
         (3, Writes, "SHARD_GRAD_OP", True, False),
         (2, Wide, "FULL_SHARD", True, True),
@@ -178,37 +178,6 @@ def test_forward_sends_copies_and_holds_nothing() -> None:
         held = sum(group.memory.resident_nbytes for group in model._runtime.groups)
         output.sum().backward()
     assert (sum(sent), held, max(seen.written["copy_"], default=0)) == (0, 0, 0)
-
-
-# -- what users write
-
-
-def reads_after_writing() -> tuple[bool, bool, bool]:
-    """Whether a write in forward is seen in the same forward, whether it is gone in the next one,
-    and whether any rank's shard has changed."""
-    model = FSDP(nn.Linear(WIDTH, WIDTH, bias=False), use_orig_params=True)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    seen: list[float] = []
-
-    def write(module: nn.Module, args: Any) -> None:
-        seen.append(module.weight[3, 3].item())
-        module.weight.data[3, 3] = 100.0
-        seen.append(module.weight[3, 3].item())
-
-    handle = model.module.register_forward_pre_hook(write)
-    model(torch.ones(1, WIDTH)).sum().backward()
-    handle.remove()
-    model.module.register_forward_pre_hook(lambda m, a: seen.append(m.weight[3, 3].item()))
-    model(torch.ones(1, WIDTH)).sum().backward()
-    dist.barrier()
-    unchanged = all(map(torch.equal, before, model.parameters()))
-    return seen[1] == 100.0, seen[2] == seen[0], unchanged
-
-
-def test_writes_in_forward_are_private_and_gone_in_the_next_pass() -> None:
-    found = run_ranks(2, reads_after_writing, environment=MAPPED)
-    assert found == [(True, True, True)] * 2
-    assert found == run_ranks(2, reads_after_writing, environment=COPIED)
 
 
 # -- ranks that are early and late
@@ -291,31 +260,6 @@ def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
 
 
 # -- moves of shards
-
-
-def in_child(connection: Any, model: FSDP) -> None:
-    connection.send(sum(float(parameter.detach().abs().sum()) for parameter in model.parameters()))
-    connection.close()
-    os._exit(0)
-
-
-@on_ranks(2, environment=MAPPED)
-def test_ranks_that_fork_are_mapped_again() -> None:
-    """One rank forks, as a DataLoader does: its shards move to another file."""
-    pair = wide_pair(1)
-    for number in range(3):
-        if dist.get_rank() == number % 2:
-            ours, theirs = multiprocessing.Pipe()
-            child = multiprocessing.get_context("fork").Process(
-                target=in_child, args=(theirs, pair.model)
-            )
-            child.start()
-            pair.step()
-            assert ours.recv() > 0
-            child.join()
-        else:
-            pair.step()
-    assert all(mapping is not None for mapping in mappings_of(pair.model))
 
 
 class LockThatTells:
@@ -528,28 +472,32 @@ def test_a_rank_that_reaches_a_limit_trains_on_or_is_named_with_the_limit(
         assert f"rank 1 cannot read the memory of rank 0: no more {named}" in error
 
 
-@on_ranks(2, environment=MAPPED)
-def test_ranks_send_values_where_one_cannot_map_the_memory_of_another() -> None:
-    with contextlib.ExitStack() as stack:
-        if dist.get_rank() == 0:  # memory that rank 1 has not mapped in an earlier test
-            stack.enter_context(mock.patch.object(shared_memory, "_arena", Arena()))
-        stack.enter_context(no_more(resource.RLIMIT_AS))
-        pair = wide_pair(2)
-    assert mappings_of(pair.model) == [None] * 4
+def low_address_space() -> contextlib.AbstractContextManager[None]:
+    """Rank 1 cannot map memory of rank 0 that it has not mapped in an earlier test."""
+    stack = contextlib.ExitStack()
+    if dist.get_rank() == 0:
+        stack.enter_context(mock.patch.object(shared_memory, "_arena", Arena()))
+    stack.enter_context(no_more(resource.RLIMIT_AS))
+    return stack
 
 
+def few_mappings() -> contextlib.AbstractContextManager[None]:
+    return mock.patch.object(mapped, "MAX_MAPPED", 5 if dist.get_rank() == 1 else 100)
+
+
+def no_list_of_pages() -> contextlib.AbstractContextManager[None]:
+    """Writes cannot be found."""
+    return mock.patch.object(mapped, "PAGEMAP", "/proc/self/no such file")
+
+
+@pytest.mark.parametrize("obstacle", [low_address_space, few_mappings, no_list_of_pages])
 @on_ranks(3, environment=MAPPED)
-def test_all_ranks_gather_what_one_rank_cannot_map() -> None:
-    with mock.patch.object(mapped, "MAX_MAPPED", 5 if dist.get_rank() == 1 else 100):
-        pair = wide_pair(1)
-    pair.step()
-    assert mappings_of(pair.model) == [None] * 4
-
-
-@on_ranks(2, environment=MAPPED)
-def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
-    with mock.patch.object(mapped, "PAGEMAP", "/proc/self/no such file"):
+def test_all_ranks_gather_what_one_rank_cannot_map(
+    obstacle: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    with obstacle():
         pair = wide_pair(2)
+    pair.step()
     assert mappings_of(pair.model) == [None] * 4
 
 

@@ -464,13 +464,9 @@ def test_at_most_two_blocks_and_the_limit_of_reduce_buffers(
     width: int, limit_all_gathers: bool
 ) -> None:
     (found,) = run_ranks(1, logs, 8, width=width, limit_all_gathers=limit_all_gathers)
-    assert [held(log) for log in found[1:]] == [(2, 1 if limit_all_gathers else 2)] * 7
+    buffers = 1 if limit_all_gathers else 2
+    assert [held(log) for log in found] == [(1, buffers), *[(2, buffers)] * 7], "no order at first"
     assert found[3:] == found[2:3] * 5
-
-
-def test_shard_grad_op_keeps_all_blocks_and_one_reduce_buffer() -> None:
-    (found,) = run_ranks(1, logs, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    assert [held(log) for log in found] == [(BLOCKS, 1)] * 3
 
 
 COSTS = {"gather": 1.0, "reduce": 1.0, "forward": 1.0, "backward": 2.0}

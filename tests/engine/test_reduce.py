@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat._comm.communicator import communicator
-from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._comm.transport import Handle, Traffic, Transport
 from fsdp_compat._engine.behavior import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
 from fsdp_compat._engine.store import ParamStore
+from tests.support.collectives import all_reduced, connect, reduced
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of
 from tests.support.ranks import run_ranks
 
@@ -304,19 +304,15 @@ def test_reduction_starts_at_once_and_ends_only_once() -> None:
 
 def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -> list[float]:
     """Rank r contributes values[r] everywhere. Return the sums over the shard axis and replicas."""
-    comm = communicator(mesh_from_group(None).shard, CPU)
-    tag = comm.new_tag()
+    comm = connect()
+    tag, own = comm.new_tag(), slice(4 * comm.rank, 4 * comm.rank + 4)
     buffer = torch.full((4 * comm.ranks,), values[comm.rank], dtype=dtype)
     before = buffer.clone()
-    segments = list(buffer.chunk(comm.ranks))
-    handle = comm.begin_reduce(buffer, segments, tag)
-    total = comm.end_reduce(handle, segments[comm.rank], total_dtype, "a sum", None)
+    total = reduced(comm, buffer, tag, dtype=total_dtype)
     assert total.dtype == total_dtype
-    assert torch.equal(buffer[4 * comm.rank : 4 * comm.rank + 4], before[:4])
+    assert torch.equal(buffer[own], before[own])
     copies = torch.full((5,), values[comm.rank], dtype=total_dtype)  # 5: none divides it
-    handle = comm.continue_all_reduce(comm.begin_all_reduce(copies, tag), copies, tag, "a total")
-    comm.end_all_reduce(handle, copies, "a total")
-    return sorted({*total.tolist(), *copies.tolist()})
+    return sorted({*total.tolist(), *all_reduced(comm, copies, tag).tolist()})
 
 
 FP32, BF16 = torch.float32, torch.bfloat16

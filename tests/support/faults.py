@@ -40,14 +40,13 @@ from fsdp_compat import (
     checkpoint,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat._comm.same_host.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
+from tests.support.errors import PROMPT_S
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
 
-PROMPT_S = 8.0  # for an error, on a busy machine; every time limit is far beyond it
 AT_ONCE_S = 3.0  # for all later calls together, none of which waits
 
 
@@ -370,21 +369,6 @@ def assert_stays_failed(subject: Subject) -> None:
             raise AssertionError(f"{name} did not raise")
     passed_s = time.monotonic() - started
     assert passed_s < AT_ONCE_S, f"all calls took {passed_s:.1f} s"
-
-
-@contextlib.contextmanager
-def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
-    """Inside the context missing ranks are distinguished from busy ones sooner than by default."""
-    name = "FSDP_COMPAT_MEET_TIMEOUT"
-    before = os.environ.get(name), deadlock.PATIENCE
-    os.environ[name], deadlock.PATIENCE = str(idle_s), patience_s
-    try:
-        yield
-    finally:
-        deadlock.PATIENCE = before[1]
-        os.environ.pop(name)
-        if before[0] is not None:
-            os.environ[name] = before[0]
 
 
 # -- processes that end or stop in the middle

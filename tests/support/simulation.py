@@ -72,3 +72,14 @@ class Simulation:
         for thread in threads:
             thread.join()
         return results
+
+
+class RecordedStore:
+    """A store that records the names of its calls."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.calls = store, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self.store, name)

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,13 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.faults import limits
+from tests.support.errors import limits, message_of
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED
 
-PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
 HERE = re.escape(__file__)
 
 
@@ -55,18 +54,6 @@ def build(num_blocks: int = 3, *, in_place: bool = False, strategy: str = "FULL_
 
 def step(model: nn.Module) -> None:
     model(torch.ones(2, DIM)).sum().backward()
-
-
-def message_of(call: Callable[[], object]) -> str:
-    """The message of the StateError that ``call`` raises soon, or ""."""
-    started = time.monotonic()
-    with limits():
-        try:
-            call()
-        except StateError as error:
-            assert time.monotonic() - started < PROMPT_S, f"late: {error}"
-            return str(error)
-    return ""
 
 
 def assert_goes_on(model: FSDP) -> None:
@@ -92,7 +79,7 @@ def saves_on_rank_0() -> list[str]:
     step(model)
     for gives_up in (False, True):
         if dist.get_rank() == 0:
-            found.append(message_of(model.state_dict))
+            found.append(message_of(lambda: model.state_dict()))
             if gives_up:
                 report = deadlock.Report({0: "rank 0 has left"}, "an exception")
                 deadlock.give_up(model._runtime.groups[0].shard.connections, report)
@@ -112,7 +99,7 @@ def test_save_on_one_rank_while_another_trains_is_refused() -> None:
         assert message.startswith("Not all ranks called state_dict().")
     assert_told(
         saving[0],
-        rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in message_of\(\)",
+        rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in <lambda>\(\)",
         r"rank 1 waits for the parameters of unit '0' from rank 0, at .*test_divergence\.py:\d+ in "
         r"step\(\)",
     )
@@ -174,7 +161,7 @@ def decides_alone() -> str:
     step(model)
     with limits():  # on the idle rank, too: it looks for questions that often
         if dist.get_rank() < dist.get_world_size() - 1:
-            message = message_of(model.state_dict)
+            message = message_of(lambda: model.state_dict())
         dist.barrier()
     assert_goes_on(model)
     return message
@@ -186,7 +173,7 @@ def test_idle_missing_rank_is_reported_and_all_ranks_go_on() -> None:
     for message in found:
         assert_told(
             message,
-            rf"rank 0 called state_dict\(\) at {HERE}:\d+ in message_of\(\)",
+            rf"rank 0 called state_dict\(\) at {HERE}:\d+ in <lambda>\(\)",
             r"rank 2 has not arrived: it is at .*:\d+ in decides_alone\(\), and has made no "
             r"progress for \d+ s",
         )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fsdp_compat import FsdpCompatError, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from tests.support.errors import limits
 from tests.support.faults import (
     BETWEEN_STEPS,
     CALLS,
@@ -35,7 +36,6 @@ from tests.support.faults import (
     assert_stays_failed,
     assert_told,
     at_first_wait,
-    limits,
     message_of,
     message_of_first,
     planted,
