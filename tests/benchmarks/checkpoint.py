@@ -48,11 +48,9 @@ import functools
 import gc
 import os
 import shutil
-import statistics
 import tempfile
 import time
 import types
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,20 +60,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from contenders import (
-    FSDP1,
-    FSDP2,
-    OURS,
-    PLAIN,
-    Contender,
-    Strategy,
-    Timings,
-    build,
-    fsdp1_of,
-    require_rounds,
-)
+from contenders import FSDP1, FSDP2, ORIGINAL, OURS, PLAIN, Contender, Wrapping, build
 from pages import drop_pages, make_durable, memory_nbytes, restart_peak
-from step import Block, Transformer, loss_of, say
+from runs import Table, Timings, first_rank_alone, gloo_ranks, highest, options, say
+from step import Block, Transformer, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -85,7 +73,7 @@ import fsdp_compat.checkpoint
 
 OURS_DCP = f"{OURS}, dcp"
 LIMIT = 1.2  # of sharded calls, to plain
-MIN_ROUNDS = 3
+FEWEST_ROUNDS = 3
 WARM_UP_PARAMETERS = 500_000
 SEQUENCE = 16
 PAGE_NBYTES = 4096
@@ -120,29 +108,19 @@ Results = dict[Row, dict[str, list[tuple[float, float]]]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(
+        __doc__, rounds=FEWEST_ROUNDS, fewest=FEWEST_ROUNDS, check="a limit is not met"
     )
     add = parser.add_argument
     add("--parameters", type=int, default=200_000_000, help="about; the next shape is taken")
     add("--original-parameters", action="store_true", help="ours, FSDP1: use_orig_params=True")
-    add("--rounds", type=int, default=MIN_ROUNDS)
     add("--folder", type=Path, help="on the disk to measure; what is made in it is removed")
-    add("--check", action="store_true", help="exit status 1 if a limit is not met")
     arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds, MIN_ROUNDS)
     if arguments.parameters < WARM_UP_PARAMETERS:
         parser.error(f"expected at least {WARM_UP_PARAMETERS} parameters")
-    if "RANK" not in os.environ:
-        parser.error("start it on at least 2 processes: torchrun --nproc-per-node 2 ...")
-    warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
+    with gloo_ranks():
         missed = run(arguments)
-    finally:
-        dist.destroy_process_group()
-    return 1 if missed and arguments.check else 0
+    return int(missed > 0 and arguments.check)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         measure(enter(WARM_UP_PARAMETERS, arguments.original_parameters), 1, folder)
         entrants = enter(arguments.parameters, arguments.original_parameters)
-        own_nbytes = worst(next(nbytes_of(each.held()) for each in entrants if each.name == OURS))
+        own_nbytes = highest(next(nbytes_of(each.held()) for each in entrants if each.name == OURS))
         ranks = dist.get_world_size()
         say(
             f"{own_nbytes * ranks / 12e6:.1f}M parameters with AdamW, {own_nbytes / 1e6:.0f} MB on "
@@ -180,17 +158,13 @@ def enter(num_parameters: int, use_orig_params: bool) -> list[Entrant]:
     """Return the contenders on models of about so many parameters, each trained for a step.
     Collective."""
     torch.manual_seed(0)  # the same parameters on all ranks
-    wrapped = {
-        contender.name: contender
-        for contender in build(make_model(num_parameters), Block, Strategy.FULL_SHARD, ddp=False)
-    }
-    suffixes = {name: name.removeprefix(OURS) for name in wrapped if name.startswith(OURS)}
-    ours_name = next(name for name, suffix in suffixes.items() if bool(suffix) == use_orig_params)
-    kept = {OURS: wrapped[ours_name], FSDP1: wrapped[fsdp1_of(ours_name)], FSDP2: wrapped[FSDP2]}
-    del wrapped  # the others' memory is needed
+    suffix = ORIGINAL if use_orig_params else ""
+    names = (OURS + suffix, FSDP1 + suffix, FSDP2)
+    contenders = build(make_model(num_parameters), Wrapping((Block,)), names)
+    kept = {each.name.removesuffix(suffix): each for each in contenders}
     trained = {name: train(contender) for name, contender in kept.items()}
     held = {name: functools.partial(values_of, of_one[1]) for name, of_one in trained.items()}
-    plain = PlainFiles(int(worst(nbytes_of(held[OURS]()))))
+    plain = PlainFiles(int(highest(nbytes_of(held[OURS]()))))
     of_fsdp1 = dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1])
     of_fsdp2 = dcp_calls(*trained[FSDP2]) | fsdp2_calls(*trained[FSDP2])
     return [
@@ -390,23 +364,25 @@ def measure(entrants: Sequence[Entrant], rounds: int, folder: Path) -> Results:
             in_both = [entrant for entrant in order if save in entrant.calls]
             for entrant in in_both:
                 own = folder / entrant.name
-                on_first_rank(own.mkdir)
+                first_rank_alone(own.mkdir)
                 entrant.held()
-                on_first_rank(os.sync)  # no earlier call's bytes are on their way
+                first_rank_alone(os.sync)  # no earlier call's bytes are on their way
                 timed(entrant, save, own, results)
                 entrant.release()
-                on_first_rank(functools.partial(drop_pages, own))  # the next save finds memory free
+                first_rank_alone(
+                    functools.partial(drop_pages, own)
+                )  # the next save finds memory free
             for entrant in in_both:
                 own = folder / entrant.name
                 for value in entrant.held():
                     value.zero_()
-                on_first_rank(functools.partial(drop_pages, own))
+                first_rank_alone(functools.partial(drop_pages, own))
                 timed(entrant, load, own, results)
                 if digest(entrant.held()) != digests[entrant.name]:
                     which = f"{load.value}, {entrant.name}: rank {dist.get_rank()}"
                     raise RuntimeError(f"{which} has other values than it saved")
                 entrant.release()
-                on_first_rank(functools.partial(shutil.rmtree, own))
+                first_rank_alone(functools.partial(shutil.rmtree, own))
     return results
 
 
@@ -422,7 +398,7 @@ def timed(entrant: Entrant, row: Row, folder: Path, results: Results) -> None:
         for value in entrant.held():
             value.reshape(-1)[:: PAGE_NBYTES // value.itemsize].sum()
     seconds, peak = time.perf_counter() - start, memory_nbytes() - resident
-    results[row].setdefault(entrant.name, []).append((worst(seconds), worst(peak)))
+    results[row].setdefault(entrant.name, []).append((highest(seconds), highest(peak)))
 
 
 def digest(values: Iterable[torch.Tensor]) -> int:
@@ -437,30 +413,17 @@ def memory_of(value: torch.Tensor) -> memoryview:
     return memoryview(value.reshape(-1).view(torch.uint8).numpy())
 
 
-def on_first_rank(act: Callable[[], object]) -> None:
-    """Collective: the others wait."""
-    if dist.get_rank() == 0:
-        act()
-    dist.barrier()
-
-
-def worst(number: float) -> float:
-    """Return the highest of all ranks' numbers. Collective."""
-    found = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
-
-
 # -- the tables
 
 
 def print_table(row: Row, results: dict[str, list[tuple[float, float]]], own_nbytes: float) -> int:
     """Print one kind of call; return how many limits are not met."""
     timings = Timings({name: [seconds for seconds, _ in found] for name, found in results.items()})
-    others = (PLAIN, FSDP1, FSDP2)
-    titles = "".join(f"{'to ' + other:>10}" for other in others)
-    say(f"\n{row.value:12} {'median':>9} {'range':>16} {titles} {'peak':>10} {'of own':>7}  limit")
-    missed = 0
+    others, missed = (PLAIN, FSDP1, FSDP2), 0
+    columns = {"median": "7.2f s", "range": "16", **{f"to {other}": "9.3f" for other in others}}
+    table = Table(columns | {"peak": "7.0f MB", "of own": "7.2f"}, width=12)
+    say("")
+    table.head(row.value)
     for name, seconds in timings.seconds.items():
         ratios = {other: timings.ratio(name, other) for other in others if other != name}
         verdict = ""
@@ -469,15 +432,10 @@ def print_table(row: Row, results: dict[str, list[tuple[float, float]]], own_nby
             is_met = is_ahead and (row not in PAIRS[0] or ratios[PLAIN] <= LIMIT)
             verdict = "met" if is_met else "NOT MET"
             missed += not is_met
-        columns = "".join(
-            f"{ratios[other]:10.3f}" if other in ratios else f"{'':10}" for other in others
-        )
+        times = [timings.median(name), f"{min(seconds):.2f} to {max(seconds):.2f} s"]
         peak = max(found for _, found in results[name])
-        say(
-            f"{name:12} {statistics.median(seconds):7.2f} s "
-            f"{f'{min(seconds):.2f} to {max(seconds):.2f} s':>16} {columns} "
-            f"{peak / 1e6:7.0f} MB {peak / own_nbytes:7.2f}  {verdict}"
-        )
+        cells = [*times, *map(ratios.get, others), peak / 1e6, peak / own_nbytes]
+        table.row(name, cells, verdict)
     return missed
 
 

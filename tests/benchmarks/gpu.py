@@ -6,8 +6,6 @@
         transfers of 25 instead of 100 GB/s, one case
     python tests/benchmarks/gpu.py --world-size 1
         one rank on NCCL: nothing is sharded
-    python tests/benchmarks/gpu.py --cases short --profile FILE
-        a trace of ours, and how much of the transfers it hides
     python tests/benchmarks/gpu.py --device cpu --small
         a trial of this script without a GPU: its figures mean nothing
 
@@ -27,7 +25,7 @@ Parameters are in fp32, computed with in bf16, gradients are summed in fp32. The
              parameters
 
 A block is a unit. A step is forward, backward and gradients set to None. Contenders are timed in
-turns, as in contenders.py, by events of the device. The columns:
+turns, as in runs.py, by events of the device. The columns:
 
     median, minimum   milliseconds of a step
     to FSDP1, FSDP2   step / the other's step in the same round, median. FSDP1 with the same
@@ -41,43 +39,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import functools
 import gc
-import itertools
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
-import torch.nn.functional as F
 from contenders import (
+    DDP,
     FSDP1,
     FSDP2,
-    ORIGINAL,
+    FULLY_SHARD,
     OURS,
     PLAIN,
     Contender,
-    Timings,
+    Wrapping,
+    build,
     fsdp1_of,
-    measure,
-    require_rounds,
 )
-from step import Block
+from runs import Table, Timings, fake_ranks, group, measure, options
+from step import Block, Transformer, loss_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
-from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fsdp_compat
-from fsdp_compat.wrap import ModuleWrapPolicy
-
-PROFILED_STEPS = 3
 CALIBRATION_CYCLES = 100_000_000
 SHORT_GOAL = 0.95
 
@@ -107,23 +93,6 @@ SMALL_CASES = {
 }
 
 
-class Transformer(nn.Module):
-    """From tokens [1, rows + 1] to a loss."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(sizes.vocabulary, sizes.dim)
-        self.blocks = nn.Sequential(*(Block(sizes.dim, sizes.heads) for _ in range(sizes.blocks)))
-        self.norm, self.head = (
-            nn.LayerNorm(sizes.dim),
-            nn.Linear(sizes.dim, sizes.vocabulary, bias=False),
-        )
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.norm(self.blocks(self.tokens(data[:, :-1]))))
-        return F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
-
-
 class Pieces(nn.Module):
     """A unit of many small matrices, one after the other."""
 
@@ -137,15 +106,10 @@ class Pieces(nn.Module):
         return x
 
 
-class ManyPieces(nn.Module):
-    """From vectors [rows, dim] to a loss."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Pieces(sizes.dim, sizes.pieces) for _ in range(sizes.blocks)))
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return self.blocks(data).float().pow(2).mean()
+def build_model(sizes: Sizes) -> nn.Module:
+    if sizes.pieces:
+        return nn.Sequential(*(Pieces(sizes.dim, sizes.pieces) for _ in range(sizes.blocks)))
+    return Transformer(sizes.vocabulary, sizes.rows, sizes.dim, sizes.heads, sizes.blocks)
 
 
 # -- a device
@@ -287,111 +251,37 @@ class Network:
         return self.nbytes - before
 
 
-# -- the contenders
-
-
-def make_contenders(base: nn.Module, device: torch.device) -> list[Contender]:
-    """Return the contenders, each around its own copy of ``base``."""
-    makers: dict[str, Callable[[nn.Module], nn.Module]] = {
-        PLAIN: lambda module: module.to(device, torch.bfloat16)
-    }
-    for original in (False, True):
-        suffix = ORIGINAL if original else ""
-        makers[OURS + suffix] = functools.partial(_ours, device=device, use_orig_params=original)
-        makers[FSDP1 + suffix] = functools.partial(_fsdp1, device=device, use_orig_params=original)
-    makers[FSDP2] = functools.partial(_fsdp2, device=device)
-    found = []
-    for name, make in makers.items():
-        model = make(copy.deepcopy(base))
-        found.append(Contender(name, model, tuple(model.parameters())))
-    return found
-
-
-def _ours(module: nn.Module, device: torch.device, use_orig_params: bool) -> nn.Module:
-    return fsdp_compat.FullyShardedDataParallel(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({Block, Pieces}),
-        mixed_precision=fsdp_compat.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-        use_orig_params=use_orig_params,
-        device_id=device,
-    )
-
-
-def _fsdp1(module: nn.Module, device: torch.device, use_orig_params: bool) -> nn.Module:
-    return torch_fsdp.FullyShardedDataParallel(
-        module,
-        auto_wrap_policy=TorchModuleWrapPolicy({Block, Pieces}),
-        mixed_precision=torch_fsdp.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
-        use_orig_params=use_orig_params,
-        device_id=device,
-    )
-
-
-def _fsdp2(module: nn.Module, device: torch.device) -> nn.Module:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    module.to(device)
-    for unit in [child for child in module.modules() if isinstance(child, (Block, Pieces))]:
-        torch_fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
-    return torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
-
-
 # -- running
 
 
 def main() -> int:
     arguments = parse_arguments()
-    warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
     device: Device = Cpu() if arguments.device == "cpu" else Cuda(arguments.bandwidth * 1e9)
-    if arguments.world_size > 1:
-        dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
-    else:
-        dist.init_process_group(device.backend, rank=0, world_size=1, store=dist.HashStore())
-    missed = 0
-    try:
-        network = Network(device)
-        with network.standing_in() if arguments.world_size > 1 else contextlib.nullcontext():
-            for case in arguments.cases:
-                missed += run(case, arguments, device, network)
-    finally:
-        dist.destroy_process_group()
-    return 1 if missed and arguments.check else 0
+    ranks, missed = arguments.world_size, 0
+    one = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    network = Network(device)
+    with (
+        fake_ranks(ranks) if ranks > 1 else group(device.backend, **one),
+        network.standing_in() if ranks > 1 else contextlib.nullcontext(),
+    ):
+        for case in arguments.cases:
+            missed += run(case, arguments, device, network)
+    return int(missed > 0 and arguments.check)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        default=8,
-        help="1: one rank on NCCL; more: the first of so many on a fake group",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        default=100.0,
-        help="GB per second that a rank sends, of the transfers stood in for",
-    )
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--small", action="store_true", help="tiny models")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument(
-        "--profile", metavar="FILE", help="trace a few steps of ours instead of timing all"
-    )
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a goal is not met")
+    parser = options(__doc__, rounds=25, check="a goal is not met")
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    ranks = "1: one rank on NCCL; more: the first of so many on a fake group"
+    add("--world-size", type=int, default=8, help=ranks)
+    sent = "GB per second that a rank sends, of the transfers stood in for"
+    add("--bandwidth", type=float, default=100.0, help=sent)
+    add("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    add("--small", action="store_true", help="tiny models")
     arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --small tries the script")
-    if arguments.profile and len(arguments.cases) > 1:
-        parser.error("--profile needs one of --cases")
     return arguments
 
 
@@ -399,112 +289,58 @@ def run(case: str, arguments: argparse.Namespace, device: Device, network: Netwo
     """Print the table of a case; return how many goals were missed."""
     sizes = (SMALL_CASES if arguments.small else CASES)[case]
     torch.manual_seed(0)
-    base = ManyPieces(sizes) if sizes.pieces else Transformer(sizes)
+    base = build_model(sizes)
+    data = torch.randint(sizes.vocabulary, (1, sizes.rows + 1), device=device.device)
     if sizes.pieces:
         data = torch.randn(sizes.rows, sizes.dim, device=device.device)
-    else:
-        data = torch.randint(sizes.vocabulary, (1, sizes.rows + 1), device=device.device)
-    contenders = make_contenders(base, device.device)
-    steps = {
-        its.name: functools.partial(
-            step, its, data.bfloat16() if its.name == PLAIN and sizes.pieces else data
-        )
-        for its in contenders
-    }
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    how = Wrapping((Block, Pieces), device=device.device, **dtypes)
+    contenders = build(base, how, without=[PLAIN, DDP, FULLY_SHARD])
+    plain = build_model(sizes).to(device.device, torch.bfloat16)
+    contenders.append(Contender(PLAIN, plain, tuple(plain.parameters())))
+    steps = {its.name: functools.partial(step, its, data) for its in contenders}
     where = torch.cuda.get_device_name() if device.device.type == "cuda" else "CPU"
-    group = (
-        f"rank 0 of {arguments.world_size}, {arguments.bandwidth:g} GB/s"
-        if arguments.world_size > 1
-        else "one rank"
-    )
+    ranks = f"rank 0 of {arguments.world_size}, {arguments.bandwidth:g} GB/s"
     print(
         f"\n{case}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in "
         f"{sizes.blocks} blocks, {sizes.rows} rows, "
-        f"{group}, {where}, torch {torch.__version__}, {arguments.rounds} rounds"
+        f"{ranks if arguments.world_size > 1 else 'one rank'}, {where}, "
+        f"torch {torch.__version__}, {arguments.rounds} rounds\n"
     )
-    if arguments.profile:
-        print_overlap(steps[OURS], arguments.profile, device)
-        return 0
     timings = measure(steps, arguments.rounds, clock=device.clock)
     peaks = {name: device.peak_nbytes(step) for name, step in steps.items()}
     sent = {name: network.sent_by(step) for name, step in steps.items()}
-    return print_table(timings, peaks, sent, sizes)
+    return print_table(timings, peaks, sent, sizes.goal)
 
 
 def step(contender: Contender, data: torch.Tensor) -> None:
-    contender.model(data).backward()
+    if not data.is_floating_point():
+        loss = loss_of(contender.model, data)
+    else:
+        loss = contender.model(data.to(contender.parameters[0].dtype)).float().pow(2).mean()
+    loss.backward()
     contender.zero_grad()
 
 
 def print_table(
-    timings: Timings, peaks: dict[str, int | None], sent: dict[str, float], sizes: Sizes
+    timings: Timings, peaks: dict[str, int | None], sent: dict[str, float], goal: float
 ) -> int:
-    missed = 0
-    print(
-        f"\n{'':28} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} {'sent':>9} "
-        f"{'peak':>9}  goal"
-    )
+    """Return how many goals were missed. goal: the most that ours may take, to either."""
+    columns = {"median": "7.2f ms", "minimum": "7.2f ms", "to FSDP1": "9.3f", "to FSDP2": "9.3f"}
+    table, missed = Table(columns | {"sent": "6.1f MB", "peak": "6.2f GB"}), 0
+    table.head(last="goal")
     for name in timings.seconds:
-        ratios = [timings.ratio(name, other) for other in (fsdp1_of(name), FSDP2)]
-        peak, verdict = peaks[name], ""
+        ratios, peak, verdict = timings.ratios(name, FSDP1, FSDP2), peaks[name], ""
         if name.startswith(OURS):
+            missing = [] if max(filter(None, ratios.values())) <= goal else ["time"]
             others = [its for its in (peaks[fsdp1_of(name)], peaks[FSDP2]) if its is not None]
-            missing = [] if max(ratios) <= sizes.goal else ["time"]
             missing += [] if peak is None or peak < min(others) else ["peak"]
             verdict = f"NOT MET: {', '.join(missing)}" if missing else "met"
             missed += bool(missing)
-        shown = "-" if peak is None else f"{peak / 1e9:.2f} GB"
-        print(
-            f"{name:28} {timings.median(name) * 1e3:7.2f} ms {timings.minimum(name) * 1e3:7.2f} ms "
-            f"{ratios[0]:9.3f} {ratios[1]:9.3f} {sent[name] / 1e6:6.1f} MB {shown:>9}  {verdict}"
-        )
+        times = timings.median(name) * 1e3, timings.minimum(name) * 1e3
+        shown = "-" if peak is None else peak / 1e9
+        table.row(name, [*times, *ratios.values(), sent[name] / 1e6, shown], verdict)
     return missed
-
-
-# -- a trace
-
-
-def print_overlap(run: Callable[[], None], file: str, device: Device) -> None:
-    """Trace a few steps into ``file``, and print how much of the transfers ran while something else
-    did."""
-    for _ in range(PROFILED_STEPS):
-        run()
-    device.clock()
-    activities = [ProfilerActivity.CPU] + (
-        [ProfilerActivity.CUDA] if device.device.type == "cuda" else []
-    )
-    with profile(activities=activities) as trace:
-        for _ in range(PROFILED_STEPS):
-            run()
-        device.clock()
-    trace.export_chrome_trace(file)
-    on_device = [
-        event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    spans = {True: [], False: []}  # type: dict[bool, list[tuple[float, float]]]
-    for event in on_device:
-        spans["spin_kernel" in event.name or "nccl" in event.name.lower()].append(
-            (event.time_range.start, event.time_range.end)
-        )
-    transferring, computing = _union(spans[True]), _union(spans[False])
-    total = sum(end - start for start, end in transferring)
-    hidden = sum(
-        max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-        for one, other in itertools.product(transferring, computing)
-    )
-    print(f"written to {file}; transfers {total / PROFILED_STEPS / 1e3:.2f} ms per step", end="")
-    print(f", {hidden / total:.0%} of it while something was computed" if total else "")
-
-
-def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return intervals that do not overlap and cover the same."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
 
 
 if __name__ == "__main__":

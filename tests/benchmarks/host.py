@@ -2,7 +2,6 @@
 to compute or to send.
 
     python tests/benchmarks/host.py              (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/host.py --profile    where the time of ours goes, function by function
 
 One process on a fake process group, which accepts every collective and moves nothing; 64 units of 8
 and of 12 parameters of 4 elements. A step is forward, backward, and gradients set to None. Times
@@ -30,53 +29,45 @@ The rest: the calls that hold these together."""
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
-import operator
-import pstats
 import statistics
 import time
 import timeit
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import (
+    DDP,
+    FSDP1,
     FSDP2,
     FULLY_SHARD,
     OURS,
     PLAIN,
     Contender,
-    Strategy,
-    Timings,
+    Wrapping,
     build,
-    fsdp1_of,
-    measure,
-    require_rounds,
 )
+from runs import Limits, Table, Timings, fake_ranks, measure, options, verdict_on
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import _torch_private
 from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._engine import gradients, hooks, module_view, reduce, runtime
 
-LIMITS = 0.15, 0.12  # to FSDP1 and to FSDP2
-FULLY_SHARD_LIMIT = 1 / 3  # to FSDP2
+LIMITS: Limits = {FSDP1: 0.15, FSDP2: 0.12}
+FULLY_SHARD_LIMITS: Limits = {FSDP2: 1 / 3}
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP"]
 ELEMENTS = 4  # of a parameter
-PROFILED_STEPS = 20
 
 
 class Scales(nn.Module):
     """A unit of many tiny parameters, each used once."""
 
-    def __init__(self, num_parameters: int) -> None:
+    def __init__(self, num_parameters: int, dim: int = ELEMENTS) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(
-            nn.Parameter(torch.ones(ELEMENTS)) for _ in range(num_parameters)
-        )
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(dim)) for _ in range(num_parameters))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for scale in self.scales:
@@ -86,71 +77,47 @@ class Scales(nn.Module):
 
 def main() -> int:
     arguments = parse_arguments()
-    warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
     missed = 0
-    try:
+    with fake_ranks(arguments.world_size):
         for num_parameters in arguments.parameters:
-            for strategy in (Strategy[name] for name in arguments.strategies):
-                steps = make_steps(arguments.units, num_parameters, strategy)
-                title = (
-                    f"{arguments.units} units of {num_parameters} parameters, "
-                    f"{strategy.name}, "
-                    f"{arguments.world_size} ranks"
-                )
-                if arguments.profile:
-                    for name in (name for name in steps if OURS in name):
-                        print(f"\n{title}: {name}\n")
-                        print_profile(steps[name], arguments.units, arguments.lines)
-                else:
-                    timings = measure(steps, arguments.rounds, clock=time.process_time)
-                    print(f"\n{title}, {arguments.rounds} rounds\n")
-                    missed += print_table(timings, arguments.units)
-                    print_parts(steps, num_parameters, arguments, strategy)
-    finally:
-        dist.destroy_process_group()
-    return 1 if missed and arguments.check else 0
+            for strategy in arguments.strategies:
+                missed += run(arguments, num_parameters, strategy)
+    return int(missed > 0 and arguments.check)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--units", type=int, default=64)
-    parser.add_argument(
-        "--parameters", type=int, nargs="+", default=[8, 12], help="parameters of a unit"
-    )
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        choices=[Strategy.FULL_SHARD.name, Strategy.SHARD_GRAD_OP.name],
-        default=[Strategy.FULL_SHARD.name, Strategy.SHARD_GRAD_OP.name],
-    )
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
-    parser.add_argument("--profile", action="store_true", help="profile ours instead of timing all")
-    parser.add_argument("--lines", type=int, default=40, help="functions that a profile shows")
+    parser = options(__doc__, rounds=25, check="a limit is not met")
+    add = parser.add_argument
+    add("--world-size", type=int, default=8)
+    add("--units", type=int, default=64)
+    add("--parameters", type=int, nargs="+", default=[8, 12], help="parameters of a unit")
+    add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
     if arguments.world_size < 2:
-        parser.error(
-            f"--world-size {arguments.world_size}: with one rank nothing is sent, so there is "
-            "nothing to compare"
-        )
+        parser.error("with one rank nothing is sent, so there is nothing to compare")
     return arguments
 
 
-def make_steps(
-    num_units: int, num_parameters: int, strategy: Strategy
-) -> dict[str, Callable[[], None]]:
+def run(arguments: argparse.Namespace, num_parameters: int, strategy: str) -> int:
+    """Print the tables of one case; return how many limits are not met."""
+    steps = make_steps(arguments.units, num_parameters, strategy)
+    timings = measure(steps, arguments.rounds, clock=time.process_time)
+    print(
+        f"\n{arguments.units} units of {num_parameters} parameters, {strategy}, "
+        f"{arguments.world_size} ranks, {arguments.rounds} rounds\n"
+    )
+    missed = print_table(timings, arguments.units)
+    print_parts(steps, num_parameters, arguments, strategy)
+    return missed
+
+
+def make_steps(num_units: int, num_parameters: int, strategy: str) -> dict[str, Callable[[], None]]:
     base = nn.Sequential(*[Scales(num_parameters) for _ in range(num_units)])
     x = torch.ones(2, ELEMENTS)
     return {
         contender.name: functools.partial(step, contender, x)
-        for contender in build(base, Scales, strategy, ddp=False)
+        for contender in build(base, Wrapping((Scales,), strategy), without=[DDP])
     }
 
 
@@ -161,29 +128,22 @@ def step(contender: Contender, x: torch.Tensor) -> None:
 
 def print_table(timings: Timings, num_units: int) -> int:
     """Print the times; return how many limits are not met."""
-    missed = 0
-    print(f"{'':28} {'above plain':>12} {'minimum':>9} {'to FSDP1':>9} {'to FSDP2':>9}  limit")
+    missed, scale = 0, 1e6 / num_units
+    columns = {"above plain": "9.1f us", "minimum": "6.1f us"}
+    table = Table(columns | {f"to {peer}": "9.3f" for peer in LIMITS})
+    table.head()
     for name in timings.seconds:
         if name == PLAIN:
             continue
-        micros = [
-            seconds / num_units * 1e6
-            for seconds in (timings.above_plain(name), timings.minimum_above_plain(name))
-        ]
-        ratios = [timings.above_plain_ratio(name, to) for to in (fsdp1_of(name), FSDP2)]
+        times = timings.above_plain(name), timings.minimum_above_plain(name)
+        ratios = timings.ratios(name, *LIMITS, above_plain=True)
         verdict = ""
-        if name.startswith(OURS):
-            verdict = "met" if all(map(operator.le, ratios, LIMITS)) else "NOT MET"
+        if name.startswith((OURS, FULLY_SHARD)):
+            limits = FULLY_SHARD_LIMITS if name == FULLY_SHARD else LIMITS
+            verdict = verdict_on(ratios, limits)
             missed += verdict != "met"
-        if name == FULLY_SHARD:
-            verdict = "met" if ratios[1] <= FULLY_SHARD_LIMIT else "NOT MET"
-            missed += verdict != "met"
-        print(
-            f"{name:28} {micros[0]:9.1f} us {micros[1]:6.1f} us {ratios[0]:9.3f} {ratios[1]:9.3f}  "
-            f"{verdict}"
-        )
-    plain = timings.median(PLAIN) / num_units * 1e6
-    print(f"{PLAIN:28} {plain:9.1f} us per unit in all")
+        table.row(name, [*(each * scale for each in times), *ratios.values()], verdict)
+    print(f"{PLAIN:28} {timings.median(PLAIN) * scale:9.1f} us per unit in all")
     return missed
 
 
@@ -227,18 +187,19 @@ class Clock:
         return timed
 
 
-def part_times(run: Callable[[], None], rounds: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Return seconds and calls per step of each part: medians, less what taking the time takes."""
+def part_times(run: Callable[[], None], rounds: int) -> dict[str, float]:
+    """Return seconds per step of each part: medians, less what taking the time takes."""
     originals = [
         (part, owner, name, getattr(owner, name))
         for part, places in PARTS.items()
         for owner, name in places
     ]
     found: list[Clock] = []
-    idle = Clock()
-    empty = idle.around(next(iter(PARTS)), lambda: None)
-    for _ in range(10_000):
+    idle, number = Clock(), 10_000
+    empty = idle.around("hooks", lambda: None)
+    for _ in range(number):
         empty()
+    overhead = idle.seconds["hooks"] / number
     try:
         for _ in range(rounds):
             clock = Clock()
@@ -249,17 +210,13 @@ def part_times(run: Callable[[], None], rounds: int) -> tuple[dict[str, float], 
     finally:
         for _, owner, name, function in originals:
             setattr(owner, name, function)
-    overhead = idle.seconds[next(iter(PARTS))] / 10_000
-    medians = {
-        part: statistics.median(
-            clock.seconds[part] - clock.calls[part] * overhead for clock in found
-        )
+    return {
+        part: statistics.median(its.seconds[part] - its.calls[part] * overhead for its in found)
         for part in PARTS
     }
-    return medians, found[-1].calls
 
 
-def floors(num_parameters: int, strategy: Strategy) -> dict[str, float]:
+def floors(num_parameters: int, strategy: str) -> dict[str, float]:
     """Seconds per unit and step of what cannot be left out."""
     numel = num_parameters * ELEMENTS
     group, ranks = dist.group.WORLD, dist.get_world_size()
@@ -270,7 +227,7 @@ def floors(num_parameters: int, strategy: Strategy) -> dict[str, float]:
     places = list(full[:numel].split(ELEMENTS))
     entries = dict.fromkeys(map(str, range(num_parameters)))
     x = torch.ones(2, ELEMENTS, requires_grad=True)
-    num_gathers = 2 if strategy is Strategy.FULL_SHARD else 1
+    num_gathers = 2 if strategy == "FULL_SHARD" else 1
 
     def collective() -> None:
         for _ in range(num_gathers):
@@ -313,65 +270,23 @@ def print_parts(
     steps: dict[str, Callable[[], None]],
     num_parameters: int,
     arguments: argparse.Namespace,
-    strategy: Strategy,
+    strategy: str,
 ) -> None:
-    floor = floors(num_parameters, strategy)
     scale = 1e6 / arguments.units
-    columns: dict[str, dict[str, float]] = {
-        "floor": {part: seconds * 1e6 for part, seconds in floor.items()}
-    }
+    floor = {part: seconds * 1e6 for part, seconds in floors(num_parameters, strategy).items()}
+    columns: dict[str, dict[str, float]] = {"floor": floor}
     for name in (name for name in steps if OURS in name):
-        plain = measure(
-            {PLAIN: steps[PLAIN], name: steps[name]}, arguments.rounds, clock=time.process_time
-        )
-        times, _ = part_times(steps[name], arguments.rounds)
+        pair = {PLAIN: steps[PLAIN], name: steps[name]}
+        timings = measure(pair, arguments.rounds, clock=time.process_time)
+        times = part_times(steps[name], arguments.rounds)
         column = columns[name] = {part: seconds * scale for part, seconds in times.items()}
-        column[REST] = max(plain.above_plain(name) * scale - sum(column.values()), 0.0)
-    print(f"\n{'':20}" + "".join(f"{name:>28}" for name in columns))
-    for part in [*PARTS, REST, "in all"]:
-        values = [
-            sum(column.values()) if part == "in all" else column.get(part)
-            for column in columns.values()
-        ]
-        print(
-            f"{part:20}"
-            + "".join(f"{'' if value is None else f'{value:.1f} us':>28}" for value in values)
-        )
-
-
-def print_profile(run: Callable[[], None], num_units: int, lines: int) -> None:
-    """Print the functions with the most own time, per unit and step.
-
-    The profiler adds about the same to every call, so many short calls look dearer than they are:
-    compare with a run without it.
-    """
-    for _ in range(3):
-        run()
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(PROFILED_STEPS):
-        run()
-    profiler.disable()
-    print(f"{'own us':>8} {'total us':>9} {'calls':>7}   per unit and step")
-    for own, total, calls, where in sorted(_functions(profiler), reverse=True)[:lines]:
-        scale = 1 / (PROFILED_STEPS * num_units)
-        print(f"{own * scale * 1e6:8.2f} {total * scale * 1e6:9.2f} {calls * scale:7.2f}   {where}")
-
-
-def _functions(profiler: cProfile.Profile) -> Iterator[tuple[float, float, int, str]]:
-    """Yield own seconds, seconds with what was called, calls and the place of every function."""
-    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-    for (file, line, function), (_, calls, own, total, _) in stats.items():
-        yield (
-            own,
-            total,
-            calls,
-            function if file == "~" else f"{_short(file.split('/'))}:{line} {function}",
-        )
-
-
-def _short(path: Sequence[str]) -> str:
-    return "/".join(path[-2:])
+        column[REST] = max(timings.above_plain(name) * scale - sum(column.values()), 0.0)
+    table = Table(dict.fromkeys(columns, "24.1f us"), width=19)
+    print()
+    table.head(last="")
+    for part in [*PARTS, REST]:
+        table.row(part, [column.get(part) for column in columns.values()])
+    table.row("in all", [sum(column.values()) for column in columns.values()])
 
 
 if __name__ == "__main__":

@@ -20,15 +20,13 @@ import argparse
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
-import sys
 import time
 import typing
-import warnings
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP1, FSDP2, FULLY_SHARD, OURS, Strategy, makers
+from contenders import FSDP1, FSDP2, FULLY_SHARD, OURS, Wrapping, wrap
+from runs import Table, group, options
 from step import Block, Transformer, loss_of
 
 COPIED = f"{OURS}, FSDP_COMPAT_SAME_HOST=counters"
@@ -44,32 +42,31 @@ class Figures(typing.NamedTuple):
     forward: float
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD")
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+def main() -> None:
+    parser = options(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2)
+    add("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD")
+    add("--dim", type=int, default=768)
+    add("--blocks", type=int, default=12)
+    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     arguments = parser.parse_args()
     print(f"{arguments.ranks} ranks, {arguments.strategy}, dim {arguments.dim}, ", end="")
     print(f"{arguments.blocks} blocks; MB of all ranks together")
-    print(f"{'':42}{'wrapped':>10}{'peak':>10}{'forward':>10}")
+    table = Table(dict.fromkeys(Figures._fields, "9.0f"), width=42)
+    table.head(last="")
     for name in arguments.contenders:
-        figures = figures_of(name, arguments)
-        print(f"{name:42}" + "".join(f"{value / MEGA:10.0f}" for value in figures), flush=True)
-    return 0
+        table.row(name, [value / MEGA for value in figures_of(name, arguments)])
 
 
 def figures_of(name: str, arguments: argparse.Namespace) -> Figures:
     """Run one contender."""
     context = multiprocessing.get_context("spawn")
-    port, pipes, processes = free_port(), [], []
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
     for rank in range(arguments.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=run, args=(theirs, rank, port, name, arguments))
+        process = context.Process(target=run, args=(theirs, rank, store.port, name, arguments))
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -108,12 +105,6 @@ def total(pids: list[int]) -> float:
     return float(found)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def run(
     pipe: multiprocessing.connection.Connection,
     rank: int,
@@ -122,23 +113,27 @@ def run(
     arguments: argparse.Namespace,
 ) -> None:
     """One rank: come to each of the points, and wait there."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     if name == COPIED:
         os.environ["FSDP_COMPAT_SAME_HOST"] = "counters"
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=arguments.ranks
-    )
+        name = OURS
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with group("gloo", store=store, rank=rank, world_size=arguments.ranks):
+        train(pipe, name, arguments)
 
+
+def train(
+    pipe: multiprocessing.connection.Connection, name: str, arguments: argparse.Namespace
+) -> None:
     def rest() -> None:
         dist.barrier()
         pipe.send("here")
         pipe.recv()
 
-    make = makers(Block, Strategy[arguments.strategy], ddp=False)[OURS if name == COPIED else name]
     rest()
     torch.manual_seed(0)
-    model = make(Transformer(64, SEQUENCE, arguments.dim, 8, arguments.blocks))
+    base = Transformer(64, SEQUENCE, arguments.dim, 8, arguments.blocks)
+    model = wrap(name, base, Wrapping((Block,), arguments.strategy))
+    del base
     parameters = list(model.parameters())
     data = torch.randint(64, (1, SEQUENCE + 1))
     rest()
@@ -150,8 +145,7 @@ def run(
         for parameter in parameters:
             parameter.grad = None
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,26 +27,24 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import (
+    DDP,
+    FSDP1,
     FSDP2,
     FULLY_SHARD,
     OURS,
     PLAIN,
     Contender,
-    Strategy,
+    Wrapping,
     build,
     fsdp1_of,
-    measure,
-    require_rounds,
 )
-from step import say, slowest_rank
+from runs import Table, gloo_ranks, measure_ranks, options, say
 from torch import nn
 
 MAX_NORM = 1e9  # nothing changes, and all is multiplied
@@ -79,26 +77,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=25, has_clock=True, check="ours is slower anywhere")
     add = parser.add_argument
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    add("--cpu-time", action="store_true", help="time on the processor instead of the clock")
     add("--tolerance", type=float, default=0.05, help="by how much a ratio may be above 1")
-    add("--check", action="store_true", help="exit status 1 if ours is slower anywhere")
-    add("--rounds", type=int, default=25)
     arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    dist.init_process_group("gloo")
-    try:
+    with gloo_ranks():
         slower = sum([run(name, arguments) for name in arguments.models])
-    finally:
-        dist.destroy_process_group()
-    return 1 if slower and arguments.check else 0
+    return int(slower > 0 and arguments.check)
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:
@@ -107,7 +94,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     base = MODELS[name]()
     x = torch.randn(2, next(base.parameters()).shape[-1])
     numels = [parameter.numel() for parameter in base.parameters()]
-    contenders = build(base, Block, Strategy.FULL_SHARD, ddp=False)
+    contenders = build(base, Wrapping((Block,)), without=[DDP])
     for contender in contenders:
         contender.model(x).pow(2).sum().backward()
     say(
@@ -118,13 +105,13 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     clips = {title: clip for contender in contenders for title, clip in clips_of(contender).items()}
     check_norms(clips)
     held = {each.name: sum(local(p).numel() for p in each.parameters) for each in contenders}
-    slower = timed("clip_grad_norm_", clips, held, arguments, ("FSDP1", FSDP2))
-    for kind, options in OPTIMIZERS.items():
+    slower = timed("clip_grad_norm_", clips, held, arguments, (FSDP1, FSDP2))
+    for kind, settings in OPTIMIZERS.items():
         steps: dict[str, Callable[[], object]] = {
-            each.name: torch.optim.AdamW(each.parameters, lr=1e-7, **options).step  # type: ignore[arg-type]
+            each.name: torch.optim.AdamW(each.parameters, lr=1e-7, **settings).step  # type: ignore[arg-type]
             for each in contenders
         }
-        slower += timed(f"AdamW, {kind}", steps, held, arguments, ("FSDP1", FSDP2, PLAIN))
+        slower += timed(f"AdamW, {kind}", steps, held, arguments, (FSDP1, FSDP2, PLAIN))
     return slower
 
 
@@ -165,23 +152,24 @@ def timed(
     compared: Sequence[str],
 ) -> int:
     """Print a table; return in how many rows ours is slower than any of ``compared``."""
-    clock = time.process_time if arguments.cpu_time else time.perf_counter
-    timings = slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier))
-    slower = 0
-    titles = f"{'to FSDP1':>9} {'to FSDP2':>9} {'to plain':>9}  slower"
-    say(f"\n{what:42} {'median':>10} {'minimum':>10} {titles}")
+    timings, slower = measure_ranks(steps, arguments.rounds, cpu_time=arguments.cpu_time), 0
+    columns = {"median": "7.2f ms", "minimum": "7.2f ms"}
+    others = (FSDP1, FSDP2, PLAIN)
+    table = Table(columns | {f"to {other}": "9.3f" for other in others}, width=42)
+    say("")
+    table.head(what, last="slower")
     for title in timings.seconds:
         name = title.removesuffix(BY_TORCH)
-        ratios = {"FSDP1": timings.ratio(title, fsdp1_of(name)), FSDP2: timings.ratio(title, FSDP2)}
-        ratios[PLAIN] = timings.ratio(title, PLAIN) * held[PLAIN] / held[name]
+        peers = {FSDP1: fsdp1_of(name), FSDP2: FSDP2, PLAIN: PLAIN}
+        ratios = {other: timings.ratio(title, peer) for other, peer in peers.items()}
+        ratios[PLAIN] *= held[PLAIN] / held[name]
         verdict = ""
         if title.startswith(OURS):
             beyond = [to for to in compared if ratios[to] > 1 + arguments.tolerance]
             verdict = ", ".join(beyond) or "-"
             slower += bool(beyond)
-        shown = " ".join(f"{ratio:9.3f}" for ratio in ratios.values())
-        median, minimum = timings.median(title) * 1e3, timings.minimum(title) * 1e3
-        say(f"{title:42} {median:7.2f} ms {minimum:7.2f} ms {shown}  {verdict}")
+        times = timings.median(title) * 1e3, timings.minimum(title) * 1e3
+        table.row(title, [*times, *ratios.values()], verdict)
     return slower
 
 

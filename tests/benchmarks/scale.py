@@ -1,10 +1,8 @@
 """Start-up and scale by simulation: a model of 405 billion parameters at 64, 1,024 and 16,384
 ranks, one rank at a time.
 
-    python tests/benchmarks/scale.py                    (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/scale.py --profile 16384    where the time of construction goes,
-                                                        function by function
-    python tests/benchmarks/scale.py --calls            what calls of all ranks ask of the store
+    python tests/benchmarks/scale.py            (fsdp_compat installed, or PYTHONPATH=.)
+    python tests/benchmarks/scale.py --calls    what calls of all ranks ask of the store
 
 The process group is torch's fake one: it has any number of ranks, accepts every collective and
 moves nothing. Every case has a process of its own. In the cases "meta", model and compute device
@@ -57,29 +55,27 @@ zeroed."""
 from __future__ import annotations
 
 import argparse
-import cProfile
 import dataclasses
 import functools
 import gc
 import json
 import math
-import pstats
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from contenders import FSDP2, OURS
+from pages import memory_nbytes, restart_peak
+from runs import Table, fake_ranks, options
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compat
@@ -98,13 +94,10 @@ from tests.support import many_ranks
 
 LIMIT_S, LIMIT_BYTES = 60.0, 2e9
 WORLD_SIZES = (64, 1024, 16384)
-OURS, FSDP2 = "ours", "FSDP2"
 ENTRIES = 3  # entries of a checkpoint per element: the parameter, and AdamW's two
 SEQUENCE = 16
-SHARD_LAYERS, STEP_LAYERS = (
-    4,
-    6,
-)  # blocks: a shard of 4 has 1 GB at 64 ranks; every block takes the same steps
+# blocks: a shard of 4 has 1 GB at 64 ranks; every block takes the same steps
+SHARD_LAYERS, STEP_LAYERS = 4, 6
 FSDP2_LAYERS = 6  # its time grows with the ranks: all 126 take minutes at 16,384
 
 
@@ -137,15 +130,9 @@ class Block(nn.Module):
         self.shape = shape
         kv = shape.dim * shape.kv_heads // shape.heads
         self.attention_norm, self.ffn_norm = Norm(shape.dim), Norm(shape.dim)
-        self.q, self.o = (
-            nn.Linear(shape.dim, shape.dim, bias=False),
-            nn.Linear(shape.dim, shape.dim, bias=False),
-        )
-        self.k, self.v = nn.Linear(shape.dim, kv, bias=False), nn.Linear(shape.dim, kv, bias=False)
-        self.gate, self.up = (
-            nn.Linear(shape.dim, shape.ffn, bias=False),
-            nn.Linear(shape.dim, shape.ffn, bias=False),
-        )
+        self.q, self.o = (nn.Linear(shape.dim, shape.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(shape.dim, kv, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(shape.dim, shape.ffn, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,11 +166,8 @@ class Llama(nn.Module):
 def without_memory(module: nn.Module) -> None:
     """As param_init_fn: parameters of the right shapes whose elements are all one."""
     for name, parameter in module.named_parameters(recurse=False):
-        setattr(
-            module,
-            name,
-            nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)),
-        )
+        zero = torch.zeros((), dtype=parameter.dtype)
+        setattr(module, name, nn.Parameter(zero.expand(parameter.shape)))
 
 
 # -- one case, in a process of its own
@@ -200,48 +184,39 @@ class Case:
     shards: bool  # on the CPU, with values
     layers: int
     steps: bool = False
-    profile: bool = False
 
 
 def run_case(case: Case) -> dict[str, Any]:
     """Return what is measured, by name."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
+    with fake_ranks(case.world_size, case.rank):
+        return measured(case)
+
+
+def measured(case: Case) -> dict[str, Any]:
     with torch.device("meta"):
-        model: nn.Module = Llama(Shape(layers=case.layers))
+        model: Any = Llama(Shape(layers=case.layers))
     numel = sum(parameter.numel() for parameter in model.parameters())
-    mesh = init_device_mesh("cpu", (case.world_size,)) if case.contender == FSDP2 else None
+    mesh = init_device_mesh("cpu", (case.world_size,))
     gc.collect()
-    reset_peak()
-    before, start = resident("VmRSS"), time.perf_counter()
-    profiler = cProfile.Profile()
-    if case.profile:
-        profiler.enable()
-    if mesh is None:
-        model = ours(model, case)
-    else:
-        for block in model.blocks:  # type: ignore[union-attr]
+    before, start = restart_peak(), time.perf_counter()
+    if case.contender == FSDP2:
+        for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    profiler.disable()
-    found: dict[str, Any] = {
-        "numel": numel,
-        "seconds": time.perf_counter() - start,
-        "host": resident("VmHWM") - before,
-    }
-    if case.profile:
-        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(30)
-    found["tensors"] = tensor_nbytes_on_host()
-    if isinstance(model, FullyShardedDataParallel):
-        groups = model._runtime.groups
-        found["shard"] = sum(store_of(group).shard.nbytes for group in groups)
-        if not case.shards:
-            found |= plans(model, case.world_size)
-        if case.steps:
-            found |= steps(model, groups, case.layers + 1)
     else:
-        found["shard"] = sum(p.to_local().numel() * p.element_size() for p in model.parameters())  # type: ignore[attr-defined]
+        model = ours(model, case)
+    seconds = time.perf_counter() - start
+    found = {"numel": numel, "seconds": seconds, "host": memory_nbytes() - before}
+    found["tensors"] = tensor_nbytes_on_host()
+    if case.contender == FSDP2:
+        shards = (p.to_local() for p in model.parameters())
+        return found | {"shard": sum(p.numel() * p.element_size() for p in shards)}
+    groups = model._runtime.groups
+    found["shard"] = sum(store_of(group).shard.nbytes for group in groups)
+    if not case.shards:
+        found |= plans(model, case.world_size)
+    if case.steps:
+        found |= steps(model, groups, case.layers + 1)
     return found
 
 
@@ -352,17 +327,6 @@ def counted_calls(function: Callable[[], object]) -> dict[str, int]:
     return counts
 
 
-def reset_peak() -> None:
-    """Let the kernel forget how much memory the process has had."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident(field: str) -> int:
-    """Bytes of memory the process has (VmRSS), or has had at most (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
 def tensor_nbytes_on_host() -> int:
     storages = {}
     for thing in gc.get_objects():
@@ -383,9 +347,6 @@ def main() -> int:
     if arguments.calls:
         missed = count_calls(arguments.world_sizes or [8, 64, 256, 1024, 4096, 16384])
         return 1 if missed and arguments.check else 0
-    if arguments.profile:
-        in_child(Case(OURS, arguments.profile, 0, False, False, arguments.layers, profile=True))
-        return 0
     sizes = arguments.world_sizes or list(WORLD_SIZES)
     constructed, stepped = cases(sizes, arguments.layers)
     missed = construct(constructed) + count_steps(stepped)
@@ -395,54 +356,50 @@ def main() -> int:
 def count_calls(world_sizes: list[int]) -> int:
     """Print the table of calls; return how many grow faster than W log W."""
     missed = 0
-    print(
-        f"{'calls':12} {'ranks':>6} {'requests':>10} {'law':>6} {'MB':>9} {'CPU s':>7} {'error':>6}"
-    )
+    columns = {"ranks": "6", "requests": "10", "law": "6.2f", "MB": "9.3f", "CPU s": "7.3f"}
+    table = Table(columns | {"error": "6"}, width=12)
+    table.head("calls", last="")
     for call in many_ranks.CALLS:
         before = math.inf
         for ranks in world_sizes:
             with many_ranks.simulated() as clock:
                 cost = call(ranks, clock)
             per_law = cost.requests / (ranks * math.log(ranks))
-            law = "" if before == math.inf else f"{per_law / before:.2f}"
+            law = None if before == math.inf else per_law / before
             missed += per_law > before
             before = per_law
             longest = max(map(len, cost.messages), default=0)
-            print(
-                f"{call.__name__:12} {ranks:6} {cost.requests:10} {law:>6} "
-                f"{cost.nbytes / 1e6:9.3f} {cost.cpu_s:7.3f} {longest:6}",
-                flush=True,
-            )
+            cells = [ranks, cost.requests, law, cost.nbytes / 1e6, cost.cpu_s, longest]
+            table.row(call.__name__, cells)
     return missed
+
+
+WHICH = {"ranks": "6", "rank": "6"}
 
 
 def construct(cases: list[Case]) -> int:
     """Print the tables of constructions and plans; return how many limits are not met."""
     missed = 0
     found: dict[Case, dict[str, Any]] = {}
-    print(
-        f"{'construction':26} {'ranks':>6} {'rank':>6} {'seconds':>8} {'host MB':>8} "
-        f"{'tensors MB':>11} {'shard MB':>9}  limit"
-    )
+    mega = {"host MB": "8.1f", "tensors MB": "11.3f", "shard MB": "9.1f"}
+    table = Table(WHICH | {"seconds": "8.2f"} | mega, width=26)
+    table.head("construction")
     for case in cases:
         result = found[case] = in_child(case)
         within = result["seconds"] <= LIMIT_S and result["host"] <= LIMIT_BYTES
         verdict = "" if case.contender == FSDP2 else "met" if within else "NOT MET"
         missed += verdict == "NOT MET"
-        print(
-            f"{title(case):26} {case.world_size:6} {case.rank:6} {result['seconds']:8.2f} "
-            f"{result['host'] / 1e6:8.1f} "
-            f"{result['tensors'] / 1e6:11.3f} {result['shard'] / 1e6:9.1f}  {verdict}",
-            flush=True,
-        )
-    print(f"\n{'plans':26} {'ranks':>6} {'rank':>6} {'save':>8} {'MB':>8} {'load':>8}  runs")
+        sizes = [result[name] / 1e6 for name in ("host", "tensors", "shard")]
+        cells = [case.world_size, case.rank, result["seconds"], *sizes]
+        table.row(title(case), cells, verdict)
+    print()
+    table = Table(WHICH | {"save": "7.2f", "MB": "8.1f", "load": "7.3f"}, width=26)
+    table.head("plans", last="runs")
     for case, result in found.items():
         if "runs" in result:
-            print(
-                f"{title(case):26} {case.world_size:6} {case.rank:6} {result['save']:7.2f}s "
-                f"{result['manifest'] / 1e6:8.1f} "
-                f"{result['load']:7.3f}s  {result['runs'][0]} and {result['runs'][1]}"
-            )
+            sizes = [result["save"], result["manifest"] / 1e6, result["load"]]
+            half, twice = result["runs"]
+            table.row(title(case), [case.world_size, case.rank, *sizes], f"{half} and {twice}")
     return missed
 
 
@@ -450,24 +407,18 @@ def count_steps(cases: list[Case]) -> int:
     """Print the table of steps; return how many counts grow with the world size."""
     missed = 0
     smallest: dict[tuple[bool, str], dict[str, float]] = {}
-    print(
-        f"\n{'steps, per unit':26} {'ranks':>6} {'rank':>6} {'collectives':>12} {'calls':>8} "
-        f"{'C calls':>8} {'operators':>10} "
-        f"{'host ms':>8}  grows"
-    )
+    counts = {"collectives": "12.3f", "calls": "8.1f", "C calls": "8.1f", "operators": "10.2f"}
+    table = Table(WHICH | counts | {"host ms": "8.2f"}, width=26)
+    print()
+    table.head("steps, per unit", last="grows")
     for case in cases:
         result = in_child(case)
         number = result["per unit"]
         first = smallest.setdefault(place(case), number)
         grows = any(number[name] > first[name] + 1 for name in number)
         missed += grows
-        print(
-            f"{title(case):26} {case.world_size:6} {case.rank:6} {number['collectives']:12.3f} "
-            f"{number['calls']:8.1f} "
-            f"{number['C calls']:8.1f} {number['operators']:10.2f} {result['step'] * 1e3:8.2f}  "
-            f"{'YES' if grows else 'no'}",
-            flush=True,
-        )
+        found = [*(number[name] for name in counts), result["step"] * 1e3]
+        table.row(title(case), [case.world_size, case.rank, *found], "YES" if grows else "no")
     return missed
 
 
@@ -475,11 +426,8 @@ def title(case: Case) -> str:
     layers = "" if case.layers == Shape.layers else f", {case.layers} blocks"
     if case.contender == FSDP2:
         return FSDP2 + layers
-    return (
-        ("shards" if case.shards else "meta")
-        + (", original" if case.use_orig_params else "")
-        + layers
-    )
+    original = ", original" if case.use_orig_params else ""
+    return f"{'shards' if case.shards else 'meta'}{original}{layers}"
 
 
 def place(case: Case) -> tuple[bool, str]:
@@ -519,25 +467,13 @@ def in_child(case: Case) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world-sizes", type=int, nargs="+")
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument(
-        "--profile",
-        type=int,
-        metavar="RANKS",
-        help="profile construction at one world size instead",
-    )
-    parser.add_argument("--calls", action="store_true", help="count requests to the store instead")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="exit status 1 if a limit is not met or a count depends on the ranks",
-    )
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
+    parser = options(__doc__, check="a limit is not met or a count depends on the ranks")
+    add = parser.add_argument
+    add("--world-sizes", type=int, nargs="+")
+    add("--layers", type=int, default=Shape.layers)
+    add("--calls", action="store_true", help="count requests to the store instead")
+    add("--case", help=argparse.SUPPRESS)
+    add("folder", nargs="?", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -3,8 +3,6 @@
     PYTHONPATH=. python tests/benchmarks/simulated.py
     PYTHONPATH=. python tests/benchmarks/simulated.py --ranks 64 --strategies FULL_SHARD --fp32
     PYTHONPATH=. python tests/benchmarks/simulated.py --all-cases --check
-    PYTHONPATH=. python tests/benchmarks/simulated.py --ranks 8 --strategies FULL_SHARD --memory \\
-        --picture step.svg
 
 The host code of each contender is the real one: it trains on the emulated device of
 tests/support/emulated, which records its operations, events, waits and allocations, and on process
@@ -46,25 +44,29 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
-from contenders import FSDP1, FSDP2, FULLY_SHARD, OURS
-from simulated_models import (
-    CONTENDERS,
+from contenders import (
+    FSDP1,
+    FSDP2,
+    FULLY_SHARD,
     HYBRID_SHARD,
-    MODELS,
-    RECOMPUTES,
+    ORIGINAL,
+    OURS,
     STRATEGIES,
-    Model,
     Wrapping,
-    call_block,
     has_contender,
-    keep_some,
-    recompute_block,
     wrap,
 )
-from timeline import Lane, Picture, write_picture
+from runs import Table, options
+from simulated_models import (
+    MODELS,
+    RECOMPUTES,
+    Model,
+    call_block,
+    keep_some,
+    recompute_block,
+)
 from torch import nn
 
 from fsdp_compat._cost_model import CONTENTION, H100, Machine, Work
@@ -80,13 +82,17 @@ from tests.support.emulated.order import (
 )
 from tests.support.emulated.play import Played, play
 
+CONTENDERS = (OURS, OURS + ORIGINAL, FULLY_SHARD, FSDP1, FSDP2)
+EVERY_STRATEGY = (*STRATEGIES, HYBRID_SHARD)
 WARM_UP_STEPS, STEPS = 2, 3
 TIME_LIMIT = 1.002
-MEMORY_POINTS = 24
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 SYNCS = (EventSync, StreamSync, DeviceSync)
-ROW = "{:28}{:>9}{:>10}{:>10}{:>9}{:>9}{:>10}{:>8}{:>7}  {}"
+COLUMNS = {
+    **{"step": "8.2f", "to FSDP1": "9.3f", "to FSDP2": "9.3f", "kernels": "8.2f"},
+    **{"exposed": "8.2f", "reserved": "9.1f", "active": "7.1f", "syncs": "6g"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +100,10 @@ class Case:
     """One table."""
 
     model_name: str
-    wrapping: Wrapping
+    strategy: str
+    ranks: int
+    is_mixed: bool  # bf16, gradients are summed in fp32
+    offloads: bool
     recompute: str
     microbatches: int
     reduces_each: bool
@@ -102,24 +111,30 @@ class Case:
 
     @property
     def title(self) -> str:
-        wrapping, model = self.wrapping, MODELS[self.model_name]()
-        parts = [
-            f"{wrapping.ranks} ranks",
-            wrapping.strategy,
-            "bf16, summed in fp32" if wrapping.is_mixed else "fp32",
-            model.description,
-        ]
+        model = MODELS[self.model_name]()
+        precision = "bf16, summed in fp32" if self.is_mixed else "fp32"
+        parts = [f"{self.ranks} ranks", self.strategy, precision, model.description]
         if self.recompute != "none":
             parts.append(f"recomputation: {self.recompute}")
         if self.microbatches > 1:
-            parts.append(
-                f"{self.microbatches} microbatches, "
-                + ("each reduced" if self.reduces_each else "reduced once")
-            )
-        if wrapping.offloads:
+            reduced = "each reduced" if self.reduces_each else "reduced once"
+            parts.append(f"{self.microbatches} microbatches, {reduced}")
+        if self.offloads:
             parts.append("offloaded to the host")
         unit = model.block_numel * model.bytes_scale / 1e9
         return f"{', '.join(parts)} (1 byte per parameter of a block: {unit:.3f} GB)"
+
+    def wrapping(self, block: type[nn.Module]) -> Wrapping:
+        return Wrapping(
+            (block,),
+            self.strategy,
+            torch.device(emulated.NAME, 0),
+            param_dtype=torch.bfloat16 if self.is_mixed else None,
+            reduce_dtype=torch.float32 if self.is_mixed else None,
+            offloads=self.offloads,
+            ranks_per_node=H100.ranks_per_node,
+            reshards_root=True,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +146,14 @@ class Row:
     active: float
     syncs: float
     unordered: int  # accesses of the same bytes that no wait orders
-    lanes: tuple[Lane, ...]  # of the last step
-    memory: tuple[tuple[float, float], ...]  # of the last step: (seconds, bytes)
 
 
 # -- recording
 
 
-def record(name: str, case: Case) -> tuple[Sequence[Happening], Sequence[int], int]:
-    """Train; return what was recorded, where each step ends, and the stream that computes."""
-    with nccl.group_of(case.wrapping.ranks):
+def record(name: str, case: Case) -> tuple[Sequence[Happening], Sequence[int]]:
+    """Train; return what was recorded, and where each step ends."""
+    with nccl.group_of(case.ranks):
         model = MODELS[case.model_name]()
         torch.manual_seed(0)
         built = model.build()
@@ -148,7 +161,7 @@ def record(name: str, case: Case) -> tuple[Sequence[Happening], Sequence[int], i
             for module in built.modules():
                 if isinstance(module, model.block):
                     keep_some(module)
-        wrapped = wrap(name, built, model.block, case.wrapping)
+        wrapped = wrap(name, built, case.wrapping(model.block))
         step = training_step(wrapped, model, case)
         for _ in range(WARM_UP_STEPS):
             step()
@@ -159,7 +172,7 @@ def record(name: str, case: Case) -> tuple[Sequence[Happening], Sequence[int], i
             for _ in range(STEPS):
                 step()
                 ends.append(len(recording.happenings))
-        return recording.happenings, ends, torch.accelerator.current_stream().stream_id
+        return recording.happenings, ends
 
 
 def training_step(wrapped: nn.Module, model: Model, case: Case) -> Callable[[], None]:
@@ -239,12 +252,12 @@ class Costs:
 
 
 def simulate(name: str, case: Case, options: argparse.Namespace) -> Row:
-    program, ends, computing = record(name, case)
+    program, ends = record(name, case)
     model = MODELS[case.model_name]()
     machine = dataclasses.replace(
         H100, contention=CONTENTION[options.contention], flops=options.tflops * 1e12
     )
-    costs = Costs(machine, model, 2 if case.wrapping.is_mixed else 4)
+    costs = Costs(machine, model, 2 if case.is_mixed else 4)
     played = play(
         program,
         costs,
@@ -269,8 +282,6 @@ def simulate(name: str, case: Case, options: argparse.Namespace) -> Row:
         active=played.active / model.block_numel,
         syncs=syncs / steps - 1,
         unordered=len(find_unordered(program)) if is_ours(name) else 0,
-        lanes=lanes_of(played, computing, played.marks[-2], last),
-        memory=memory_of(played, played.marks[-2], last, model.bytes_scale),
     )
 
 
@@ -287,48 +298,6 @@ def idle(played: Played, begin: float, end: float) -> float:
             busy += max(0.0, stop - start)
             until = max(until, stop)
     return end - begin - busy
-
-
-def lanes_of(played: Played, computing: int, begin: float, end: float) -> tuple[Lane, ...]:
-    """Return a lane for each stream, the computing one first."""
-    streams: dict[int, Lane] = {computing: Lane("compute", [])}
-    for ran in played.ran:
-        if begin <= ran.start < end:
-            lane = streams.setdefault(ran.op.stream, Lane(f"stream {len(streams)}", []))
-            lane.blocks.append((kind_of(ran.op), ran.op.name, ran.start - begin, ran.end - begin))
-    for stream, lane in streams.items():
-        kinds = {kind for kind, *_ in lane.blocks}
-        if stream != computing:
-            name = kinds.pop() if len(kinds) == 1 else " and ".join(sorted(kinds)[:2])
-            streams[stream] = lane._replace(name=name)
-    host = [
-        ("the host waits", "", max(since, begin) - begin, min(until, end) - begin)
-        for since, until in played.waited
-        if until > begin and since < end
-    ]
-    return (*streams.values(), Lane("host waits", host))
-
-
-def kind_of(op: Op) -> str:
-    if isinstance(op, nccl.Collective):
-        return op.name.replace("_", "-")
-    if isinstance(op, nccl.HostCopy):
-        return "copy to host" if op.to_host else "copy from host"
-    return (
-        "matrix product" if op.name in MATRIX_PRODUCTS or ATTENTION in op.name else "other kernel"
-    )
-
-
-def memory_of(
-    played: Played, begin: float, end: float, scale: float
-) -> tuple[tuple[float, float], ...]:
-    """Return the bytes in use over a step, above the least of all steps."""
-    least = min(memory.nbytes for memory in played.memory)
-    return tuple(
-        (memory.time - begin, scale * (memory.nbytes - least))
-        for memory in played.memory
-        if begin <= memory.time <= end
-    )
 
 
 # -- processes
@@ -376,9 +345,8 @@ def send_row(sender: Connection, name: str, case: Case, options: argparse.Namesp
 def print_table(case: Case, rows: dict[str, Row | str]) -> bool:
     """Print the rows of a case; return whether a limit is not met."""
     print(f"\n{case.title}")
-    heads = ("step", "to FSDP1", "to FSDP2", "kernels", "exposed", "reserved", "active", "syncs")
-    print(ROW.format("", *heads, "limit"))
-    missed = False
+    table, missed = Table(COLUMNS), False
+    table.head()
     for name, row in rows.items():
         if isinstance(row, str):
             print(f"{name:28}  {row}")
@@ -386,16 +354,10 @@ def print_table(case: Case, rows: dict[str, Row | str]) -> bool:
             continue
         verdict = verdict_of(name, row, rows)
         missed = missed or verdict.startswith("NOT")
-        columns = (
-            f"{row.step * 1e3:.2f}",
-            *(ratio(row, rows.get(peer)) for peer in (FSDP1, FSDP2)),
-            f"{row.kernels * 1e3:.2f}",
-            f"{row.exposed * 1e3:.2f}",
-            f"{row.reserved:.1f}",
-            f"{row.active:.1f}",
-            f"{row.syncs:g}",
-        )
-        print(ROW.format(name, *columns, verdict).rstrip(), flush=True)
+        ratios = [ratio(row, rows.get(peer)) for peer in (FSDP1, FSDP2)]
+        times = [row.kernels * 1e3, row.exposed * 1e3]
+        cells = [row.step * 1e3, *ratios, *times, row.reserved, row.active, row.syncs]
+        table.row(name, cells, verdict)
     return missed
 
 
@@ -403,8 +365,8 @@ def is_ours(name: str) -> bool:
     return name.startswith(OURS) or name == FULLY_SHARD
 
 
-def ratio(row: Row, peer: Row | str | None) -> str:
-    return f"{row.step / peer.step:.3f}" if isinstance(peer, Row) else ""
+def ratio(row: Row, peer: Row | str | None) -> float | None:
+    return row.step / peer.step if isinstance(peer, Row) else None
 
 
 def verdict_of(name: str, row: Row, rows: dict[str, Row | str]) -> str:
@@ -422,20 +384,6 @@ def verdict_of(name: str, row: Row, rows: dict[str, Row | str]) -> str:
     return f"NOT MET: {' and '.join(found)}" if found else "met"
 
 
-def print_memory(rows: dict[str, Row | str]) -> None:
-    """Print the bytes in use at points of a step that are equally far apart."""
-    print(f"\nmemory in use at {MEMORY_POINTS} points of a step, GB")
-    for name, row in rows.items():
-        if isinstance(row, Row):
-            points = [row.step * (number + 0.5) / MEMORY_POINTS for number in range(MEMORY_POINTS)]
-            found = " ".join(f"{at(row.memory, point) / 1e9:4.1f}" for point in points)
-            print(f"{name:28}{found}")
-
-
-def at(memory: Sequence[tuple[float, float]], time: float) -> float:
-    return next((nbytes for when, nbytes in reversed(memory) if when <= time), 0.0)
-
-
 # -- options
 
 
@@ -445,22 +393,15 @@ def main() -> int:
     nccl.use()
     missed = False
     for case in cases(options):
-        names = [name for name in options.contenders if has_contender(name, case.wrapping.strategy)]
+        names = [name for name in options.contenders if has_contender(name, case.strategy)]
         found = rows_of([(name, case) for name in names], options)
-        rows = dict(zip(names, found, strict=True))
-        missed = print_table(case, rows) or missed
-        if options.memory:
-            print_memory(rows)
-        if options.picture:
-            shown = [(name, row) for name, row in rows.items() if isinstance(row, Row)]
-            pictures = [Picture(name, row.step, row.lanes, row.memory) for name, row in shown]
-            options.picture.write_text(write_picture(case.title, pictures), encoding="utf-8")
-    return 1 if missed and options.check else 0
+        missed = print_table(case, dict(zip(names, found, strict=True))) or missed
+    return int(missed and options.check)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     all_of = options.all_cases
-    for is_mixed, recompute, accumulate, ranks, strategy in itertools.product(
+    for is_mixed, recompute, microbatches, ranks, strategy in itertools.product(
         (True, False) if all_of else (not options.fp32,),
         ("none", "blocks") if all_of else (options.recompute,),
         (1, 2) if all_of else (options.accumulate,),
@@ -469,21 +410,21 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     ):
         if strategy == HYBRID_SHARD and ranks <= H100.ranks_per_node:
             continue  # there is one node
-        wrapping = Wrapping(strategy, ranks, H100.ranks_per_node, is_mixed, options.offload)
         yield Case(
             options.model,
-            wrapping,
+            strategy,
+            ranks,
+            is_mixed,
+            options.offload,
             recompute,
-            accumulate,
+            microbatches,
             not options.no_sync,
             options.optimizer,
         )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, check="a limit is not met")
 
     def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
         def parse(text: str) -> list[str]:
@@ -497,30 +438,28 @@ def parse_arguments() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
-    parser.add_argument("--model", choices=MODELS, default="blocks")
-    parser.add_argument("--ranks", type=numbers, default=[8, 64])
-    parser.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument("--contenders", type=names(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--fp32", action="store_true", help="default: bf16, summed in fp32")
-    parser.add_argument("--recompute", choices=RECOMPUTES, default="none")
-    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
-    parser.add_argument("--no-sync", action="store_true", help="reduce only the last microbatch")
-    parser.add_argument("--offload", action="store_true", help="parameters live on the host")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    parser.add_argument("--contention", choices=CONTENTION, default="sm")
-    parser.add_argument("--tflops", type=float, default=H100.flops / 1e12, help="that are reached")
-    parser.add_argument("--host-us", type=float, default=5.0, help="host time of an operation")
-    parser.add_argument("--event-us", type=float, default=2.0, help="of a record or a wait")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="blocks")
+    add("--ranks", type=numbers, default=[8, 64])
+    add("--strategies", type=names(EVERY_STRATEGY), default=list(EVERY_STRATEGY))
+    add("--contenders", type=names(CONTENDERS), default=list(CONTENDERS))
+    add("--fp32", action="store_true", help="default: bf16, summed in fp32")
+    add("--recompute", choices=RECOMPUTES, default="none")
+    add("--accumulate", type=int, default=1, help="microbatches of a step")
+    add("--no-sync", action="store_true", help="reduce only the last microbatch")
+    add("--offload", action="store_true", help="parameters live on the host")
+    add("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    add("--contention", choices=CONTENTION, default="sm")
+    add("--tflops", type=float, default=H100.flops / 1e12, help="that are reached")
+    add("--host-us", type=float, default=5.0, help="host time of an operation")
+    add("--event-us", type=float, default=2.0, help="of a record or a wait")
+    add(
         "--all-cases",
         action="store_true",
         help="bf16 and fp32, blocks recomputed or not, one and two microbatches",
     )
-    parser.add_argument("--memory", action="store_true", help="print memory over time")
-    parser.add_argument("--picture", type=Path, help="an SVG file for the last table's timeline")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
-    parser.add_argument("--jobs", type=int, default=2, help="rows that are simulated at once")
-    parser.add_argument("--traceback", action="store_true", help="of rows that fail")
+    add("--jobs", type=int, default=2, help="rows that are simulated at once")
+    add("--traceback", action="store_true", help="of rows that fail")
     return parser.parse_args()
 
 

@@ -1,5 +1,4 @@
-"""What ``simulated.py`` trains: models that are small here and stand for large ones, and how each
-contender wraps them.
+"""What ``simulated.py`` trains: models that are small here and stand for large ones.
 
 A matrix product of the model here stands for one with ``flops_scale`` times its operations, and
 every tensor for one of ``bytes_scale`` times its bytes."""
@@ -11,36 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
-from contenders import FSDP1, FSDP2, FULLY_SHARD, ORIGINAL, OURS
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-import fsdp_compat
-from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support import emulated
-
-CONTENDERS = (OURS, OURS + ORIGINAL, FULLY_SHARD, FSDP1, FSDP2)
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD = (
-    *("FULL_SHARD", "SHARD_GRAD_OP"),
-    *("NO_SHARD", "HYBRID_SHARD"),
-)
-STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD)
 LAYER_NUMEL = 200e6  # parameters of a layer of Llama 7B
 LAYER_TOKENS = 4096
 EXPERTS = 4
-
-
-def has_contender(name: str, strategy: str) -> bool:
-    """FSDP2 has no NO_SHARD."""
-    return strategy != NO_SHARD or name not in (FSDP2, FULLY_SHARD)
 
 
 # -- models
@@ -324,66 +304,3 @@ def keep_some(block: nn.Module) -> None:
         return found
 
     block.forward = checkpointed  # type: ignore[method-assign]
-
-
-# -- contenders
-
-
-@dataclasses.dataclass(frozen=True)
-class Wrapping:
-    strategy: str
-    ranks: int
-    ranks_per_node: int
-    is_mixed: bool  # bf16, gradients are summed in fp32
-    offloads: bool
-
-    def mesh(self) -> DeviceMesh:
-        if self.strategy != HYBRID_SHARD:
-            return init_device_mesh(emulated.NAME, (self.ranks,), mesh_dim_names=("shard",))
-        nodes = self.ranks // self.ranks_per_node
-        return init_device_mesh(
-            emulated.NAME, (nodes, self.ranks_per_node), mesh_dim_names=("replicate", "shard")
-        )
-
-
-def wrap(name: str, model: nn.Module, block: type[nn.Module], wrapping: Wrapping) -> nn.Module:
-    if name in (FSDP2, FULLY_SHARD):
-        return _fully_sharded(
-            fsdp_compat if name == FULLY_SHARD else torch_fsdp, model, block, wrapping
-        )
-    policy: Any = ModuleWrapPolicy({block})
-    library: Any = fsdp_compat
-    if name.startswith(FSDP1):
-        policy, library = TorchModuleWrapPolicy({block}), torch_fsdp
-    precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrapped: nn.Module = library.FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=policy,
-        sharding_strategy=library.ShardingStrategy[wrapping.strategy],
-        device_id=torch.device(emulated.NAME, 0),
-        device_mesh=wrapping.mesh() if wrapping.strategy == HYBRID_SHARD else None,
-        mixed_precision=precision if wrapping.is_mixed else None,
-        cpu_offload=library.CPUOffload(offload_params=True) if wrapping.offloads else None,
-        use_orig_params=name.endswith(ORIGINAL),
-    )
-    return wrapped
-
-
-def _fully_sharded(
-    library: Any, model: nn.Module, block: type[nn.Module], wrapping: Wrapping
-) -> nn.Module:
-    if not wrapping.offloads:
-        model.to(emulated.NAME)
-    dtypes = (torch.bfloat16, torch.float32) if wrapping.is_mixed else ()
-    options = {
-        "mesh": wrapping.mesh(),
-        "mp_policy": library.MixedPrecisionPolicy(*dtypes),
-        "reshard_after_forward": wrapping.strategy != SHARD_GRAD_OP,
-    }
-    if wrapping.offloads:
-        options["offload_policy"] = library.CPUOffloadPolicy()
-    for module in model.modules():
-        if isinstance(module, block):
-            library.fully_shard(module, **options)
-    wrapped: nn.Module = library.fully_shard(model, **options)
-    return wrapped

@@ -30,10 +30,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,29 +37,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from contenders import (
     DDP,
+    FSDP1,
     FSDP2,
     FULLY_SHARD,
     OURS,
     PLAIN,
+    STRATEGIES,
     Contender,
-    Strategy,
-    Timings,
+    Wrapping,
     build,
-    fsdp1_of,
-    measure,
-    require_rounds,
 )
+from runs import Limits, Table, Timings, gloo_ranks, measure_ranks, options, say, verdict_on
 from torch import nn
 
-# Of the ratios to FSDP1, FSDP2 and DDP. None: no limit.
-Limits = tuple[float | None, float | None, float | None]
-LIMITS: dict[Strategy, Limits] = {
-    Strategy.FULL_SHARD: (0.15, 0.12, None),
-    Strategy.SHARD_GRAD_OP: (0.18, 0.15, None),
-    Strategy.NO_SHARD: (None, None, 0.9),
+LIMITS: dict[str, Limits] = {
+    "FULL_SHARD": {FSDP1: 0.15, FSDP2: 0.12},
+    "SHARD_GRAD_OP": {FSDP1: 0.18, FSDP2: 0.15},
+    "NO_SHARD": {DDP: 0.9},
 }
-COMMUNICATION_BOUND_LIMITS: dict[Strategy, Limits] = {Strategy.FULL_SHARD: (0.15, 0.12, 0.5)}
-FULLY_SHARD_LIMITS: Limits = (None, 0.5, None)
+COMMUNICATION_BOUND_LIMITS: dict[str, Limits] = {"FULL_SHARD": {DDP: 0.5}}  # besides
+FULLY_SHARD_LIMITS: Limits = {FSDP2: 0.5}
 CHECKED_STEPS = 3
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
@@ -105,37 +98,20 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         return self.head(self.norm(self.blocks(x)))
 
 
-def main() -> int:
+def main() -> None:
     arguments = parse_arguments()
-    if "RANK" not in os.environ:
-        print(
-            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}",
-            file=sys.stderr,
-        )
-        return 2
-    warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
+    with gloo_ranks():
         run(arguments)
-    finally:
-        dist.destroy_process_group()
-    return 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--strategy",
-        choices=[strategy.name for strategy in Strategy],
-        default=Strategy.FULL_SHARD.name,
-    )
+    parser = options(__doc__, rounds=15, has_clock=True)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
@@ -150,12 +126,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--optimizer", choices=["none", *OPTIMIZERS], default="none", help="part of the timed step"
     )
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="time on the processor instead of the clock"
-    )
-    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
     if arguments.communication_bound:
         vars(arguments).update(COMMUNICATION_BOUND)
     return arguments
@@ -168,31 +139,25 @@ def run(arguments: argparse.Namespace) -> None:
     )
     torch.manual_seed(1 + dist.get_rank())
     data = torch.randint(arguments.vocabulary, (arguments.batch, arguments.sequence + 1))
-    strategy = Strategy[arguments.strategy]
-    contenders = build(base, Block, strategy, ddp=True)
+    contenders = build(base, Wrapping((Block,), arguments.strategy))
     say(
         f"{sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in {arguments.blocks} "
         "blocks, "
         f"{arguments.batch} x {arguments.sequence} tokens per rank, {dist.get_world_size()} ranks, "
-        f"{strategy.name}, "
+        f"{arguments.strategy}, "
         f"optimizer {arguments.optimizer}, {arguments.rounds} rounds, "
         f"{'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
     check_losses(contenders, data)
     steps: dict[str, Callable[[], None]] = {}
     for contender in contenders:
-        optimizer = (
-            OPTIMIZERS[arguments.optimizer](contender.parameters)
-            if arguments.optimizer in OPTIMIZERS
-            else None
-        )
+        make = OPTIMIZERS.get(arguments.optimizer)
+        optimizer = None if make is None else make(contender.parameters)
         steps[contender.name] = functools.partial(step, contender, data, optimizer)
-    clock = time.process_time if arguments.cpu_time else time.perf_counter
-    limits = LIMITS[strategy]
+    limits = LIMITS[arguments.strategy]
     if arguments.communication_bound:
-        limits = COMMUNICATION_BOUND_LIMITS.get(strategy, limits)
-    timings = slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier))
-    print_table(timings, limits)
+        limits = {**limits, **COMMUNICATION_BOUND_LIMITS.get(arguments.strategy, {})}
+    print_table(measure_ranks(steps, arguments.rounds, cpu_time=arguments.cpu_time), limits)
 
 
 def loss_of(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
@@ -238,56 +203,23 @@ def check_losses(contenders: Sequence[Contender], data: torch.Tensor) -> None:
     )
 
 
-def slowest_rank(timings: Timings) -> Timings:
-    """Return, per contender and round, the time of the rank that took longest. Collective."""
-    found: list[Timings | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, timings)
-    ranks = [each.seconds for each in found if each is not None]
-    return Timings(
-        {
-            name: [max(times) for times in zip(*(its[name] for its in ranks), strict=True)]
-            for name in timings.seconds
-        }
-    )
-
-
-def verdict_on(ratios: Sequence[float | None], limits: Limits) -> str:
-    pairs = [
-        (ratio, limit) for ratio, limit in zip(ratios, limits, strict=True) if limit is not None
-    ]
-    return (
-        "met" if all(ratio is not None and ratio <= limit for ratio, limit in pairs) else "NOT MET"
-    )
-
-
 def print_table(timings: Timings, limits: Limits) -> None:
-    say(
-        f"\n{'':28} {'median':>10} {'minimum':>10} {'to plain':>9} {'to FSDP1':>9} {'to FSDP2':>9} "
-        f"{'to DDP':>9}  limit"
-    )
+    peers = (FSDP1, FSDP2, DDP)
+    columns = {"median": "7.1f ms", "minimum": "7.1f ms", "to plain": "9.3f"}
+    table = Table(columns | {f"to {peer}": "9.3f" for peer in peers})
+    say("")
+    table.head()
     for name in timings.seconds:
-        others = [] if name == PLAIN else [fsdp1_of(name), FSDP2, DDP]
-        ratios = [
-            timings.above_plain_ratio(name, other) if other in timings.seconds else None
-            for other in others
-        ]
+        ratios = timings.ratios(name, *peers, above_plain=True)
         verdict = ""
         if name.startswith(OURS):
             verdict = verdict_on(ratios, limits)
         if name == FULLY_SHARD:
             verdict = verdict_on(ratios, FULLY_SHARD_LIMITS)
-        median, minimum = timings.median(name) * 1e3, timings.minimum(name) * 1e3
-        say(
-            f"{name:28} {median:7.1f} ms {minimum:7.1f} ms {timings.ratio(name, PLAIN):9.3f} "
-            + " ".join(f"{'' if ratio is None else f'{ratio:.3f}':>9}" for ratio in ratios)
-            + f"  {verdict}"
-        )
-
-
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+        shown = [None] * len(peers) if name == PLAIN else ratios.values()
+        times = timings.median(name) * 1e3, timings.minimum(name) * 1e3
+        table.row(name, [*times, timings.ratio(name, PLAIN), *shown], verdict)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -20,14 +20,13 @@ its slowest rank; the memory is the same in all rounds. The columns:
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import typing
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from contenders import MIN_ROUNDS, OURS, Timings, measure, require_rounds
+from contenders import OURS
+from runs import MIN_ROUNDS, Table, gloo_ranks, measure_ranks, options, say
 
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.gloo_connections import GlooConnections
@@ -37,6 +36,7 @@ from fsdp_compat._comm.transport import Transport
 
 GLOO, EXCHANGE = "gloo", "exchange"
 SIZES = [1 << power for power in range(16, 29)]  # 64 KB to 256 MB
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 SMALL_LIMIT, LARGE_LIMIT, LARGE_NBYTES = 1.1, 0.5, 16 << 20
 CPU = torch.device("cpu")
 
@@ -48,43 +48,16 @@ class Case(typing.NamedTuple):
     gloo: Callable[[], torch.Tensor]
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    if "RANK" not in os.environ:
-        print(
-            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}",
-            file=sys.stderr,
-        )
-        return 2
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        run(arguments)
-    finally:
-        dist.destroy_process_group()
-    return 0
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16", "float64"],
-        nargs="+",
-        default=["float32", "bfloat16"],
-    )
-    parser.add_argument("--collective", choices=list(CASES), nargs="+", default=list(CASES))
-    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of the full buffer")
-    parser.add_argument("--smallest", type=int, default=SIZES[0])
-    parser.add_argument(
-        "--all", action="store_true", help="also our exchange of messages, as it is between hosts"
-    )
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    arguments = parser.parse_args()
-    require_rounds(parser, arguments.rounds)
-    return arguments
+def main() -> None:
+    parser = options(__doc__, rounds=MIN_ROUNDS)
+    add = parser.add_argument
+    add("--dtype", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
+    add("--collective", choices=list(CASES), nargs="+", default=list(CASES))
+    add("--largest", type=int, default=SIZES[-1], help="bytes of the full buffer")
+    add("--smallest", type=int, default=SIZES[0])
+    add("--all", action="store_true", help="also our exchange of messages, as between hosts")
+    with gloo_ranks():
+        run(parser.parse_args())
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -95,31 +68,29 @@ def run(arguments: argparse.Namespace) -> None:
         f"{comm.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} "
         "rounds"
     )
+    columns = [OURS, GLOO, *([EXCHANGE] if arguments.all else [])]
+    forms = dict.fromkeys(columns, "12.3f") | {"ratio": "8.3f", "limit": "6.1f"}
+    table = Table(forms, width=10)
     for dtype in [getattr(torch, name) for name in arguments.dtype]:
         for name in arguments.collective:
             say(f"\n{name}, {str(dtype).removeprefix('torch.')}")
-            columns = [OURS, GLOO, *([EXCHANGE] if arguments.all else [])]
-            say(
-                f"{'size':>10} {''.join(f'{column:>12}' for column in columns)} {'ratio':>8} "
-                f"{'limit':>6}"
-            )
+            table.head(f"{'size':>10}", last="")
             for nbytes in SIZES:
-                if arguments.smallest <= nbytes <= arguments.largest:
-                    case = CASES[name](comm, nbytes // dtype.itemsize // comm.ranks, dtype)
-                    check(case, exact=comm.ranks == 2)
-                    steps: dict[str, Callable[[], object]] = {OURS: case.ours, GLOO: case.gloo}
-                    if sent is not None:
-                        steps[EXCHANGE] = CASES[name](
-                            sent, nbytes // dtype.itemsize // comm.ranks, dtype
-                        ).ours
-                    rounds = arguments.rounds * (
-                        4 if nbytes < 4 << 20 else 1
-                    )  # short ones are disturbed by more
-                    print_row(
-                        nbytes,
-                        columns,
-                        slowest_rank(measure(steps, rounds, before_each=dist.barrier)),
-                    )
+                if not arguments.smallest <= nbytes <= arguments.largest:
+                    continue
+                numel = nbytes // dtype.itemsize // comm.ranks
+                case = CASES[name](comm, numel, dtype)
+                check(case, exact=comm.ranks == 2)
+                steps: dict[str, Callable[[], object]] = {OURS: case.ours, GLOO: case.gloo}
+                if sent is not None:
+                    steps[EXCHANGE] = CASES[name](sent, numel, dtype).ours
+                more = 4 if nbytes < 4 << 20 else 1  # short ones are disturbed by more
+                timings = measure_ranks(steps, arguments.rounds * more)
+                limit = LARGE_LIMIT if nbytes >= LARGE_NBYTES else SMALL_LIMIT
+                ratio = timings.ratio(OURS, GLOO)
+                size = f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
+                times = [timings.median(column) * 1e3 for column in columns]
+                table.row(f"{size:>10}", [*times, ratio, limit], "missed" * (ratio > limit))
 
 
 def gather_case(comm: Transport, numel: int, dtype: torch.dtype) -> Case:
@@ -208,30 +179,5 @@ def check(case: Case, exact: bool) -> None:
     )
 
 
-def slowest_rank(timings: Timings) -> Timings:
-    """Return, per side and round, the time of the rank that took longest. Collective."""
-    found: list[Timings | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, timings)
-    ranks = [each.seconds for each in found if each is not None]
-    return Timings(
-        {
-            name: [max(times) for times in zip(*(its[name] for its in ranks), strict=True)]
-            for name in timings.seconds
-        }
-    )
-
-
-def print_row(nbytes: int, columns: list[str], timings: Timings) -> None:
-    limit, ratio = LARGE_LIMIT if nbytes >= LARGE_NBYTES else SMALL_LIMIT, timings.ratio(OURS, GLOO)
-    size = f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
-    times = "".join(f"{timings.median(column) * 1e3:12.3f}" for column in columns)
-    say(f"{size:>10} {times} {ratio:8.3f} {limit:6} {'' if ratio <= limit else 'missed'}")
-
-
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
