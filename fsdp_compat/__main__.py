@@ -13,6 +13,7 @@ import runpy
 import sys
 from typing import NoReturn
 
+from . import _diagnose
 from ._install import install
 from ._install.migrate import command
 
@@ -38,6 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.command == "migrate":
         sys.exit(command.migrate(given, parser.error))
+    if given.command == "diagnose":
+        sys.exit(_diagnose.main(given))
     if not given.program:
         parser.error("run: expected a program, got nothing; try: run train.py, or: run -m module")
     if not given.module and not os.path.exists(given.program[0]):
@@ -112,6 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     migrate = commands.add_parser("migrate", help="rewrite source that uses torch's FSDP, or DDP")
     command.add_arguments(migrate)
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="say why ranks wait, from what FSDP_COMPAT_BLACK_BOX kept",
+        description="Compare what the ranks of a run did last. The run must have had "
+        "FSDP_COMPAT_BLACK_BOX=FOLDER in its environment; it may still run, or have been killed.",
+        epilog="FSDP_COMPAT_BLACK_BOX=/dev/shm/box torchrun --nproc-per-node 2 train.py\n"
+        "fsdp-compat diagnose /dev/shm/box --trace out.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _diagnose.add_arguments(diagnose)
     for name, text in _TOOLS.items():  # only listed here: `main` runs them
         commands.add_parser(name, help=text, add_help=False)
     return parser

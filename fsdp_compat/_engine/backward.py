@@ -27,10 +27,11 @@ from torch import nn
 from .. import _torch_private
 from .._comm.divergence import progress
 from ..errors import StateError
-from . import hooks
+from . import events, hooks
 from .checks import Checks
 from .communicators import Communicators
 from .device import ComputeStreams, side_stream
+from .events import Event
 from .gathering import Gathering
 from .gradients import Gradients, InFlightReductions
 from .group import Group
@@ -236,7 +237,12 @@ class BackwardRunner:
                 received.append(gradients)
         if received:
             backward.reduced.update(received)
-            self.reductions.start(received)
+            self._start(unit, received)
+
+    def _start(self, unit: Unit, received: list[Gradients]) -> None:
+        """Collective."""
+        events.tell(Event.REDUCING, unit.label)
+        self.reductions.start(received)
 
     def _stream_of(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
         """Return the stream that takes a unit's gradients. At the end it is the computing stream,
@@ -278,6 +284,7 @@ class BackwardRunner:
                     gradients.sharded.record()
                     self._has_recorded = True
             self.reductions.finish()
+            events.tell(Event.REDUCED, self._units[0].label)
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
@@ -316,7 +323,7 @@ class BackwardRunner:
                     gradients.collect()
                 if ready:
                     backward.reduced.update(ready)
-                    self.reductions.start(ready)
+                    self._start(unit, ready)
 
     def begin_finalize(self) -> None:
         """Collective. Reshard, and start to reduce what backwards have received."""
@@ -328,7 +335,7 @@ class BackwardRunner:
             received = [each for each in every if each.wants_reduction(self.sync)]
             if received:
                 with self._on_side():
-                    self.reductions.start(received)
+                    self._start(unit, received)
 
     def end_finalize(self) -> None:
         """Collective. Wait for these reductions."""

@@ -11,9 +11,11 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._comm.transport import Handle, Transport
 from ..errors import AssertedStateError
+from . import events
 from .behavior import Behavior, ReduceAxes
 from .device import ON_DEVICE, OffloadPolicy, OnHost, side_stream
 from .dtypes import ComputeDtype, Precision
+from .events import Event
 from .gradients import Gradients, is_large
 from .partial import PartialShard
 from .storage import GroupMemory
@@ -210,6 +212,7 @@ class Group:
         """Gather every rank's ``own`` [S], by default the shard; return [ranks * S], in new memory
         unless there is one rank. Collective. Does not touch buffers of forward and backward."""
         own = self.store.shard if own is None else own
+        events.tell(Event.STATE, self.name)
         full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
         self.offload.wait_readers()  # the caller may write to the shard as soon as this returns
         return full

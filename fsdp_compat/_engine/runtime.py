@@ -18,13 +18,14 @@ from torch import nn
 from .. import _torch_private
 from .._comm.divergence import progress
 from ..errors import StateError
-from . import hooks
+from . import black_box, events, hooks
 from .backward import BackwardRunner, ThreadedBackwardRunner
 from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
 from .communicators import Communicators
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
+from .events import Event
 from .gathering import Gathering, Prefetch
 from .group import Group
 from .unit import Call, Residency, Unit
@@ -53,6 +54,7 @@ class Runtime:
         self.groups: list[Group] = []
         _live.add(self)
         self.has_run = False  # a forward has begun
+        black_box.begin_if_asked()
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
                 unit.runtime.reshard_all()
@@ -128,6 +130,7 @@ class Runtime:
                 _torch_private.set_compiler(None)
                 if _torch_private.graph_task() == -1:  # a recomputation may end early
                     progress.record_error(error)
+                    events.tell(Event.RAISED, unit.label, error)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
                     self.post_forward(call, unit, None, has_raised=True)
@@ -197,6 +200,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         """Begin the outermost forward, from whatever state an exception may have left. Parameters
         that are still unsharded are stale."""
+        events.tell(Event.FORWARD, self.root.label)
         if self._streams is not None:
             self._streams.join()
         if self.backward.is_open:

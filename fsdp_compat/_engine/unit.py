@@ -15,9 +15,11 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import StateError
+from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
 from .dtypes import ComputeDtype
+from .events import Event
 from .group import Group
 from .module_attributes import TensorAttributes
 from .module_view import ModuleView
@@ -26,7 +28,7 @@ from .user_changes import Freshness
 
 
 class Residency(enum.Enum):
-    """What memory the groups of a unit hold."""
+    """What memory the groups of a unit hold. Names and values are those of events."""
 
     SHARDED = enum.auto()  # holds: own shard
     UNSHARDING = enum.auto()  # holds: own shard + all-gather output, not readable yet
@@ -200,6 +202,10 @@ class Unit:
             return ComputeDtype.EVAL
         return ComputeDtype.TRAIN
 
+    def _move(self, to: Residency) -> None:
+        self.residency = to
+        events.tell(to._value_, self.label)
+
     def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
         """Collective. Start the all-gather, unless the unit is unsharded or unsharding in this
         dtype."""
@@ -210,7 +216,7 @@ class Unit:
             for group in self.groups:
                 group.use_dtype(dtype)
         if self.residency in NOT_UNSHARDED and not self.view.summoned:
-            self.residency = Residency.UNSHARDING
+            self._move(Residency.UNSHARDING)
             if self.behavior.freshness is not None:
                 self.behavior.freshness.record()
             if _torch_private.counts_collectives():
@@ -229,9 +235,10 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""
         if self.residency is Residency.UNSHARDING:
+            events.tell(Event.WAITING, self.label)
             for group in self.groups:
                 group.wait_for_unshard()
-            self.residency = Residency.UNSHARDED
+            self._move(Residency.UNSHARDED)
 
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded ones.
@@ -250,7 +257,7 @@ class Unit:
             is_in_flight = self.residency is Residency.UNSHARDING
             for group in self.groups:
                 group.reshard(is_in_flight)
-            self.residency = Residency.SHARDED
+            self._move(Residency.SHARDED)
 
     def watch_holders(self, in_graph: bool) -> None:
         """Count the holders of unsharded parameters' memory when the unit stays unsharded after a
@@ -296,7 +303,7 @@ class Unit:
         assert self.residency is Residency.UNSHARDED
         self.view.show_sharded()
         params = [group.hold_partial() for group in self.groups]
-        self.residency = Residency.PARTIAL
+        self._move(Residency.PARTIAL)
         self.view.show_partial(
             [
                 slot
@@ -326,7 +333,7 @@ class Unit:
     def unshard_for_others(self) -> None:
         """Collective. Gather an unsharded unit again, with the same values, for other ranks that
         gather it."""
-        self.residency = Residency.UNSHARDING
+        self._move(Residency.UNSHARDING)
         for group in self.groups:
             group.unshard()
         self.wait_for_unshard()

@@ -43,8 +43,8 @@ def follow() -> None:
 os.register_at_fork(after_in_child=follow)  # a thread that forks is the only one of its child
 
 
-def _is_users(file: str) -> bool:
-    """False for files of this package, of torch and of Python's library."""
+def is_users(file: str) -> bool:
+    """Return False for files of this package, of torch and of Python's library."""
     return (
         not file.startswith(_PACKAGES)
         and not file.startswith("<frozen")
@@ -55,7 +55,7 @@ def _is_users(file: str) -> bool:
 def location_of(frame: types.FrameType | None) -> str:
     """Return ``file:line in function()`` of the user's innermost frame, from ``frame`` outwards."""
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
         frame = frame.f_back
     return "a place outside of the user's code"

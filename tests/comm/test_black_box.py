@@ -1,0 +1,143 @@
+"""What ``fsdp-compat diagnose`` says of ranks that wait, whatever has ended them.
+
+``python -m tests.comm.test_black_box FAULT FOLDER`` trains on three forked ranks. Rank 1 has a
+fault in its fourth forward. Ranks whose communication fails kill themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateError
+from fsdp_compat.__main__ import main
+from fsdp_compat._engine import black_box, events
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block
+
+ROOT = Path(__file__).parents[2]
+RANKS, UNITS, STEPS, FAULTY_RANK, FAULTY_FORWARD = 3, 5, 6, 1, 4
+
+
+class Net(nn.Module):
+    """Blocks whose order, or presence, a fault changes."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(UNITS))
+        self.fault, self.forwards = fault, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        order = list(range(UNITS))
+        fault = self.fault if dist.get_rank() == FAULTY_RANK else ""
+        is_now = self.forwards == FAULTY_FORWARD
+        if fault == "skip" and is_now:
+            order.remove(2)
+        if fault == "order" and is_now:
+            order[2], order[3] = 3, 2
+        for number in order:
+            if number == 3:
+                if fault == "die" and is_now:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "raise" and is_now:
+                    raise ValueError("a fault of the user's")
+                if fault == "slow":
+                    time.sleep(0.15)  # the fault itself
+            x = self.blocks[number](x)
+        return x
+
+
+def train(rank: int, fault: str, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    limit = datetime.timedelta(seconds=4)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store, timeout=limit)
+    model = FSDP(Net(fault), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    try:
+        for _ in range(STEPS):
+            model(torch.randn(4, DIM)).sum().backward()
+            model.zero_grad()
+    except StateError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(fault: str, folder: Path) -> None:
+    """Fork the ranks, and return when they have ended."""
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if not child:
+            status = 1
+            with contextlib.suppress(ValueError):
+                train(rank, fault, folder)
+                status = 0
+            events.tell(events.Event.ENDED, "")  # atexit does not come before _exit
+            os._exit(status)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+FIRST = "rank 1 raised ValueError: a fault of the user's at .*test_black_box.py:\\d+"
+CASES = [
+    ("skip", ["part in forward 4", "Rank 1 skipped the use of unit 'blocks.2'"]),
+    ("order", ["part in forward 4", "Rank 1 has the use of unit 'blocks.3' where rank 0 has"]),
+    (
+        "die",
+        ["Rank 1 stopped before the .*'blocks.3'", r"rank 1: was killed.*blocks.[23]', forward 4"],
+    ),
+    ("raise", [FIRST, "Rank 1 stopped before the .*'blocks.3'"]),
+    ("slow", ["The others wait for rank 1: .* from unit 'blocks.2' to unit 'blocks.3'"]),
+    (
+        "none",
+        ["used the same units", "rank 1: ended by itself", r"model last at .*\.py:\d+ in train"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "patterns"), CASES, ids=[case[0] for case in CASES])
+def test_names_the_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, patterns: list[str]
+) -> None:
+    environment = {**os.environ, black_box.VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment |= {"FSDP_COMPAT_SAME_HOST": "messages", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.comm.test_black_box", fault, str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, timeout=100)
+
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", str(tmp_path), "--trace", str(tmp_path / "trace.json")])
+
+    said = capsys.readouterr().out
+    assert not ended.value.code
+    for pattern in patterns:
+        assert re.search(pattern, said), said
+    assert ("part in" in said) == (fault not in ("slow", "none")), said
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {row["pid"] for row in rows} == set(range(RANKS))
+
+
+def test_without_a_black_box_nothing_is_to_diagnose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", str(tmp_path)])
+
+    assert ended.value.code == 2
+    assert "rank_*.box" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], Path(sys.argv[2]))
