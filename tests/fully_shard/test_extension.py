@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from tests.support.fully_sharded import Gathers, is_sharded, pair_of, partial_shard, shard_all
-from tests.support.models import DIM, Block, Stack
+from tests.support.models import DIM, Block
 from tests.support.parity import Pair, assert_same_values, whole_gradients
 from tests.support.ranks import on_ranks
 from tests.support.same_host import MAPPED, MESSAGES
@@ -185,30 +185,6 @@ def _step(pair: Pair) -> None:
         optim.step()
         optim.zero_grad()
     assert is_sharded(pair.model[1].up)
-
-
-class Plain(torch.Tensor):
-    """No part of a parameter keeps its class, so that its methods are not called."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise NotImplementedError
-
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-
-def _shard_plain(model: Any) -> Any:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().as_subclass(Plain))
-    return shard_all(model)
-
-
-@on_ranks(2)
-def test_a_subclass_without_torch_dispatch_travels_as_a_plain_tensor() -> None:
-    pair = pair_of(Stack, _shard_plain)
-    for _ in range(2):
-        pair.step()
 
 
 # -- methods of the local tensors of sharded parameters

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.fully_sharded import (
@@ -33,6 +33,7 @@ from tests.support.parity import (
     assert_close,
     assert_same_values,
     one_backward,
+    reshard,
     square,
     tokens,
     whole_gradients,
@@ -59,8 +60,13 @@ def _sharded(**options: Any) -> Any:
     return shard_all(_plain(), **options)
 
 
-def _hsdp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module) -> Tensor:
+    return model(_batch())
 
 
 def _expected_gradients(factor: float) -> dict[str, Tensor | None]:
@@ -107,10 +113,9 @@ def test_unshard_shows_plain_parameters_until_reshard() -> None:
         handle.wait()
         handle.wait()
         assert block.unshard() is None, "returns nothing where it has waited"
-        assert gathers.count() == {**ONCE, "root": 0, "blocks.0": 0, "blocks.2": 0}
-        shown = dict(block.named_parameters())
-        for name, p in expected.blocks[1].named_parameters():
-            assert type(shown[name]) is nn.Parameter and torch.equal(shown[name], p), name
+        assert gathers.count() == {**dict.fromkeys(ONCE, 0), "blocks.1": 1}
+        assert all(type(p) is nn.Parameter for p in block.parameters())
+        assert_same_values(_values(block), _values(expected.blocks[1]), "parameter")
         assert is_sharded(model.blocks[0].up)
         block.reshard()
         assert is_sharded(block.up)
@@ -139,28 +144,21 @@ either_way = pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["ma
 def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
     keeps: bool, environment: dict[str, str]
 ) -> None:
-    """When the root is resharded: after an evaluation and after unshard(), with views of its
-    parameters or with sharded parameters and clones; and in two steps of training."""
+    """When the root is resharded, after an evaluation and after unshard(); clones and steps of
+    training are not."""
     model = _sharded()
     model.set_keep_unsharded_storage(keeps)
     found: list[bool] = []
-    for by_hand in (False, True):
-        for takes_views in (True, False):
-            if by_hand:
-                model.unshard()
-            else:
-                with torch.no_grad():
-                    model(_batch())
-            shown = [p.detach() for p in model.parameters(recurse=True)]
-            held = shown if takes_views else [value.clone() for value in shown]
-            del shown
+    for unshard in (functools.partial(_evaluate, model), model.unshard):
+        for take in (Tensor.detach, Tensor.clone):
+            unshard()
+            held = [take(p) for p in model.parameters()]
             with _noting_warnings(found):
                 model.reshard()
             del held
     with _noting_warnings(found):
         for _ in range(2):
-            with torch.no_grad():
-                model(_batch())
+            _evaluate(model)
             square(model, _batch()).backward()
     assert found == [not keeps, False, not keeps, False, False]
 
@@ -168,7 +166,6 @@ def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
 @either_way
 @on_ranks(2)
 def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]) -> None:
-    """Over several reshards; the memory of the unsharded parameters goes when the views do."""
     model = _sharded()
     model.unshard()
     group = model._get_fsdp_state().unit.groups[0]
@@ -179,8 +176,7 @@ def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]
         for _ in range(3):
             model.reshard()
             assert all(map(torch.equal, views, values))
-            with torch.no_grad():
-                model(_batch())
+            _evaluate(model)
         model.reshard()
     assert all(map(torch.equal, views, values)) and group.resident_nbytes > 0
     del views
@@ -189,20 +185,26 @@ def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]
     assert group.resident_nbytes == 0
 
 
-@pytest.mark.parametrize(
-    ("option", "root_sharded", "inner_sharded"),
-    [(True, True, True), (False, False, False), (None, False, True)],
-)
+@pytest.mark.parametrize("option", [True, False, None])
 @on_ranks(2)
-def test_reshard_after_forward_decides_what_is_shown_after_forward(
-    option: bool | None, root_sharded: bool, inner_sharded: bool
-) -> None:
+def test_reshard_after_forward_decides_what_is_shown_after_forward(option: bool | None) -> None:
     model = _sharded(reshard_after_forward=option)
-    loss = square(model, _batch())
-    assert is_sharded(model.stem) is root_sharded
-    assert [is_sharded(block.up) for block in model.blocks] == [inner_sharded] * 3
-    loss.backward()
-    assert is_sharded(model.stem) and all(is_sharded(block.up) for block in model.blocks)
+
+    def shown_sharded() -> tuple[bool, ...]:
+        """Of the root and of every block; before a backward."""
+        loss = square(model, _batch())
+        found = tuple(is_sharded(each) for each in (model.stem, *(b.up for b in model.blocks)))
+        loss.backward()
+        assert is_sharded(model.stem) and all(is_sharded(block.up) for block in model.blocks)
+        return found
+
+    assert shown_sharded() == (option is True, *[option is not False] * 3)
+    model.set_reshard_after_forward(True)  # the root too
+    model.blocks[1].set_reshard_after_forward(False)
+    square(model, _batch()).backward()
+    assert shown_sharded() == (True, True, False, True)
+    model.set_reshard_after_forward(False, recurse=False)
+    assert shown_sharded()[:2] == (False, True)
 
 
 @pytest.mark.parametrize(("option", "ranks"), [(None, 2), (True, 2), (False, 2), (2, 4)])
@@ -221,8 +223,7 @@ def test_clients_may_set_the_mesh_after_forward(option: bool | int | None, ranks
     assert option is not None or group.post_forward_mesh_info is None
     group.post_forward_mesh_info = info or group.mesh_info
     for _ in range(2):
-        with torch.no_grad():
-            model(_batch())
+        _evaluate(model)
         assert is_sharded(model.stem) and not group.is_unsharded
     group.post_forward_mesh_info = None
     loss = square(model, _batch())
@@ -232,11 +233,6 @@ def test_clients_may_set_the_mesh_after_forward(option: bool | int | None, ranks
     container: Any = nn.Sequential(model)
     api.fully_shard(container)
     assert container._get_fsdp_state()._fsdp_param_group is None
-
-
-@on_ranks(1)
-def test_a_parameter_group_says_what_to_use_instead() -> None:
-    group = _sharded()._get_fsdp_state()._fsdp_param_group
     with pytest.raises(AttributeError, match=r"'fsdp_params'[^$]*module\.parameters\(\)"):
         _ = group.fsdp_params
     with pytest.raises(ValueError, match="reshard_after_forward"):
@@ -264,22 +260,6 @@ def test_reshard_after_forward_to_fewer_ranks_shows_and_gathers_over_the_smaller
 
 
 @on_ranks(2)
-def test_set_reshard_after_forward_replaces_the_argument() -> None:
-    model = _sharded()
-    model.set_reshard_after_forward(True)  # the root too
-    model.blocks[1].set_reshard_after_forward(False)
-    square(model, _batch()).backward()
-    loss = square(model, _batch())
-    assert is_sharded(model.stem)
-    assert [is_sharded(block.up) for block in model.blocks] == [True, False, True]
-    loss.backward()
-    model.set_reshard_after_forward(False, recurse=False)
-    loss = square(model, _batch())
-    assert not is_sharded(model.stem) and is_sharded(model.blocks[0].up)
-    loss.backward()
-
-
-@on_ranks(2)
 def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
     pair = pair_of(Stack)
     gathers = Gathers(pair.model)
@@ -298,26 +278,19 @@ def test_without_resharding_after_backward_the_next_forward_gathers_nothing() ->
     pair.step()
 
 
-class _Language(nn.Module):
+def _language() -> nn.Module:
     """An embedding, whose values no backward needs, and a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Embedding(NUM_TOKENS, DIM), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.embed(x))
+    return nn.Sequential(nn.Embedding(NUM_TOKENS, DIM), Block())
 
 
 @on_ranks(2)
 def test_set_unshard_in_backward_saves_the_second_all_gather() -> None:
     shard = partial_shard(classes=(nn.Embedding, Block), reshard_after_forward=True)
-    pair = pair_of(_Language, shard, batch=tokens)
-    pair.model.embed.set_unshard_in_backward(False)
+    pair = pair_of(_language, shard, batch=tokens)
+    pair.model[0].set_unshard_in_backward(False)
     gathers = Gathers(pair.model)
     pair.step()
-    found = gathers.count()
-    assert (found["embed"], found["block"]) == (1, 2)
+    assert gathers.count() == {"root": 0, "0": 1, "1": 2}
 
 
 @only_ours
@@ -332,8 +305,7 @@ def test_kept_storage_has_the_same_address_in_every_step() -> None:
         for module in sharded_modules(pair.model):
             module.unshard()
         seen.append([p.data_ptr() for p in pair.model.parameters()])
-        for module in sharded_modules(pair.model):
-            module.reshard()
+        reshard(pair.model)
         pair.step()
     assert 0 not in seen[0] and seen[0] == seen[1] == seen[2]
     for module in sharded_modules(pair.model):
@@ -479,15 +451,14 @@ def test_what_an_all_reduce_hook_writes_does_not_reach_other_replicas() -> None:
 @on_ranks(4)
 def test_an_all_reduce_hook_can_replicate() -> None:
     """Sharded over pairs, replicated by the hook."""
-    mesh = _hsdp_mesh()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = _sharded(mesh=mesh["shard"])
+
+    def hook(reduced: Tensor) -> None:
+        dist.all_reduce(reduced, group=mesh.get_group("replicate"))
+        reduced.div_(2)
+
     for module in sharded_modules(model):
-        replicate = mesh.get_group("replicate")
-
-        def hook(reduced: Tensor, group: dist.ProcessGroup = replicate) -> None:
-            dist.all_reduce(reduced, group=group)
-            reduced.div_(2)
-
         module.set_all_reduce_hook(hook)
     one_backward(model, _batch())
     assert_same_values(whole_gradients(model), _expected_gradients(4), "gradient")
@@ -514,24 +485,6 @@ def test_gradients_accumulate_without_all_reduce(ranks: int, shape: tuple[int, i
 
     pair.step(step)
     pair.step(step)
-
-
-@on_ranks(2)
-def test_gradients_accumulate_in_the_reduce_dtype_without_sync() -> None:
-    policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    reduces: list[str] = []
-    model, other = _sharded(mp_policy=policy), _sharded(mp_policy=policy)
-    for module in sharded_modules(model):
-        module.set_custom_reduce_scatter(NotedReduceScatter("", reduces))
-    for last in (False, False, True):
-        model.set_requires_gradient_sync(last)
-        assert not reduces and all(p.grad is None for p in model.parameters())
-        one_backward(model, _batch())
-    assert len(reduces) == 4
-    one_backward(other, _batch())
-    once = whole_gradients(other)
-    tripled = {name: grad * 3 for name, grad in once.items() if grad is not None}
-    assert_same_values(whole_gradients(model), tripled, "gradient", 1e-6)
 
 
 @on_ranks(2)
@@ -581,20 +534,15 @@ def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
 @on_ranks(2)
 def test_finalizing_needs_the_all_reduce() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    pair = pair_of(Stack, partial_shard(mesh=mesh))
-    pair.model.set_manual_backward_finalization(True)
-
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        loss = one_backward(model, x)
-        if isinstance(model, api.FSDPModule):
-            model.set_requires_all_reduce(False)
-            with pytest.raises(api.StateError, match="all-reduce is off"):
-                model.finalize_backward()
-            model.set_requires_all_reduce(True)
-            model.finalize_backward()
-        return loss
-
-    pair.step(step)
+    model = _sharded(mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    one_backward(model, _batch())
+    model.set_requires_all_reduce(False)
+    with pytest.raises(api.StateError, match="all-reduce is off"):
+        model.finalize_backward()
+    model.set_requires_all_reduce(True)
+    model.finalize_backward()
+    assert_same_values(whole_gradients(model), _expected_gradients(2), "gradient")
 
 
 # -- precision
@@ -606,23 +554,21 @@ def test_single_parameters_may_keep_their_dtype_in_mixed_precision() -> None:
     def shard(model: Any) -> Any:
         norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
         kept = {id(p) for norm in norms for p in norm.parameters()}
-        policy = api.MixedPrecisionPolicy(
-            param_dtype=BF16,
-            reduce_dtype=torch.float32,
-            param_dtype_override_fn=lambda p: torch.float32 if id(p) in kept else None,
+        return shard_all(
+            model,
+            mp_policy=api.MixedPrecisionPolicy(
+                param_dtype=BF16,
+                reduce_dtype=torch.float32,
+                param_dtype_override_fn=lambda p: torch.float32 if id(p) in kept else None,
+            ),
         )
-        return shard_all(model, mp_policy=policy)
 
     pair = pair_of(Stack, shard, tolerance=0.1)
     pair.step()
     block = pair.model.blocks[0]
     block.unshard()
-    dtypes = {name: p.dtype for name, p in block.named_parameters()}
-    assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == {
-        "norm.weight",
-        "norm.bias",
-    }
-    assert set(dtypes.values()) == {torch.float32, BF16}
+    for name, p in block.named_parameters():
+        assert p.dtype is (torch.float32 if name.startswith("norm") else BF16), name
     block.reshard()
     assert all(p.dtype is torch.float32 for p in pair.model.parameters())
     pair.step()
@@ -672,19 +618,12 @@ def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
 # -- functions
 
 
-class _Generator(nn.Module):
+class _Generator(Stack):
     """Has a second method that computes with its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Block(), nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
 
     def twice(self, x: Tensor, *, gain: float) -> Tensor:
         """Doubles."""
-        return self.head(self.body(self.body(x))) * gain
+        return self.head(self.blocks[0](self.blocks[0](x))) * gain
 
 
 @on_ranks(2)
@@ -726,9 +665,9 @@ def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
             self.body, self.norm = Block(), nn.LayerNorm(DIM)
             self.head = nn.Linear(DIM, 3)
 
-        def forward(self, x: Tensor, chunks: int = 0) -> Tensor:
+        def forward(self, x: Tensor, with_head: bool = True) -> Tensor:
             hidden = self.norm(self.body(x))
-            return self.head(hidden) if not chunks else hidden
+            return self.head(hidden) if with_head else hidden
 
     def shard(model: Any) -> Any:
         api.fully_shard(model.body)
@@ -736,7 +675,7 @@ def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
         return api.fully_shard(model)
 
     def step(model: Any, x: Tensor) -> Tensor:
-        hidden = model(x, chunks=2)
+        hidden = model(x, with_head=False)
         detached = hidden.detach().requires_grad_()
         total = torch.zeros(())
         for chunk in detached.chunk(2):

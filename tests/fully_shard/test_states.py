@@ -1,9 +1,10 @@
 """State dicts and checkpoints: DTensors without any context, both ways with torch's FSDP2 and with
-the flat front end, on any number of ranks."""
+the flat front end, on any number of ranks; and by the functions of FullyShardedDataParallel."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,83 +16,76 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_compat import (
+    CheckpointError,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    StateError,
+    UsageError,
+    checkpoint,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateDictType, checkpoint
+from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.fully_sharded import (
     TORCH,
     Odd,
+    adamw,
     api,
+    batch_of,
+    flattened,
     is_sharded,
     pair_of,
     shard_all,
     take_steps,
+    trained,
+    whole_states,
 )
 from tests.support.models import DIM, Block
-from tests.support.parity import assert_same_values, square, vectors, whole
+from tests.support.parity import (
+    assert_same_values,
+    reshard,
+    sgd,
+    square,
+    vectors,
+    whole,
+    whole_gradients,
+)
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
-FULL = StateDictOptions(full_state_dict=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+only_ours = pytest.mark.skipif(api is TORCH, reason="knows nothing of torch's FSDP2")
+_trained = functools.partial(trained, codes=True)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    # One operation on all DTensors takes a fraction of the time.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=0.1, fused=True)
-
-
-def _trained(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """Return a model and an optimizer that have taken two steps, with the same batch on every rank.
-
-    kind: "plain", "ours", "torch", "hybrid" (ours, on two replicas), "flat" or "original".
-    """
-    model: Any = Odd(seed, codes=True)
-    if kind in ("flat", "original"):
-        options = {"use_orig_params": kind == "original", "device_id": torch.device("cpu")}
-        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    elif kind == "hybrid":
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        shard_all(model, mesh=mesh)
-    elif kind != "plain":
-        shard_all(model, library={"ours": api, "torch": TORCH}[kind])
-    optim = _adamw(model)
-    take_steps(model, optim, 0, 1)
-    return model, optim
-
-
-def _whole_states(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """Return the parameters and buffers, and the optimizer's state, by names. Collective."""
-    state = {  # in the same order on all ranks
-        f"{name}.{key}": whole(value)
-        for name, p in model.named_parameters()
-        for key, value in sorted(optim.state.get(p, {}).items())
-    }
-    return {name: whole(value) for name, value in model.state_dict().items()}, state
-
-
-def _require(kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
-    """Compare with an unsharded model that has trained from ``seed``. Collective."""
-    expected = _whole_states(*_trained("plain", seed))
-    if kind in ("flat", "original"):
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            assert_same_values(model.state_dict(), expected[0], "state")
-            held = FSDP.optim_state_dict(model, optim)["state"]
-        found = {f"{name}.{key}": v for name, entry in held.items() for key, v in entry.items()}
+def _require(
+    kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: int, by_calls: bool = False
+) -> None:
+    """Compare with an unsharded model that has trained from ``seed``. Collective. by_calls: of
+    FullyShardedDataParallel, as always for its own models."""
+    expected = whole_states(*_trained("untied" if kind == "mixed" else "plain", seed))
+    if by_calls or kind in ("flat", "original"):
+        with FSDP.state_dict_type(model, FULL):
+            weights, found = model.state_dict(), flattened(FSDP.optim_state_dict(model, optim))
+        assert all(type(value) is Tensor for value in (*weights.values(), *found.values()))
     else:
-        weights, found = _whole_states(model, optim)
-        assert_same_values(weights, expected[0], "state")
+        weights, found = whole_states(model, optim)
+    assert_same_values(weights, expected[0], "state")
     assert_same_values({name: found[name] for name in expected[1]}, expected[1], "state of")
+    assert len(found) == len(expected[1])
 
 
 # -- state dicts
@@ -101,8 +95,8 @@ def _require_same_training(model: Any, values: dict[str, Tensor]) -> None:
     """A step from these values changes them as it changes an unsharded model's. Collective."""
     plain = Odd(codes=True)
     plain.load_state_dict(values)
-    take_steps(plain, _adamw(plain), 9)
-    take_steps(model, _adamw(model), 9)
+    take_steps(plain, adamw(plain), 9)
+    take_steps(model, adamw(model), 9)
     found = {name: whole(value) for name, value in model.state_dict().items()}
     assert_same_values(found, plain.state_dict(), "state after a step")
 
@@ -146,22 +140,17 @@ def test_state_dicts_are_dtensors_and_load_plainly_and_by_assignment(
 @pytest.mark.parametrize("source", ["ours", "torch"])
 @on_ranks(2)
 def test_torchs_state_dict_functions_take_sharded_states(source: str) -> None:
-    model, optim = _trained(source, seed=1)
-    other, other_optim = _trained("ours", seed=2)
-    set_state_dict(
-        other,
-        other_optim,
-        model_state_dict=get_model_state_dict(model),
-        optim_state_dict=get_optimizer_state_dict(model, optim),
-    )
-    _require("ours", other, other_optim, seed=1)
+    weights, states = get_state_dict(*_trained(source, seed=1))
+    other, optim = _trained("ours", seed=2)
+    set_state_dict(other, optim, model_state_dict=weights, optim_state_dict=states)
+    _require("ours", other, optim, seed=1)
 
 
 @on_ranks(2)
 def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank() -> None:
     first = dist.get_rank() == 0
     plain, plain_optim = _trained("plain", seed=1)
-    weights, states = get_state_dict(plain, plain_optim, options=FULL)
+    weights, states = get_state_dict(plain, plain_optim, options=WHOLE)
     model, optim = _trained("ours", seed=2)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     sent = dict(weights), dict(states)  # torch puts DTensors in
@@ -181,7 +170,7 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
 def _states(kind: str, model: Any, optim: Any) -> dict[str, Any]:
     """With torch's functions; the flat front end has functions of its own for its optimizer."""
     if kind in ("flat", "original"):
-        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(model, SHARDED):
             return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)}
     weights, states = get_state_dict(model, optim)
     return {"model": weights, "optim": states}
@@ -204,7 +193,7 @@ def _load(kind: str, path: str) -> None:
     states = _states(kind, model, optim)
     dcp.load(states, checkpoint_id=path)
     if kind in ("flat", "original"):
-        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(model, SHARDED):
             model.load_state_dict(states["model"])
             optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, states["optim"]))
     else:
@@ -232,8 +221,6 @@ def test_a_distributed_checkpoint_loads_into_every_front_end(
 
 
 # -- fsdp_compat.checkpoint
-
-only_ours = pytest.mark.skipif(api is TORCH, reason="knows nothing of torch's FSDP2")
 
 
 def _save_native(kind: str, path: str) -> str:
@@ -280,6 +267,188 @@ def test_safetensors_are_written_and_read(tmp_path: Path) -> None:
         assert len(streamed) == len(expected)
 
 
+# -- FullyShardedDataParallel's functions
+
+
+CASES = [("ours", 3), ("second dim", 2), ("list", 2), ("hybrid", 4), ("mixed", 2)]
+ON_CASES = pytest.mark.parametrize(("kind", "ranks"), CASES)
+
+
+FORMS = {"ours": (0, 1), "second dim": (1,), "list": (0,), "hybrid": (1,), "mixed": (1, 2)}
+
+
+@only_ours
+@ON_CASES
+@on_ranks("ranks")
+def test_states_equal_those_of_an_unsharded_model_and_load(kind: str, ranks: int) -> None:
+    rank0 = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    first = dist.get_rank() == 0
+    forms: list[tuple[StateDictType, Any]] = [(FULL, rank0), (SHARDED, ()), (FULL, ())]
+    for form, configs in sample(forms, *FORMS[kind]):
+        model, optim = _trained(kind, seed=1)
+        _require(kind, model, optim, seed=1, by_calls=True)
+        other, other_optim = _trained(kind, seed=2)
+        with about(f"{form.name} {configs}"), FSDP.state_dict_type(model, form, *configs):
+            weights, states = model.state_dict(), FSDP.optim_state_dict(model, optim)
+            assert bool(states) is (first or not configs)
+            if kind != "mixed":  # whose root is not sharded
+                assert bool(weights) is bool(states)
+                assert form is FULL or isinstance(states["state"]["stem.bias"]["exp_avg"], DTensor)
+        with FSDP.state_dict_type(other, form, *configs):
+            if configs:
+                given: list[Any] = [weights]
+                dist.broadcast_object_list(given)
+                other.load_state_dict(given[0])
+            else:
+                other.load_state_dict(weights)
+            states = FSDP.optim_state_dict_to_load(other, other_optim, states)
+            other_optim.load_state_dict(states)
+        if kind != "mixed":  # DTensors have state on every rank
+            assert all(other_optim.state.get(p) for p in other_optim.param_groups[0]["params"])
+        _require(kind, other, other_optim, seed=1, by_calls=True)
+        take_steps(model, optim, 9)
+        take_steps(other, other_optim, 9)
+        with FSDP.state_dict_type(model, FULL), FSDP.state_dict_type(other, FULL):
+            assert_same_values(other.state_dict(), model.state_dict(), "state after a step")
+
+
+@only_ours
+@on_ranks(2)
+def test_the_older_calls_give_and_take_the_same_states() -> None:
+    model, optim = _trained("ours", seed=1)
+    expected = whole_states(*_trained("plain", seed=1))[1]
+    full = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    sharded = FSDP.sharded_optim_state_dict(model, optim)
+    for states in (full, sharded):
+        found = {name: whole(value) for name, value in flattened(states).items()}
+        assert_same_values({name: found[name] for name in expected}, expected, "state of")
+    first = full if dist.get_rank() == 0 else None
+    for load in (
+        lambda model, optim: FSDP.shard_full_optim_state_dict(full, model, optim=optim),
+        lambda model, optim: FSDP.scatter_full_optim_state_dict(first, model, optim=optim),
+        lambda model, optim: FSDP.flatten_sharded_optim_state_dict(sharded, model, optim),
+    ):
+        _, optim = other = _trained("ours", seed=2)
+        optim.load_state_dict(load(*other))
+        other[0].load_state_dict(model.state_dict())
+        _require("ours", *other, seed=1)
+
+
+@only_ours
+@on_ranks(3)
+def test_an_optimizer_without_state_gives_what_its_first_step_makes() -> None:
+    model, optim = trained("ours", seed=1, steps=())
+    with FSDP.state_dict_type(model, SHARDED):
+        states = FSDP.optim_state_dict(model, optim)["state"]
+    for name, parameter in model.named_parameters():
+        state = states[name]["exp_avg"]
+        assert isinstance(state, DTensor) and not whole(state).any()
+        assert (state.shape, state.placements) == (parameter.shape, parameter.placements)
+    assert not optim.state
+
+
+@only_ours
+@on_ranks(2)
+def test_the_state_dict_type_is_kept_and_followed() -> None:
+    model, optim = trained("ours", seed=1)
+    assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
+    assert FSDP.fsdp_modules(model) == []
+    assert isinstance(FSDP.optim_state_dict(model, optim)["state"]["few"]["exp_avg"], DTensor)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    before = FSDP.set_state_dict_type(model, FULL, config)
+    assert before.state_dict_type is SHARDED
+    assert list(model.state_dict()) == (list(Odd(1).state_dict()) if dist.get_rank() == 0 else [])
+    model.to(torch.float64)  # the units are made anew
+    assert FSDP.get_state_dict_type(model).state_dict_config == config
+    FSDP.set_state_dict_type(model, FULL)
+    nested: dict[str, Tensor] = {"other": torch.ones(1)}
+    model.blocks.state_dict(destination=nested, prefix="a.")
+    expected = {f"a.{name}": value for name, value in model.blocks.state_dict().items()}
+    assert_same_values(nested, {"other": torch.ones(1)} | expected, "state")
+    with pytest.raises(StateError, match="inside a sharded one"):
+        model.stem.state_dict()
+    model.load_state_dict(model.state_dict())  # the refusal leaves nothing behind
+    FSDP.set_state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True))
+    saved = model.state_dict()
+    with torch.no_grad():
+        model.few += 1.0
+        model.count += 1
+    assert not any(
+        torch.equal(whole(saved[n]), whole(model.state_dict()[n])) for n in ("few", "count")
+    )
+
+
+# -- summon_full_params
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {clean_name(name): p for name, p in model.named_parameters()}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {clean_name(name): grad for name, grad in whole_gradients(model).items()}
+
+
+@only_ours
+@ON_CASES
+@on_ranks("ranks")
+def test_whole_parameters_are_shown_and_changes_are_kept(kind: str, ranks: int) -> None:
+    model, _ = trained(kind, seed=1)
+    plain, _ = trained("untied" if kind == "mixed" else "plain", seed=1)
+    for each in (model, plain):
+        square(each, batch_of(5)).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        assert_same_values(_parameters(model), _parameters(plain), "value")
+        assert_same_values(_gradients(model), _gradients(plain), "gradient")
+        assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
+        assert_same_values(dict(model.state_dict()), dict(plain.state_dict()), "state")
+        with torch.no_grad():
+            for each in (*model.parameters(), *plain.parameters()):
+                each.add_(1.0)
+                assert each.grad is not None
+                each.grad.mul_(2.0)
+    assert any(isinstance(p, DTensor) for p in model.parameters())
+    assert_same_values({"": model(batch_of(6))}, {"": plain(batch_of(6))}, "output")
+    reshard(model)
+    if kind != "mixed":
+        assert_same_values(_gradients(model), _gradients(plain), "gradient")
+    with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter.zero_()
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        assert is_sharded(model.head) is (dist.get_rank() != 0)
+    with FSDP.summon_full_params(model):
+        assert_same_values(_parameters(model), _parameters(plain), "value")
+
+
+# -- what cannot work
+
+
+@only_ours
+@on_ranks(2)
+def test_calls_that_cannot_work_are_refused_on_every_rank() -> None:
+    model, optim = _trained("ours", seed=1)
+    with pytest.raises(UsageError, match="no local state dicts"):
+        FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    with pytest.raises(UsageError, match=r"torch\.nn\.utils\.clip_grad_norm_"):
+        FSDP.clip_grad_norm_(model, 1.0)
+    saved = {name: whole(value) for name, value in model.state_dict().items()}
+    with (
+        FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)),
+        pytest.raises(CheckpointError, match="broadcast_from_rank0"),
+    ):
+        model.load_state_dict(saved if dist.get_rank() == 0 else {})
+    _require("ours", model, optim, seed=1)
+    mixed, its = trained("mixed", seed=1)
+    with pytest.raises(AssertionError, match="different state dict types"):
+        FSDP.optim_state_dict(mixed, its)
+    with pytest.raises(UsageError):  # one inside the other
+        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    take_steps(model, optim, 1)
+    take_steps(mixed, its, 1)
+
+
 # -- before the first step
 
 
@@ -305,12 +474,11 @@ def test_a_model_may_begin_on_the_meta_device(reset: bool) -> None:
             for module in model:
                 getattr(module, "reset_parameters", lambda: None)()
         else:
-            set_model_state_dict(model, build().state_dict(), options=FULL)
+            set_model_state_dict(model, build().state_dict(), options=WHOLE)
         return model
 
     pair = pair_of(build, shard)
     pair.compare_parameters()
-    pair.step()
     pair.step()
 
 
@@ -326,10 +494,8 @@ def test_the_dtype_may_change_before_the_first_step_and_later() -> None:
             pair.model.zero_grad()
         for model in (pair.plain, pair.model):
             model.to(torch.float64)
-        assert all(p.dtype is torch.float64 for p in pair.model.parameters())
-        assert all(isinstance(p, DTensor) for p in pair.model.parameters())
-        pair.plain_optim, pair.optim = (
-            torch.optim.SGD(m.parameters(), 0.1) for m in (pair.plain, pair.model)
-        )
+        for p in pair.model.parameters():
+            assert p.dtype is torch.float64 and isinstance(p, DTensor)
+        pair.plain_optim, pair.optim = sgd(pair.plain.parameters()), sgd(pair.model.parameters())
         pair.step()
         pair.step()

@@ -12,17 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -34,15 +27,12 @@ from tests.support.fully_sharded import (
     shard_all,
     sharded_modules,
 )
-from tests.support.models import DIM, Block, Stack
+from tests.support.models import DIM, Block, RecomputesBlocks, Stack
 from tests.support.parity import (
     assert_close,
-    assert_same_values,
     backward,
     one_backward,
-    seeded,
     whole,
-    whole_parameters,
 )
 from tests.support.ranks import on_ranks
 from tests.support.sampling import at_most, sample
@@ -55,8 +45,6 @@ BF16 = torch.bfloat16
 
 @on_ranks(2)
 def test_both_front_ends_train_in_one_model_and_one_process() -> None:
-    """In one process, and in one model: the first half flat, the second by rows."""
-
     def build() -> nn.Module:
         return nn.Sequential(Stack(2), nn.Linear(3, DIM), Stack(2))
 
@@ -72,31 +60,18 @@ def test_both_front_ends_train_in_one_model_and_one_process() -> None:
         return model
 
     pair, other = pair_of(build, shard), pair_of(Stack)
-    plain, model = pair.plain, pair.model
+    plain, model, clip = pair.plain, pair.model, torch.nn.utils.clip_grad_norm_
     for _ in range(2):
         pair.backwards()
+        expected = [clip(plain[:1].parameters(), 0.5), clip(plain[1:].parameters(), 0.5)]
+        assert_close(model[0].clip_grad_norm_(0.5), expected[0], "norm of the flat half")
         rows = [*model[1].parameters(), *model[2].parameters()]
-        own = torch.nn.utils.clip_grad_norm_(rows, 0.5)
-        expected = torch.nn.utils.clip_grad_norm_(
-            [*plain[1].parameters(), *plain[2].parameters()], 0.5
-        )
-        assert_close(whole(own), expected, "norm")
-        assert_close(
-            model[0].clip_grad_norm_(0.5),
-            torch.nn.utils.clip_grad_norm_(plain[0].parameters(), 0.5),
-            "norm of the flat half",
-        )
+        assert_close(whole(clip(rows, 0.5)), expected[1], "norm of the rest")
         for optim in (pair.plain_optim, pair.optim):
             optim.step()
             optim.zero_grad()
         other.step()
-    for index in (1, 2):
-        expected_values = dict(plain[index].named_parameters())
-        assert_same_values(whole_parameters(model[index]), expected_values, "parameter")
-    with FSDP.summon_full_params(model[0]):
-        found = {name: p.detach() for name, p in model[0].named_parameters()}
-        clean = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in found.items()}
-        assert_same_values(clean, dict(plain[0].named_parameters()), "parameter")
+        pair.compare_outputs()
 
 
 # -- gradients
@@ -137,24 +112,21 @@ def test_clip_grad_norm_gives_the_norm_of_the_unsharded_model(
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @on_ranks(2)
 def test_an_optimizer_may_step_in_backward(reshard_after_forward: bool | None) -> None:
-    plain: nn.Module = seeded(Stack)
-    model = shard_all(seeded(Stack), reshard_after_forward=reshard_after_forward)
-    optims = {p: torch.optim.AdamW([p], 1e-2, eps=1e-2) for p in model.parameters()}
+    adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-2)
+    shard = partial_shard(reshard_after_forward=reshard_after_forward)
+    pair = pair_of(Stack, shard, adamw)
+    optims = {p: adamw([p]) for p in pair.model.parameters()}
 
     def step(p: Tensor) -> None:
-        optims[p].step()  # type: ignore[index]
-        optims[p].zero_grad()  # type: ignore[index]
+        optims[p].step()
+        optims[p].zero_grad()
 
-    for p in model.parameters():
+    for p in pair.model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    optim = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-2)
-    for number in range(2):
-        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(number))
-        assert_close(one_backward(model, x), one_backward(plain, x), "loss")
-        assert all(p.grad is None for p in model.parameters())
-        optim.step()
-        optim.zero_grad()
-    assert_same_values(whole_parameters(model), dict(plain.named_parameters()), "parameter")
+    for _ in range(2):
+        pair.backwards()
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.update()  # which finds no gradients in the sharded copy
 
 
 # -- compilation and functional calls
@@ -257,11 +229,7 @@ def test_frozen_parameters_keep_every_byte(offload: bool, low: bool, cast: bool)
     for name, data in expected.items():
         p = model.get_parameter(name)
         assert p.grad is None
-        gathered = [torch.empty_like(p.to_local().view(torch.uint8))] * dist.get_world_size()
-        if p.shape[0] % len(gathered) == 0:
-            gathered = [each.clone() for each in gathered]
-            dist.all_gather(gathered, p.to_local().contiguous().view(torch.uint8))
-            assert torch.cat(gathered).numpy().tobytes() == data, name
+        assert p.full_tensor().view(torch.uint8).numpy().tobytes() == data, name
     assert model.block.up.weight.grad is not None
 
 
@@ -281,6 +249,10 @@ class _Experts(nn.Module):
         hidden = torch.einsum("bd,edh->beh", x, self.up).relu()
         out = torch.einsum("beh,ehd->bed", hidden, self.down)
         return x + (self.router(x).softmax(-1)[..., None] * out).sum(1)
+
+
+def _parallelize(block: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 @on_ranks(4)
@@ -314,29 +286,6 @@ def test_experts_may_lie_on_another_mesh() -> None:
     assert is_sharded(pair.model[0].router)
 
 
-class _Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 12), nn.Linear(12, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class _Mlps(nn.Module):
-    def __init__(self, recomputes: bool = False) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
-        self.blocks = nn.ModuleList(_Mlp() for _ in range(2))
-        self.recomputes = recomputes
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        return self.head(x)
-
-
 TP_SHAPES = sample([(1, 2), (2, 1, 2), (1, 2, 2)], 0, 1)
 
 
@@ -356,21 +305,16 @@ def test_tensor_parallel_modules_train(ranks: int, shape: tuple[int, ...], low: 
 
     def shard(model: Any) -> Any:
         for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh["tp"], plan)
-        return shard_all(model, (_Mlp,), mesh=data, **options)
+            _parallelize(block, mesh["tp"])
+        return shard_all(model, mesh=data, **options)
 
-    pair = pair_of(
-        partial(_Mlps, not low),
-        shard,
-        data_ranks=math.prod(shape[:-1]),
-        tolerance=0.1 if low else None,
-    )
+    build = partial(Stack, 2) if low else partial(RecomputesBlocks, Block, False, num_blocks=2)
+    data_ranks, tolerance = math.prod(shape[:-1]), 0.1 if low else None
+    pair = pair_of(build, shard, data_ranks=data_ranks, tolerance=tolerance)
     weight = pair.model.blocks[0].up.weight
     assert isinstance(weight, DTensor) and weight.device_mesh.ndim == len(shape)
-    assert weight.shape == (12, DIM) and weight.to_local().numel() == 12 * DIM // math.prod(
-        shape[-2:]
-    )
+    assert weight.shape == (2 * DIM, DIM)
+    assert weight.to_local().numel() == weight.numel() // math.prod(shape[-2:])
     for number in range(2):
         pair.backwards()
         pair.compare_gradients()
@@ -425,12 +369,11 @@ def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
         return api.ShardPlacementResult(None, rest)
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(DIM, DIM), _Mlp(), _ParallelExperts(), _Mlp())
+        return nn.Sequential(nn.Linear(DIM, DIM), Block(), _ParallelExperts(), Block())
 
     def shard(model: Any) -> Any:
         for block in (model[1], model[3]):
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, data["tp"], plan)
+            _parallelize(block, data["tp"])
         model[2].mesh = expert["ep"]
         for name in ("up", "down"):
             whole_one = getattr(model[2], name)
@@ -478,7 +421,7 @@ def test_parameters_on_a_whole_mesh_are_sharded_over_its_data_parallel_dims(
                     placements[names.index("tp")] = Shard(1)
                 value = distribute_tensor(p.detach(), mesh, placements)
                 setattr(module, key, nn.Parameter(value))
-        return shard_all(model, (_Mlp,), mesh=mesh, dp_mesh_dims=over)
+        return shard_all(model, mesh=mesh, dp_mesh_dims=over)
 
     over_names = (*over.shard_names, *over.replicate_names)
     data = math.prod(mesh[name].size() for name in over_names)
@@ -490,7 +433,7 @@ def test_parameters_on_a_whole_mesh_are_sharded_over_its_data_parallel_dims(
         out = model(DTensor.from_local(x, mesh, places)).redistribute(placements=places)
         return backward(out.to_local().pow(2).mean())
 
-    pair = pair_of(_Mlps, shard, data_ranks=data)
+    pair = pair_of(partial(Stack, 2), shard, data_ranks=data)
     for _ in range(2 if mesh.ndim == 1 else at_most(1, of_all=2)):
         pair.step(step)
     assert len(sharded_modules(pair.model)) == 3

@@ -4,6 +4,7 @@ model on all ranks' data, and parameters that no rank has used have none."""
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compat
 from fsdp_compat import _torch_private
 from fsdp_compat._engine import reduce
+from tests.support.fully_sharded import pair_of
+from tests.support.parity import backward
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -35,32 +38,28 @@ class Branches(nn.Module):
         return self.branches[number](x)
 
 
+def uses_branch(number: int, compute_all: bool, model: Any, x: torch.Tensor) -> torch.Tensor:
+    return backward(model(x, number, compute_all).square().sum())
+
+
 def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> None:
     """Every rank uses the branch of its number. Collective."""
-    torch.manual_seed(0)
-    model = Branches()
-    plain = copy.deepcopy(model)
-    for branch in model.branches if branches_are_units else ():
-        fsdp_compat.fully_shard(branch, reshard_after_forward=not zeros)
-    fsdp_compat.fully_shard(model, allow_unused_units=allow)
-    model.set_reduce_scatter_unused_params(zeros)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    plain_optim = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    ranks, x = dist.get_world_size(), torch.ones(2, 4)
+
+    def shard(model: Any) -> Any:
+        for branch in model.branches if branches_are_units else ():
+            fsdp_compat.fully_shard(branch, reshard_after_forward=not zeros)
+        fsdp_compat.fully_shard(model, allow_unused_units=allow)
+        model.set_reduce_scatter_unused_params(zeros)
+        return model
+
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
+    pair = pair_of(Branches, shard, optimizer, batch=lambda _: torch.ones(2, 4))
     for _ in range(3):
-        model(x, dist.get_rank(), zeros).square().sum().backward()
-        losses = [plain(x, rank).square().sum() for rank in range(ranks)]
-        (torch.stack(losses).sum() / ranks).backward()
-        for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        pair.backwards([functools.partial(uses_branch, n, zeros) for n in range(pair.ranks)])
+        for parameter in pair.plain.parameters():
             if zeros and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            assert (sharded.grad is None) == (parameter.grad is None)
-        optim.step()
-        plain_optim.step()
-        optim.zero_grad()
-        plain_optim.zero_grad()
-    for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(sharded.full_tensor(), parameter, rtol=1e-5, atol=1e-6)
+        pair.compare_and_update()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -69,7 +68,7 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
 def test_ranks_use_different_parameters_of_a_unit(
     reads_at_end: bool, zeros: bool, ranks: int
 ) -> None:
-    """reads_at_end: as on a device, where the host would have to wait earlier."""
+    """reads_at_end: as on a device."""
     with mock.patch.object(reduce, "has_streams", lambda _: reads_at_end):
         trains_as_unsharded(branches_are_units=False, allow=False, zeros=zeros)
 

@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError, fully_shard
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint._full import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.odd_model import assert_identical, stack
+from tests.support.odd_model import assert_identical, assert_same, local_tensors, stack
+from tests.support.parity import local, seeded
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -91,39 +90,37 @@ def is_lora(name: str) -> bool:
 
 def is_some(name: str) -> bool:
     """Some of every group, one name of a tie, a buffer, and an unmanaged parameter."""
-    return name in (
-        "head.weight",
-        "nothing",
-        "gain",
-        "blocks.1.base.bias",
-        "norm.running_var",
-        "ignored.bias",
-        "wide",
-    )
+    managed = "head.weight", "nothing", "gain", "blocks.1.base.bias", "wide"
+    return name in (*managed, "norm.running_var", "ignored.bias")
 
 
 def chosen(plain: nn.Module, choice: Filter) -> dict[str, Any]:
     """What the unsharded model has of it."""
-    trainable = {
-        name for name, p in plain.named_parameters(remove_duplicate=False) if p.requires_grad
-    }
-    return {
-        k: v
-        for k, v in plain.state_dict().items()
-        if (k in trainable if isinstance(choice, str) else choice(k))
-    }
+    named = plain.named_parameters(remove_duplicate=False)
+    trainable = {name for name, p in named if p.requires_grad}
+    chooses = trainable.__contains__ if isinstance(choice, str) else choice
+    return {name: value for name, value in plain.state_dict().items() if chooses(name)}
+
+
+def assert_streams(
+    model: nn.Module, expected: dict[str, Any], choice: Any = None
+) -> dict[str, Any]:
+    """Return what is streamed, which may come in another order."""
+    found = dict(iter_full_state_dict(model, filter=choice))
+    assert_same(found, expected)
+    return found
 
 
 def sent(model: FSDP) -> tuple[int, int]:
     """(gathers, bytes) that this rank has sent; the counters begin anew."""
-    counters = {id(group.shard): group.shard.traffic for group in model._runtime.groups}.values()
-    found = (
-        sum(sum(each.counts.values()) for each in counters),
-        sum(sum(each.nbytes.values()) for each in counters),
-    )
-    for each in counters:
-        each.clear()
-    return found
+    num_gathers = nbytes = 0
+    for traffic in {
+        id(group.shard): group.shard.traffic for group in model._runtime.groups
+    }.values():
+        num_gathers += traffic.counts.total()
+        nbytes += traffic.nbytes.total()
+        traffic.clear()
+    return num_gathers, nbytes
 
 
 CHOICES: tuple[Filter, ...] = (is_lora, is_some, "trainable", lambda name: False)
@@ -132,24 +129,18 @@ CHOICES: tuple[Filter, ...] = (is_lora, is_some, "trainable", lambda name: False
 @pytest.mark.parametrize("world_size", sample([1, 3], 1))
 @on_ranks("world_size")
 def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size: int) -> None:
-    plain = make_model()
+    plain, on_rank0 = make_model(), FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
     for use_orig_params, wrapped in itertools.product((False, True), (False, True)):
         model = shard(make_model(), use_orig_params, wrapped)
         for choice in CHOICES:
             expected = chosen(plain, choice)
             assert_identical(model.state_dict(filter=choice), expected)
-            assert list(
-                model.state_dict(prefix="a.", filter=lambda name: name.endswith("bias"))
-            ) == [f"a.{name}" for name in plain.state_dict() if name.endswith("bias")]
-            found = dict(iter_full_state_dict(model, filter=choice))
-            assert found.keys() == expected.keys()
-            assert_identical({name: found[name] for name in expected}, expected)
-            with FSDP.state_dict_type(
-                model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-            ):
-                assert_identical(
-                    model.state_dict(filter=choice), expected if dist.get_rank() == 0 else {}
-                )
+            assert_streams(model, expected, choice)
+            with FSDP.state_dict_type(model, FULL, on_rank0):
+                found = model.state_dict(filter=choice)
+            assert_identical(found, expected if dist.get_rank() == 0 else {})
+        biases = model.state_dict(prefix="a.", filter=lambda name: name.endswith("bias"))
+        assert [*biases] == [f"a.{name}" for name in plain.state_dict() if name.endswith("bias")]
         assert_identical(model.state_dict(), plain.state_dict())
         with FSDP.summon_full_params(model):
             assert_identical(model.state_dict(filter=is_lora), chosen(plain, is_lora))
@@ -160,18 +151,13 @@ def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size
                 model.state_dict(filter=wrong)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @on_ranks(3)
 def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
     tmp_path: Path,
 ) -> None:
     plain = make_model(1)
-    for number, (use_orig_params, mesh) in enumerate(
-        itertools.product((False, True), (None, init_device_mesh("cpu", (dist.get_world_size(),))))
-    ):
+    meshes = (None, init_device_mesh("cpu", (3,)))
+    for number, (use_orig_params, mesh) in enumerate(itertools.product((False, True), meshes)):
         model = shard(make_model(1), use_orig_params, device_mesh=mesh)
         for choice in CHOICES[:3]:
             expected = chosen(plain, choice)
@@ -181,18 +167,10 @@ def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
             assert list(found) == list(expected)
             assert mesh is not None or sent(model) == (0, 0)
             for name, value in found.items():
-                tensors = (
-                    [value]
-                    if not isinstance(value, ShardedTensor)
-                    else [each.tensor for each in value.local_shards()]
-                )
-                held = {
-                    t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                    for t in map(_own, tensors)
-                }
-                assert sum(held.values()) == sum(_own(t).nbytes for t in tensors), (
-                    f"{name} keeps more memory than it shows"
-                )
+                tensors = [local(tensor) for tensor in local_tensors(value)]
+                storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+                held = sum(storage.nbytes() for storage in storages.values())
+                assert held == sum(t.nbytes for t in tensors), f"{name} keeps more than it shows"
             folder = f"{tmp_path}/{number}/{CHOICES.index(choice)}"
             dcp.save(found, checkpoint_id=folder)
             other = shard(make_model(2), not use_orig_params)
@@ -203,12 +181,10 @@ def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
             assert_identical(other.state_dict(filter=choice), expected)
         with FSDP.state_dict_type(model, LOCAL):
             keys = list(model.state_dict(filter=is_lora))
-        flat = ["blocks.0._flat_param", "blocks.1._flat_param"]
-        assert [key for key in keys if key.endswith("_flat_param")] == flat, (
-            "flat parameters that hold what is chosen"
-        )
+        flat = [key for key in keys if key.endswith("_flat_param")]
+        assert flat == ["blocks.0._flat_param", "blocks.1._flat_param"], "with what is chosen"
         parts = [key for key in keys if key not in flat]
-        assert parts == ([key for key in plain.state_dict() if is_lora(key)] * use_orig_params)
+        assert parts == [*chosen(plain, is_lora)] * use_orig_params
 
 
 @on_ranks(3)
@@ -254,39 +230,24 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
     plain = make_model()
     rows = fully_shard(make_model())
     for choice in CHOICES:
-        found, expected = dict(iter_full_state_dict(rows, filter=choice)), chosen(plain, choice)
-        assert found.keys() == expected.keys()
-        assert_identical({name: found[name] for name in expected}, expected)
+        assert_streams(rows, chosen(plain, choice), choice)
     for use_orig_params in (False, True):
         model = shard(make_model(), use_orig_params)
         pairs = list(iter_full_state_dict(model))
-        names = [name for name, _ in pairs]
-        own = [
-            name
-            for name in plain.state_dict()
-            if not name.startswith("blocks") and name != "head.weight"
-        ]
-        own.insert(own.index("embed.weight") + 1, "head.weight")
-        assert names[: len(own)] == own, "the root's first, a tie's together"
-        assert names[len(own) :] == [
-            name for name in plain.state_dict() if name.startswith("blocks")
-        ]
+        expected = plain.state_dict()
+        order = [name for name in expected if name != "head.weight"]
+        order.insert(order.index("embed.weight") + 1, "head.weight")
+        order.sort(key=lambda name: name.startswith("blocks"))
+        assert [name for name, _ in pairs] == order, "the root's first, a tie's together"
         found = dict(pairs)
         assert found["embed.weight"] is found["head.weight"]
-        assert_identical({name: found[name] for name in plain.state_dict()}, plain.state_dict())
-        live = [*model.parameters(), *model.buffers()]
+        assert_same(found, expected)
+        live = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         for name, value in pairs:
             assert value.untyped_storage().nbytes() == value.nbytes, name
-            assert all(
-                value.untyped_storage()._cdata != t.untyped_storage()._cdata for t in live
-            ), name
-    torch.manual_seed(3)
-    whole = Around(lambda m: m)
-    torch.manual_seed(3)
-    container = Around(FSDP)
-    found = dict(iter_full_state_dict(container))
-    assert found.keys() == whole.state_dict().keys()
-    assert_identical({name: found[name] for name in whole.state_dict()}, whole.state_dict())
+            assert value.untyped_storage()._cdata not in live, name
+    whole, container = seeded(lambda: Around(lambda m: m)), seeded(lambda: Around(FSDP))
+    found = assert_streams(container, whole.state_dict())
     assert found["first.base.weight"] is found["again.base.weight"]
     with pytest.raises(UsageError, match="module"):
         iter_full_state_dict(3)  # type: ignore[arg-type]

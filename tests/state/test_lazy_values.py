@@ -3,7 +3,6 @@ computes with them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,19 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
 from fsdp_compat import CheckpointError, FullStateDictConfig, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.odd_model import Block, Config, assert_same, cloned, make_model, shard, stack
+from tests.support.odd_model import (
+    Config,
+    assert_same,
+    cloned,
+    make_model,
+    shard,
+    stack,
+)
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
 ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
+FULL = StateDictType.FULL_STATE_DICT
 UNSHARDED: Config = ("NO_SHARD", True, "blocks")
 MESH: Config = ("HYBRID_SHARD", False, "blocks")
 
@@ -35,27 +40,18 @@ class Lazy:
     loads = 0  # of all of them
 
     def __init__(self, load: Callable[[], Any], like: Tensor) -> None:
-        self.load, self.shape, self.dtype, self.is_meta, self.layout = (
-            load,
-            like.shape,
-            like.dtype,
-            True,
-            like.layout,
-        )
+        self.load, self.is_meta = load, True
+        self.shape, self.dtype, self.layout = like.shape, like.dtype, like.layout
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.loads += sum(isinstance(arg, Lazy) for arg in args)
-        return func(
-            *(arg.load() if isinstance(arg, Lazy) else arg for arg in args), **(kwargs or {})
-        )
+        loaded = (arg.load() if isinstance(arg, Lazy) else arg for arg in args)
+        return func(*loaded, **(kwargs or {}))
 
 
 def lazily(state: dict[str, Any]) -> dict[str, Any]:
-    def lazy(value: Tensor) -> Lazy:
-        return Lazy(value.clone, value)
-
-    return {name: lazy(value) for name, value in state.items()}
+    return {name: Lazy(value.clone, value) for name, value in state.items()}
 
 
 @pytest.mark.parametrize("config", [FLAT, ORIGINAL, UNSHARDED, MESH])
@@ -71,31 +67,10 @@ def test_lazy_values_load_like_tensors(world_size: int, config: Config) -> None:
     with FSDP.summon_full_params(model):
         model.load_state_dict(lazily(wanted))
     assert_same(model.state_dict(), wanted)
-    half = {
-        name: value.half() if value.is_floating_point() else value for name, value in wanted.items()
-    }
+    half = {n: v.half() if v.is_floating_point() else v for n, v in wanted.items()}
     model.load_state_dict(lazily(half))
-    assert_same(
-        model.state_dict(), {name: half[name].to(value.dtype) for name, value in wanted.items()}
-    )
-
-
-@on_ranks(2)
-def test_lazy_values_load_as_in_torchs_fsdp1() -> None:
-    """Torch's takes them inside of its full state dict."""
-    wanted = make_model(1, scalar=False).state_dict()
-    theirs = TorchFSDP(
-        make_model(2, scalar=False),
-        auto_wrap_policy=TorchWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
-    ours = shard(make_model(2, scalar=False), FLAT)
-    for model in (theirs, ours):
-        model.load_state_dict(lazily(wanted))
-    found = theirs.state_dict()
-    assert torch.equal(found["cube"], wanted["cube"])
-    assert_same(ours.state_dict(), found)
+    expected = {name: half[name].to(value.dtype) for name, value in wanted.items()}
+    assert_same(model.state_dict(), expected)
 
 
 def wrapped_stack(seed: int) -> FSDP:
@@ -104,9 +79,7 @@ def wrapped_stack(seed: int) -> FSDP:
 
 
 def rank0_only(model: nn.Module) -> None:
-    FSDP.set_state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
-    )
+    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
 
 
 @on_ranks(2)
@@ -128,13 +101,13 @@ def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
         model.load_state_dict(lazily(wanted) if dist.get_rank() == 0 else {})
     assert Lazy.loads == (len(wanted) if dist.get_rank() == 0 else 0)
     assert new.peak <= 3 * unit_nbytes, "one unit at a time"
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    FSDP.set_state_dict_type(model, FULL)
     assert_same(model.state_dict(), wanted)
 
 
 @on_ranks(4)
 def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
-    """A model of one unit, whose parameters are one after the other in it."""
+    """In one unit, whose parameters are one after the other in it."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
     wanted = {name: value.clone() * 2 for name, value in model.state_dict().items()}
@@ -147,40 +120,24 @@ def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
 @on_ranks(2)
 def test_lazy_values_that_do_not_fit_are_refused_unread() -> None:
     wanted = lazily(make_model(1).state_dict())
-    wrong: list[tuple[str, str, Any]] = [
-        (
-            "cube",
-            "size mismatch for cube: expected shape .3, 1, 5. as .* got .2, 2.",
-            Lazy(lambda: None, torch.empty(2, 2)),
-        ),
-        (
-            "cube",
-            "complex64, whose imaginary part",
-            Lazy(lambda: None, torch.empty(3, 1, 5, dtype=torch.complex64)),
-        ),
-        ("count", "size mismatch for count", Lazy(lambda: None, torch.empty(3, dtype=torch.int64))),
-        ("one", "Unexpected key.*surplus", None),
+    wrong: list[tuple[str, str, Tensor]] = [
+        ("cube", "size mismatch for cube: expected shape .3, 1, 5. as .*2, 2", torch.empty(2, 2)),
+        ("cube", "complex64", torch.empty(3, 1, 5, dtype=torch.complex64)),
+        ("count", "size mismatch for count", torch.empty(3, dtype=torch.int64)),
+        ("surplus", "Unexpected key.*surplus", torch.empty(3)),
     ]
-    for model, loading in (
-        (shard(make_model(2), FLAT), "every rank"),
-        (shard(make_model(2), ORIGINAL), "the first rank"),
-    ):
+    for config, on_rank0 in ((FLAT, False), (ORIGINAL, True)):
+        model = shard(make_model(2), config)
         before = cloned(model.state_dict())
-        if loading == "the first rank":
+        if on_rank0:
             rank0_only(model)
-        for key, words, value in wrong:
-            given = (
-                {**wanted, key: value}
-                if value is not None
-                else {**wanted, "surplus": wanted["cube"]}
-            )
+        for key, words, like in wrong:
+            given = {**wanted, key: Lazy(lambda: None, like)}
             Lazy.loads = 0
             with pytest.raises(CheckpointError, match=words):
-                model.load_state_dict(
-                    given if loading == "every rank" or dist.get_rank() == 0 else {}
-                )
+                model.load_state_dict({} if on_rank0 and dist.get_rank() else given)
             assert Lazy.loads == 0, words
-        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        FSDP.set_state_dict_type(model, FULL)
         assert_same(model.state_dict(), before, "nothing was loaded")
 
 
@@ -197,20 +154,16 @@ def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
     ]
     for words, load in faults:
         given = {**lazily(make_model(1).state_dict()), "cube": Lazy(load, torch.empty(3, 1, 5))}
-        model = shard(make_model(2), ("NO_SHARD", True, "blocks"))
+        model = shard(make_model(2), UNSHARDED)
         with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):
             model.load_state_dict(given)
         model = shard(make_model(2), FLAT)
         rank0_only(model)
         with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):  # on all ranks
             model.load_state_dict(given if dist.get_rank() == 0 else {})
-        count = {
-            **copy.copy(given),
-            "cube": make_model(1).cube,
-            "count": Lazy(load, torch.empty(())),
-        }
+        count = {**given, "cube": make_model(1).cube, "count": Lazy(load, torch.empty(()))}
         with pytest.raises(CheckpointError, match="'count'"):
             model.load_state_dict(count if dist.get_rank() == 0 else None)
         model.load_state_dict(lazily(make_model(1).state_dict()) if dist.get_rank() == 0 else None)
-        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        FSDP.set_state_dict_type(model, FULL)
         assert_same(model.state_dict(), make_model(1).state_dict(), "the next load works")

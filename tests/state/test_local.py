@@ -26,7 +26,8 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.odd_model import assert_holds
+from tests.support.odd_model import assert_holds, assert_same, local_tensors
+from tests.support.optimizer_state import num_sent
 from tests.support.ranks import on_ranks, run_ranks
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
@@ -90,20 +91,18 @@ def assert_equal_entries(found: dict[str, Any], expected: dict[str, Any]) -> Non
     """The same keys in the same order, with values of the same shapes, placements and elements."""
     assert list(found) == list(expected)
     for name, value in expected.items():
-        if not isinstance(value, ShardedTensor):
-            assert not isinstance(found[name], ShardedTensor), name
-            assert found[name].shape == value.shape and not found[name].requires_grad, name
-            assert torch.equal(found[name], value), name
-            continue
-        assert isinstance(found[name], ShardedTensor), name
-        assert found[name].metadata().size == value.metadata().size
-        described, wanted = (
-            [(m.shard_offsets, m.shard_sizes, str(m.placement)) for m in each.shards_metadata]
-            for each in (found[name].metadata(), value.metadata())
-        )
-        assert described == wanted
-        for own, other in zip(found[name].local_shards(), value.local_shards(), strict=True):
-            assert torch.equal(own.tensor, other.tensor), name
+        assert found[name].size() == value.size(), name
+        assert described(found[name]) == described(value), name
+        for own, other in zip(local_tensors(found[name]), local_tensors(value), strict=True):
+            assert torch.equal(own, other), name
+
+
+def described(value: Any) -> list[Any] | None:
+    if not isinstance(value, ShardedTensor):
+        assert not value.requires_grad
+        return None
+    shards = value.metadata().shards_metadata
+    return [(each.shard_offsets, each.shard_sizes, str(each.placement)) for each in shards]
 
 
 @on_ranks(2)
@@ -128,24 +127,19 @@ def test_entries_are_those_of_torchs_fsdp1_and_each_loads_the_others() -> None:
         assert_equal_entries(other.state_dict(), theirs[form])
 
 
-PLAIN = ["ignored.weight", "ignored.bias"]
+PLAIN, ROOTS = ["ignored.weight", "ignored.bias"], ["_flat_param", "_flat_param_1", "_flat_param_2"]
 # The tied weight belongs to the root; the two modules that hold it are no units.
 KEYS = {
-    False: [
-        *("_flat_param", "_flat_param_1", "_flat_param_2", "count", "first._flat_param"),
-        *PLAIN,
-    ],
+    False: [*ROOTS, "count", "first._flat_param", *PLAIN],
     True: [
         *("own", "frozen", "wide", "count", "first.weight", "first.bias", "first._flat_param"),
-        *("second.weight", *PLAIN, "tied.weight", "_flat_param", "_flat_param_1", "_flat_param_2"),
+        *("second.weight", *PLAIN, "tied.weight", *ROOTS),
     ],
 }
 
 
 def storage_of(value: torch.Tensor) -> int:
-    if isinstance(value, ShardedTensor):
-        value = value.local_shards()[0].tensor
-    return value.untyped_storage().data_ptr()
+    return local_tensors(value)[0].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -155,10 +149,9 @@ def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
 ) -> None:
     for use_orig_params in (False, True):
         model = shard(make_model(1), use_orig_params)
-        traffic = [group.shard.traffic for group in model._runtime.groups]
-        before = [dict(each.counts) for each in traffic]
+        before = num_sent(model)
         state = local_state(model)
-        assert before == [dict(each.counts) for each in traffic], "nothing is sent"
+        assert num_sent(model) == before, "nothing is sent"
         assert list(state) == KEYS[use_orig_params]
         shards = {storage_of(group.store.shard) for group in model._runtime.groups}
         own = {key for key in state if key not in (*PLAIN, "count")}
@@ -170,10 +163,7 @@ def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
         assert {key.removeprefix("model.") for key in written} == set(KEYS[False]), "nothing twice"
         torch.save(state, f"{tmp_path}/{dist.get_rank()}.pt")
         for number, read in enumerate(("dcp", "torch", "memory", "other form")):
-            other = shard(
-                make_model(2 + number),
-                use_orig_params if read != "other form" else not use_orig_params,
-            )
+            other = shard(make_model(2 + number), use_orig_params is (read != "other form"))
             loaded = local_state(other)
             if read == "dcp":
                 dcp.load({"model": loaded}, checkpoint_id=path)
@@ -193,9 +183,7 @@ def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
 def test_parts_of_parameters_load_without_the_flat_parameters() -> None:
     """A client drops ShardedTensors."""
     state = local_state(shard(make_model(1), True))
-    parts = {
-        key: value.clone() for key, value in state.items() if not isinstance(value, ShardedTensor)
-    }
+    parts = {k: v.clone() for k, v in state.items() if not isinstance(v, ShardedTensor)}
     for use_orig_params in (True, False):
         model = shard(make_model(2), use_orig_params)
         with pytest.raises(CheckpointError, match=r"part.* set StateDictType.LOCAL_STATE_DICT"):
@@ -205,12 +193,10 @@ def test_parts_of_parameters_load_without_the_flat_parameters() -> None:
         assert_holds(model, make_model(1))
         with pytest.raises(CheckpointError, match=r"second\.weight"):
             model.load_state_dict({**parts, "second.weight": parts["second.weight"][:1]})
-        first = parts.pop("first.weight")
+        others = {key: value for key, value in parts.items() if key != "first.weight"}
         with pytest.raises(CheckpointError, match=r'Missing key.*"first\.weight"'):
-            model.load_state_dict(parts)
-        parts["first.weight"] = first
-        full = make_model(3).state_dict()
-        model.load_state_dict(full)
+            model.load_state_dict(others)
+        model.load_state_dict(make_model(3).state_dict())
         assert_holds(model, make_model(3))
 
 
@@ -237,23 +223,18 @@ def test_other_values_than_in_the_flat_parameter_and_other_ranks_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategies"),
-    [
-        (1, [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]),
-        (2, [ShardingStrategy.NO_SHARD]),
-    ],
+    ("world_size", "strategy"), [(1, "FULL_SHARD"), (1, "NO_SHARD"), (2, "NO_SHARD")]
 )
 @on_ranks("world_size")
 def test_on_one_rank_local_dicts_have_parameter_names_as_in_torch(
-    world_size: int, strategies: list[ShardingStrategy]
+    world_size: int, strategy: str
 ) -> None:
-    for strategy in strategies:
-        model = shard(make_model(1), False, sharding_strategy=strategy)
-        state = local_state(model)
-        assert list(state) == list(make_model().state_dict())
-        other = shard(make_model(2), True, sharding_strategy=strategy)
-        other.load_state_dict(state)
-        assert_holds(other, make_model(1))
+    options = {"sharding_strategy": ShardingStrategy[strategy]}
+    state = local_state(shard(make_model(1), False, **options))
+    assert list(state) == list(make_model().state_dict())
+    other = shard(make_model(2), True, **options)
+    other.load_state_dict(state)
+    assert_holds(other, make_model(1))
 
 
 def _other_layouts(directory: str) -> None:
@@ -267,15 +248,12 @@ def _other_layouts(directory: str) -> None:
         "over 1 rank(s)": shard(make_model(2), True, sharding_strategy=ShardingStrategy.NO_SHARD),
     }
     for words, other in others.items():
-        with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
-            before = other.state_dict()
+        before = other.state_dict()
         for strict in (True, False):
             with pytest.raises(CheckpointError, match="SHARDED_STATE_DICT") as caught:
                 other.load_state_dict(state, strict=strict)
             assert words in str(caught.value), words
-        with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
-            after = other.state_dict()
-        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert_same(other.state_dict(), before)
     with pytest.raises(CheckpointError, match=r"a ShardedTensor of .*, got a list"):
         model.load_state_dict({**state, "_flat_param": [1.0]})
     with pytest.raises(CheckpointError, match="LOCAL_STATE_DICT"):
@@ -285,13 +263,11 @@ def _other_layouts(directory: str) -> None:
 
 def _more_ranks(directory: str) -> None:
     model = shard(make_model(2), False)
+    state = torch.load(f"{directory}/{dist.get_rank() % 2}.pt", weights_only=False)
     with pytest.raises(CheckpointError, match="by as many ranks"):
-        model.load_state_dict(
-            torch.load(f"{directory}/{dist.get_rank() % 2}.pt", weights_only=False)
-        )
+        model.load_state_dict(state)
     assert_holds(model, make_model(2))
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(make_model(3).state_dict())
+    model.load_state_dict(make_model(3).state_dict())
     assert_holds(model, make_model(3))
 
 
@@ -308,10 +284,8 @@ def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
     before = FSDP.set_state_dict_type(model, LOCAL)
     settings = FSDP.get_state_dict_type(model)
     assert settings.state_dict_type is LOCAL
-    assert (settings.state_dict_config, settings.optim_state_dict_config) == (
-        LocalStateDictConfig(),
-        LocalOptimStateDictConfig(),
-    )
+    assert settings.state_dict_config == LocalStateDictConfig()
+    assert settings.optim_state_dict_config == LocalOptimStateDictConfig()
     assert next(iter(model.state_dict())) == "_flat_param"
     assert list(model.first.state_dict()) == ["_flat_param"], "a nested unit by itself"
     assert list(model.first.state_dict(prefix="a.")) == ["a._flat_param"]
@@ -321,11 +295,11 @@ def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
     assert torch.equal(other.state_dict()["first.weight"], model.state_dict()["first.weight"])
     assert not torch.equal(other.state_dict()["own"], model.state_dict()["own"])
 
-    torch.manual_seed(0)
-    around = nn.ModuleDict({"unit": FSDP(nn.Linear(3, 5)), "plain": nn.Linear(2, 2)})
+    around, target = (
+        nn.ModuleDict({"unit": FSDP(nn.Linear(3, 5)), "plain": nn.Linear(2, 2)}) for _ in range(2)
+    )
     with FSDP.state_dict_type(around, LOCAL):
         state = around.state_dict()
     assert list(state) == ["unit._flat_param", "plain.weight", "plain.bias"]
-    target = nn.ModuleDict({"unit": FSDP(nn.Linear(3, 5)), "plain": nn.Linear(2, 2)})
     assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
-    assert torch.equal(target["unit"].state_dict()["weight"], around["unit"].state_dict()["weight"])
+    assert_same(target.state_dict(), around.state_dict())

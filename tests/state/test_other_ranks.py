@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compat import CheckpointError, ShardingStrategy, StateDictType, fully_shard
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.odd_model import assert_same
 from tests.support.parity import both_forms
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -64,15 +65,10 @@ def _loads_optimizer_state(options: dict[str, Any]) -> str:
     optimizer.load_state_dict(loaded(saved(own)))
     given = FSDP.optim_state_dict(model, optimizer, optim_state_dict=own)
     assert set(given) == {"state", "param_groups"}
-    assert set(optimizer.param_groups[0]) == set(
-        torch.optim.Adam(model.parameters()).param_groups[0]
-    )
-    flattened = FSDP.optim_state_dict_to_load(model, optimizer, given)
-    optimizer.load_state_dict(flattened)
-    after = FSDP.optim_state_dict(model, optimizer)
-    for name, states in before["state"].items():
-        for key, value in states.items():
-            assert torch.equal(value, after["state"][name][key])
+    fresh = torch.optim.Adam(model.parameters())
+    assert set(optimizer.param_groups[0]) == set(fresh.param_groups[0])
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, given))
+    assert_same(FSDP.optim_state_dict(model, optimizer)["state"], before["state"])
     return refusal(optimizer.load_state_dict, of_rank0(own))
 
 
@@ -102,10 +98,7 @@ def _loads(packed: bytes, wrapped: bool) -> str:
 
 def test_an_optimizers_own_state_dict_of_another_layout_raises() -> None:
     packed, _ = run_ranks(2, _saves, True)
-    assert (
-        "got:      the parts of rank 0 of 2 of parameters that were wrapped or cut"
-        in (run_ranks(2, _loads, packed, True)[0])
-    )
+    assert "parameters that were wrapped or cut" in run_ranks(2, _loads, packed, True)[0]
     assert run_ranks(2, _loads, packed, False)[0] == ""
     assert "expected: the state of whole parameters" in run_ranks(1, _loads, packed, False)[0]
 
@@ -133,7 +126,6 @@ def test_sharded_values_of_another_rank_raise(values: str) -> None:
         found.append(refusal(optimizer.load_state_dict, of_rank0(own)))
     if dist.get_rank() == 0:
         assert not any(found)
-        return
-    assert found
-    for message in found:
-        assert "with the part of global rank 0, on global rank 1" in message
+    else:
+        words = "with the part of global rank 0, on global rank 1"
+        assert found and all(words in message for message in found)

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
-from fsdp_compat import FullStateDictConfig, StateDictType, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_mapped_shards import WIDTH, Wide, wide_batch
 from tests.support.models import Block
+from tests.support.odd_model import assert_identical, cloned
 from tests.support.parity import make_pair
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MAPPED
@@ -29,10 +30,7 @@ def saved(folder: str) -> tuple[str, dict[str, Tensor]]:
     pair = make_pair(Wide, (Block,))
     pair.step(batch=wide_batch)
     path = checkpoint.save(Path(folder), pair.model, pair.optim, step=1)
-    with FSDP.state_dict_type(
-        pair.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
-    ):
-        return str(path), {name: v.clone() for name, v in pair.model.state_dict().items()}
+    return str(path), cloned(dict(pair.model.state_dict()))
 
 
 def loaded(folder: str, full: dict[str, Tensor]) -> None:
@@ -43,8 +41,7 @@ def loaded(folder: str, full: dict[str, Tensor]) -> None:
     ):
         pair = make_pair(Wide, (Block,))
         load(pair)
-        for name, value in pair.model.state_dict().items():
-            assert torch.equal(value, full[name]), name
+        assert_identical(pair.model.state_dict(), full)
         pair.model(torch.ones(2, WIDTH)).sum().backward()
 
 
@@ -67,7 +64,7 @@ def local_states(library: str) -> dict[str, Any]:
             return theirs.state_dict()
     model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        return {name: value.clone() for name, value in model.state_dict().items()}
+        return cloned(dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -82,6 +79,4 @@ def test_local_state_dicts_with_other_padding_load(ranks: int) -> None:
         model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
         with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
             model.load_state_dict(local)
-        with FSDP.summon_full_params(model):
-            for name, value in model.module.state_dict().items():
-                assert torch.equal(value, full[name.replace("_fsdp_wrapped_module.", "")]), name
+        assert_identical(model.state_dict(), full)

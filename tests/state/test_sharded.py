@@ -3,8 +3,10 @@ either side."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,20 +20,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp import StateDictType as TorchType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
+from torch.distributed.tensor import DTensor
 
+from fsdp_compat import CheckpointError, ShardedStateDictConfig, StateDictType, UsageError
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy
-from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support import odd_model
+from tests.support.memory import NewBytes
 from tests.support.odd_model import (
     Block,
     Config,
+    Frozen,
     OddModel,
     assert_holds,
     assert_identical,
+    local_tensors,
     sharded_state,
+    stack,
+    wrap_as,
 )
+from tests.support.optimizer_state import num_sent
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import at_most, sample
 
@@ -39,11 +54,13 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Model(OddModel):
-    """Parameters smaller than the world, 0-d and empty."""
+    """Parameters smaller than the world, and with ``odd`` 0-d and empty ones, which torch
+    refuses."""
 
-    def __init__(self) -> None:
-        super().__init__(scalar=True)
-        self.nothing = nn.Parameter(torch.randn(0, 3))
+    def __init__(self, odd: bool) -> None:
+        super().__init__(scalar=odd)
+        if odd:
+            self.nothing = nn.Parameter(torch.randn(0, 3))
 
 
 class Bag(nn.Module):
@@ -58,29 +75,21 @@ class Bag(nn.Module):
         )
 
 
-def make_model(seed: int = 0) -> Model:
+def make_model(seed: int = 0, odd: bool = True) -> Model:
     torch.manual_seed(seed)
-    return Model()
+    return Model(odd)
 
 
 def shard(model: nn.Module, config: Config) -> FSDP:
-    strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {
-        "none": None,
-        "blocks": ModuleWrapPolicy({Block, nn.ParameterList}),
-        "always": always_wrap_policy,
-    }
+    """config: "MESH" and "HYBRID MESH" make DTensors, HYBRID_SHARD does not."""
+    strategy, *others = config
+    if "MESH" in strategy:
+        return odd_model.shard(model, (strategy.replace("HYBRID MESH", "HYBRID_SHARD"), *others))
     groups = None
-    if strategy == "HYBRID_SHARD":  # given as a mesh, it would make DTensors
+    if strategy == "HYBRID_SHARD":
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         groups = mesh.get_group(1), mesh.get_group(0)
-    return FSDP(
-        model,
-        process_group=groups,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=policies[policy],
-    )
+    return wrap_as(config, model, {Block, nn.ParameterList}, process_group=groups)
 
 
 def save(path: str, config: Config, seed: int) -> None:
@@ -102,18 +111,8 @@ def load(path: str, config: Config, seed: int) -> None:
 
 def _own(state: dict[str, Any]) -> list[Tensor]:
     """What this rank holds of the parameters."""
-    values = (
-        value
-        for name, value in state.items()
-        if not name.endswith(("mean", "var", "tracked", "count"))
-    )
-    return [
-        t
-        for v in values
-        for t in (
-            [shard.tensor for shard in v.local_shards()] if isinstance(v, ShardedTensor) else [v]
-        )
-    ]
+    names = dict(make_model().named_parameters(remove_duplicate=False))
+    return local_tensors([state[name] for name in names])
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -139,43 +138,31 @@ def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Te
 
 @pytest.mark.parametrize("as_views", [False, True])
 @pytest.mark.parametrize(
-    "config",
+    ("world_size", "config"),
     [
-        ("FULL_SHARD", False, "none"),
-        ("SHARD_GRAD_OP", True, "blocks"),
-        ("FULL_SHARD", False, "always"),
+        (3, ("FULL_SHARD", False, "none")),
+        (3, ("SHARD_GRAD_OP", True, "blocks")),
+        (4, ("FULL_SHARD", False, "always")),
     ],
 )
-@pytest.mark.parametrize("world_size", [3, 4])
 @on_ranks("world_size")
 def test_sharded_values_copy_or_view_the_shard_and_send_nothing(
     world_size: int, config: Config, as_views: bool
 ) -> None:
     plain, model = make_model(), shard(make_model(), config)
     expected = plain.state_dict()
-    groups = model._runtime.groups
-    before = [
-        (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
-    ]
+    before = num_sent(model)
     state = sharded_state(model, as_views=as_views)
-    assert before == [
-        (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
-    ], "nothing is sent"
+    assert before == num_sent(model), "nothing is sent"
     assert list(state) == list(expected)
-    storages = {group.store.shard.untyped_storage().data_ptr() for group in groups}
+    storages = storages_of(model)
     parameters = dict(plain.named_parameters(remove_duplicate=False))
-    assert not any("_metadata" in vars(v) for v in state.values()), (
-        "metadata of all ranks is made when somebody asks for it"
-    )
+    assert not any("_metadata" in vars(v) for v in state.values()), "it is made when asked for"
     without_part = 0
     boxes: dict[str, list[Any]] = {}
     for name, value in state.items():
-        if name not in parameters:
-            assert type(value) is Tensor, name
-            assert torch.equal(value, expected[name]), name
-            continue
-        if not parameters[name].numel():
-            assert type(value) is Tensor, name
+        if name not in parameters or not parameters[name].numel():
+            assert type(value) is Tensor and torch.equal(value, expected[name]), name
             continue
         assert isinstance(value, ShardedTensor), name
         assert value.local_shards(), "dcp forgets values without a local shard"
@@ -187,18 +174,19 @@ def test_sharded_values_copy_or_view_the_shard_and_send_nothing(
                 without_part += 1
                 continue
             place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            assert torch.equal(local.tensor, expected[name][place]), (
-                f"{name}, which has no other owner"
-            )
+            assert torch.equal(local.tensor, expected[name][place]), name
             own.append((offsets, sizes, str(local.metadata.placement)))
             assert (local.tensor.untyped_storage().data_ptr() in storages) is as_views, name
     assert without_part, "some parameters are smaller than the world"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, boxes)
     for name in boxes:
-        _check_metadata(
-            name, state[name], [box for its in found for box in its[name]], expected[name]
-        )
+        of_all = [box for its in found for box in its[name]]
+        _check_metadata(name, state[name], of_all, expected[name])
+
+
+def storages_of(model: FSDP) -> set[int]:
+    return {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
 
 
 @pytest.mark.parametrize(
@@ -208,11 +196,10 @@ def test_sharded_values_copy_or_view_the_shard_and_send_nothing(
 @on_ranks("world_size")
 def test_on_one_rank_values_are_plain_tensors(world_size: int, config: Config) -> None:
     model = shard(make_model(), config)
-    storages = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
     for as_views in (False, True):
         state = sharded_state(model, as_views=as_views)
         assert_identical(state, make_model().state_dict())
-        assert (state["cube"].untyped_storage().data_ptr() in storages) is as_views
+        assert (state["cube"].untyped_storage().data_ptr() in storages_of(model)) is as_views
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -283,24 +270,163 @@ configs = st.tuples(
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=5)
 
 
-@settings(
-    max_examples=at_most(8, of_all=20),
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)
-@given(
-    writers=st.integers(1, 4),
-    readers=st.integers(1, 4),
-    saved=configs,
-    loaded=configs,
-    shapes=shapes,
-)
+NUM_EXAMPLES, SLOW = at_most(8, of_all=20), [HealthCheck.too_slow]
+
+
+@settings(max_examples=NUM_EXAMPLES, suppress_health_check=SLOW, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 4), configs, configs, shapes)
 def test_any_shapes_load_between_any_two_configurations(
     writers: int, readers: int, saved: Config, loaded: Config, shapes: Shapes
 ) -> None:
     with tempfile.TemporaryDirectory() as path:
         run_ranks(writers, _save_bag, path, saved, shapes)
         run_ranks(readers, _load_bag, path, loaded, shapes)
+
+
+# --- files of safetensors -------------------------------------------------------------------------
+
+
+def _save_files(path: str, config: Config, seed: int) -> None:
+    writer = HuggingFaceStorageWriter(path, save_distributed=True)
+    dcp.save(sharded_state(shard(make_model(seed), config)), storage_writer=writer)
+
+
+def _load_files(path: str, config: Config, seed: int) -> None:
+    model = shard(make_model(99), config)
+    state = sharded_state(model)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
+    model.load_state_dict(state)
+    assert_holds(model, make_model(seed))
+
+
+@pytest.mark.parametrize(("writers", "readers"), sample([(1, 2), (3, 4), (4, 2)], 1))
+def test_hugging_face_files_of_all_ranks_load_on_every_world_size(
+    writers: int, readers: int, tmp_path: Path
+) -> None:
+    for seed, (saved, loaded) in enumerate(
+        [(SPREAD[0], SPREAD[1]), (("MESH", True, "blocks"), SPREAD[0])]
+    ):
+        path = str(tmp_path / str(seed))
+        run_ranks(writers, _save_files, path, saved, seed)
+        run_ranks(readers, _load_files, path, loaded, seed)
+        whole = make_model(99).state_dict()
+        dcp.load(whole, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+        assert_identical(whole, make_model(seed).state_dict())
+
+
+@on_ranks(2)
+def test_writing_one_file_refuses_sharded_values(tmp_path: Path) -> None:
+    model = shard(make_model(), SPREAD[0])
+    with pytest.raises(dcp.api.CheckpointException, match="save_distributed=True"):
+        dcp.save(sharded_state(model), storage_writer=HuggingFaceStorageWriter(tmp_path))
+    dist.barrier()
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing was written"
+
+
+# --- with a device mesh ---------------------------------------------------------------------------
+
+SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+def mesh_of(hybrid: bool) -> Any:
+    world = dist.get_world_size()
+    return init_device_mesh("cpu", (2, world // 2) if hybrid else (world,))
+
+
+def ours(model: nn.Module, use_orig_params: bool = False, hybrid: bool = False) -> FSDP:
+    return shard(model, ("HYBRID MESH" if hybrid else "MESH", use_orig_params, "blocks"))
+
+
+def torchs_state(hybrid: bool) -> dict[str, Any]:
+    model = TorchFSDP(
+        make_model(odd=False),
+        device_mesh=mesh_of(hybrid),
+        sharding_strategy=TorchStrategy.HYBRID_SHARD if hybrid else None,
+        auto_wrap_policy=TorchWrapPolicy({Block, Frozen}),
+        device_id=torch.device("cpu"),
+    )
+    with TorchFSDP.state_dict_type(model, TorchType.SHARDED_STATE_DICT):
+        return model.state_dict()
+
+
+@pytest.mark.parametrize(("world_size", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
+@on_ranks("world_size")
+def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(
+    world_size: int, hybrid: bool
+) -> None:
+    expected = torchs_state(hybrid)
+    for use_orig_params in (False, True):
+        model = ours(make_model(odd=False), use_orig_params, hybrid)
+        for offload_to_cpu in (False, True):
+            found = sharded_state(model, offload_to_cpu=offload_to_cpu)
+            assert list(found) == list(make_model(odd=False).state_dict())
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                got = found[name]
+                assert type(got) is type(value), name
+                if isinstance(value, DTensor):
+                    for attribute in ("placements", "device_mesh", "shape"):
+                        assert getattr(got, attribute) == getattr(value, attribute), name
+                    assert got.stride() == value.stride(), name
+                    got, value = got.to_local(), value.to_local()
+                    assert got.untyped_storage().nbytes() == got.nbytes, name
+                assert torch.equal(got, value), name
+
+
+@on_ranks(4)
+def test_a_mesh_of_two_dimensions_is_pickled() -> None:
+    model = ours(make_model(), hybrid=True)
+    again = pickle.loads(pickle.dumps(model))
+    expected, value = (sharded_state(each)["embed.weight"] for each in (model, again))
+    assert value.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert value.placements == expected.placements
+    assert torch.equal(value.full_tensor(), make_model().embed.weight)
+
+
+@on_ranks(2)
+def test_models_with_a_mesh_save_dtensors_and_say_so_in_the_configuration() -> None:
+    model = ours(make_model())
+    with FSDP.state_dict_type(model, SHARDED):
+        settings = FSDP.get_state_dict_type(model)
+        assert settings.state_dict_config._use_dtensor
+        assert settings.optim_state_dict_config._use_dtensor
+    given = ShardedStateDictConfig(_use_dtensor=True)
+    with FSDP.state_dict_type(model, SHARDED, given):
+        assert isinstance(model.state_dict()["embed.weight"], DTensor)
+    without = FSDP(nn.Linear(3, 3))
+    with pytest.raises(UsageError, match="need a device mesh"):
+        FSDP.set_state_dict_type(without, SHARDED, given)
+    with FSDP.state_dict_type(without, SHARDED):
+        assert not FSDP.get_state_dict_type(without).state_dict_config._use_dtensor
+    expected = sharded_state(model)["embed.weight"]
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        value = sharded_state(again)["embed.weight"]
+        assert value.device_mesh == expected.device_mesh
+        assert torch.equal(value.to_local(), expected.to_local())
+    other = FSDP(nn.ParameterList([torch.zeros(1, 5)]), device_mesh=mesh_of(False))
+    with pytest.raises(CheckpointError, match="size mismatch for one"):
+        model.load_state_dict({**sharded_state(model), "one": sharded_state(other)["0"]})
+    assert_holds(model, make_model())
+
+
+@on_ranks(2)
+def test_one_unit_at_a_time_is_whole_in_memory() -> None:
+    torch.manual_seed(0)
+    plain = stack(4)
+    unit_nbytes, units = plain[0].weight.nbytes, ModuleWrapPolicy({nn.Linear})
+    model = FSDP(copy.deepcopy(plain), device_mesh=mesh_of(False), auto_wrap_policy=units)
+    kept = 4 * unit_nbytes // dist.get_world_size()
+    with NewBytes() as saving:
+        state = sharded_state(model)
+    assert kept + unit_nbytes // 2 <= saving.peak <= kept + unit_nbytes, "one unit at a time"
+    with NewBytes() as loading:
+        model.load_state_dict(state)
+    assert 0 < loading.peak <= 2.5 * unit_nbytes, "one parameter is put together at a time"
+    assert_holds(model, plain)
+    traffic = model._runtime.groups[0].shard.traffic
+    traffic.clear()
+    sharded_state(model)
+    assert sum(traffic.counts.values()) == 4, "one gather per unit"
 
 
 # --- in memory ------------------------------------------------------------------------------------

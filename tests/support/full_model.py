@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy
-from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
-
-Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
+from tests.support.odd_model import wrap_as
 
 
 class Block(nn.Module):
@@ -78,16 +75,5 @@ def shard(
     policy: str = "blocks",
     **options: Any,
 ) -> FSDP:
-    policies: dict[str, Any] = {
-        "none": None,
-        "blocks": ModuleWrapPolicy({Block}),
-        "always": always_wrap_policy,
-    }
-    return FSDP(
-        model,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=policies[policy],
-        ignored_modules=[model.ignored],
-        **options,
-    )
+    options.setdefault("ignored_modules", [model.ignored])
+    return wrap_as((strategy, use_orig_params, policy), model, {Block}, **options)

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block
-from tests.support.parity import Pair, seeded, sgd, square
+from tests.support.parity import Pair, seeded, sgd, square, whole
 
 # where each library keeps names that are not at its top level
 _ELSEWHERE = {
@@ -125,6 +128,75 @@ def take_steps(model: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> N
         square(model, batch_of(step)).backward()
         optim.step()
         optim.zero_grad()
+
+
+def sharded_as(kind: str, model: Any) -> Any:
+    """Shard an ``Odd`` in place, or wrap it: "ours", "torch", "hybrid" (on two replicas), "second
+    dim", "list", "flat", "original", or "mixed" (of both front ends); else return it as it is."""
+    cpu = torch.device("cpu")
+    if kind == "hybrid":
+        shape = (2, dist.get_world_size() // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return shard_all(model, mesh=mesh)
+    if kind in ("flat", "original"):
+        blocks, original = ModuleWrapPolicy({Block}), kind == "original"
+        return FSDP(model, auto_wrap_policy=blocks, use_orig_params=original, device_id=cpu)
+    if kind == "second dim":
+        return shard_all(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    if kind == "list":
+        api.fully_shard([model.blocks, model.head, model.again])
+        return api.fully_shard(model)
+    if kind == "mixed":
+        model.stem = FSDP(model.stem, use_orig_params=True, device_id=cpu)
+        model.blocks[1] = FSDP(model.blocks[1], device_id=cpu)
+        shard_all(model.blocks[0], (nn.Linear,))
+        api.fully_shard(model.head)
+        api.fully_shard(model.again)
+        return model
+    if kind in ("ours", "torch"):
+        return shard_all(model, library=TORCH if kind == "torch" else api)
+    return model
+
+
+def trained(
+    kind: str, seed: int, *, steps: Sequence[int] = (0, 1), codes: bool = False
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return an ``Odd``, sharded as ``kind`` says, and an optimizer after steps with the same batch
+    on every rank. "mixed", and "untied", which is not sharded, have no tie."""
+    model = Odd(seed, codes)
+    if kind in ("mixed", "untied"):
+        model.again.weight = nn.Parameter(model.again.weight.detach().clone())
+    model = sharded_as(kind, model)
+    optim = adamw(model, fused=kind != "mixed")
+    take_steps(model, optim, *steps)
+    return model, optim
+
+
+def adamw(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """fused: one operation on all DTensors takes a fraction of the time; it takes no other tensors
+    beside."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1, fused=fused)
+
+
+def whole_states(
+    model: nn.Module, optim: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters and buffers, and the optimizer's state, by names. Collective."""
+    state = {  # in the same order on all ranks
+        f"{name}.{key}": whole(value)
+        for name, p in model.named_parameters()
+        for key, value in sorted(optim.state.get(p, {}).items())
+    }
+    return {name: whole(value) for name, value in model.state_dict().items()}, state
+
+
+def flattened(optim_state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a state dict of an optimizer, as ``whole_states`` names them."""
+    return {
+        f"{name}.{key}": value
+        for name, entry in optim_state["state"].items()
+        for key, value in entry.items()
+    }
 
 
 # -- a user's own collectives, which note what they are given

@@ -3,7 +3,7 @@ unsharded run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardedStateDictConfig, ShardingStrategy, StateDictType
@@ -101,24 +106,33 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def shard(model: nn.Module, config: Config) -> FSDP:
-    """config: the strategy HYBRID_SHARD is given a mesh of two dimensions; MESH is FULL_SHARD on a
-    mesh of one. Sharded values of both are DTensors."""
+def wrap_as(
+    config: Config, model: nn.Module, units: Collection[type[nn.Module]], **options: Any
+) -> FSDP:
+    """units: of the policy "blocks"."""
     strategy, use_orig_params, policy = config
     policies: dict[str, Any] = {
         "none": None,
-        "blocks": ModuleWrapPolicy({Block}),
+        "blocks": ModuleWrapPolicy(units),
         "always": always_wrap_policy,
     }
-    ranks = dist.get_world_size()
-    meshes = {"HYBRID_SHARD": (2 - ranks % 2, ranks // (2 - ranks % 2)), "MESH": (ranks,)}
     return FSDP(
         model,
-        sharding_strategy=ShardingStrategy["FULL_SHARD" if strategy == "MESH" else strategy],
+        sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
         auto_wrap_policy=policies[policy],
-        device_mesh=init_device_mesh("cpu", meshes[strategy]) if strategy in meshes else None,
+        **options,
     )
+
+
+def shard(model: nn.Module, config: Config) -> FSDP:
+    """config: the strategy HYBRID_SHARD is given a mesh of two dimensions; MESH is FULL_SHARD on a
+    mesh of one. Sharded values of both are DTensors."""
+    strategy, ranks = config[0], dist.get_world_size()
+    meshes = {"HYBRID_SHARD": (2 - ranks % 2, ranks // (2 - ranks % 2)), "MESH": (ranks,)}
+    mesh = init_device_mesh("cpu", meshes[strategy]) if strategy in meshes else None
+    config = ("FULL_SHARD" if strategy == "MESH" else strategy, *config[1:])
+    return wrap_as(config, model, {Block}, device_mesh=mesh)
 
 
 def sharded_state(model: nn.Module, **options: Any) -> dict[str, Any]:
@@ -153,6 +167,41 @@ def run_of(kind: str, scalar: bool = True) -> dict[str, Any]:
         "by number": cloned(optimizer.state_dict()),
     }
     return {**found, "losses": train(model, optimizer, range(STEPS, STEPS + 2))}
+
+
+def in_state(
+    model: nn.Module, kind: str, run: Mapping[str, Any], options: StateDictOptions | None = None
+) -> torch.optim.Optimizer:
+    """Put a model into the state of an unsharded run, and return its optimizer in that state."""
+    optimizer = make_optimizer(kind, model)
+    answer = set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=cloned(run["model"]),
+        optim_state_dict=cloned(run["optim"]),
+        options=options or StateDictOptions(full_state_dict=True),
+    )
+    assert not answer.missing_keys and not answer.unexpected_keys
+    return optimizer
+
+
+TORCHS = ("plain", "DDP", "FSDP1 flat", "FSDP1 original", "FSDP2")
+
+
+def torch_model(kind: str, seed: int, scalar: bool) -> nn.Module:
+    """kind: one of TORCHS."""
+    model = make_model(seed, scalar)
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    if kind.startswith("FSDP1"):
+        policy, original = TorchWrapPolicy({Block, Frozen}), kind == "FSDP1 original"
+        cpu = torch.device("cpu")
+        return TorchFSDP(model, auto_wrap_policy=policy, use_orig_params=original, device_id=cpu)
+    if kind == "FSDP2":
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+    return model
 
 
 def cloned(value: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,12 +18,10 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
-from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import FullOptimStateDictConfig, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
-from tests.support.odd_model import train
+from tests.support.odd_model import Config, train, wrap_as
 
-Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
 Make = Callable[[Any], torch.optim.Optimizer]
 Trained = tuple[Any, Any]  # a model and its optimizer
 
@@ -80,19 +80,7 @@ def with_spare() -> nn.Module:
 
 
 def shard(model: nn.Module, config: Config, **options: Any) -> FSDP:
-    strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {
-        "none": None,
-        "blocks": ModuleWrapPolicy({Block}),
-        "always": always_wrap_policy,
-    }
-    return FSDP(
-        model,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=policies[policy],
-        **options,
-    )
+    return wrap_as(config, model, {Block}, **options)
 
 
 def split_decay(model: nn.Module) -> list[dict[str, Any]]:
@@ -149,14 +137,14 @@ class Named(torch.optim.Adam):
         self.names = [name for name, _ in model.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        return _rekeyed(super().state_dict(), dict(enumerate(self.names)))
+        return rekeyed_as(super().state_dict(), dict(enumerate(self.names)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         numbers = {name: number for number, name in enumerate(self.names)}
-        super().load_state_dict(_rekeyed(state_dict, numbers))
+        super().load_state_dict(rekeyed_as(state_dict, numbers))
 
 
-def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+def rekeyed_as(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     groups = state_dict["param_groups"]
     return {
         "state": {keys[key]: entry for key, entry in state_dict["state"].items()},
@@ -318,6 +306,10 @@ def settings(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]]
 
 
-def assert_four_facts(error: BaseException) -> None:
+@contextlib.contextmanager
+def refuses(kind: type[Exception], text: str = "") -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The context raises an error that has ``text`` and four facts."""
+    with pytest.raises(kind, match=text) as caught:
+        yield caught
     for fact in ("expected:", "got:", "where:", "to do:"):
-        assert fact in str(error), str(error)
+        assert fact in str(caught.value), str(caught.value)
