@@ -114,9 +114,10 @@ def _values_beside(
 ) -> dict[str, Any]:
     """Return the finished entries beside the unit's own parameters, by clean name: those of inner
     units, and this unit's unmanaged ones that the filter chooses."""
+    slots = list(slots_in(wrapper))
     # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
     # the inner wrapper has cleaned their names.
-    parts = {base + clean_name(key) for key in sharded_keys(wrapper, own.unit)}
+    parts = {base + slot.name for slot in slots if slot.unit is own.unit and not own.unit.summoned}
     values = {
         name: value for key, value in collected.items() if (name := clean_name(key)) not in parts
     }
@@ -125,9 +126,7 @@ def _values_beside(
             values[base + name] = exact
     owners = {base + clean_name(path): owner for path, owner in owners_in(wrapper).items()}
     trainable = {
-        base + slot.name
-        for slot in slots_in(wrapper)
-        if slot.value is not None and slot.value.requires_grad
+        base + slot.name for slot in slots if slot.value is not None and slot.value.requires_grad
     }
     to_cpu = getattr(own.form.state_dict_config, "offload_to_cpu", False)
     for name, value in list(values.items()):

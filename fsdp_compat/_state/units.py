@@ -48,6 +48,8 @@ _WRAPPERS = (FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE)
 
 def clean_name(name: str, wrappers: Collection[str] = _WRAPPERS) -> str:
     """Return a name as it was before FSDP and activation checkpointing wrapped anything."""
+    if "_wrapped_module" not in name:  # which is in all of them
+        return name
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
@@ -238,7 +240,7 @@ def owners_in(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by path of each module, the innermost module with a unit around it, or the model."""
     found: dict[str, nn.Module] = {}
     for path, child in model.named_modules(remove_duplicate=False):
-        is_owner = not path or model_unit_of(child) is not None
+        is_owner = not path or ATTRIBUTE in child.__dict__
         found[path] = child if is_owner else found[path.rpartition(".")[0]]
     return found
 
@@ -248,7 +250,6 @@ class Slot(typing.NamedTuple):
 
     key: str  # as modules are named now
     holder: nn.Module  # the module that it belongs to
-    owner: nn.Module  # see ``owners_in``
     value: torch.Tensor | None  # None: extra state
     unit: Unit | None  # that holds the value in its sharded form
 
@@ -259,22 +260,22 @@ class Slot(typing.NamedTuple):
 
 def slots_in(model: nn.Module) -> Iterator[Slot]:
     """Yield the slots in the order of the modules; one with several names under each of them."""
+    named = list(model.named_modules(remove_duplicate=False))
     units = {
-        id(param): each.unit
-        for each in model_units_in(model)
-        for group in each.unit.groups
+        id(param): registered.unit
+        for _, child in named
+        if (registered := model_unit_of(child)) is not None
+        for group in registered.unit.groups
         for param, _ in group.store.sharded_params
     }
-    owners = owners_in(model)
-    for path, child in model.named_modules(remove_duplicate=False):
+    for path, child in named:
         tensors: dict[str, Any] = {**child._parameters, **child._buffers}
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             tensors["_extra_state"] = None
         for name, value in tensors.items():
             is_kept = name == "_extra_state" or value is not None
             if is_kept and name not in child._non_persistent_buffers_set:
-                unit = units.get(id(value))
-                yield Slot(f"{path}.{name}".lstrip("."), child, owners[path], value, unit)
+                yield Slot(f"{path}.{name}".lstrip("."), child, value, units.get(id(value)))
 
 
 def unmanaged_in(model: nn.Module) -> Iterator[Slot]:
@@ -290,10 +291,14 @@ def names_in_order(model: nn.Module, base: str) -> list[str]:
     """Return the keys of a module's state dict, prefixed with ``base``, in the order before
     sharding, with flat parameters as in torch: before everything else in their unit, or with
     use_orig_params=True after it."""
-    return [*_names_below(model, base, {})]
+    found: list[str] = []
+    _add_names(found, model, base, {})
+    return found
 
 
-def _names_below(module: nn.Module, start: str, order: dict[str, Sequence[str]]) -> Iterator[str]:
+def _add_names(
+    found: list[str], module: nn.Module, start: str, order: dict[str, Sequence[str]]
+) -> None:
     """order: {the prefix of a module: the names of its parameters before sharding}."""
     registered, flat = model_unit_of(module), list[str]()
     if registered is not None:
@@ -302,14 +307,14 @@ def _names_below(module: nn.Module, start: str, order: dict[str, Sequence[str]])
         if not is_lazy(module):
             flat = [start + name for name, _, _ in named_sections(registered.unit)]
     is_last = registered is not None and shows_originals(registered.unit)
-    yield from flat if not is_last else ()
+    found += flat if not is_last else ()
     if registered is None or registered.unit.module is module:
         own = (*order.get(start, ()), *module._parameters, *module._buffers, "_extra_state")
-        yield from (start + name for name in dict.fromkeys(own))
+        found += [start + name for name in dict.fromkeys(own)]
     for name, child in module._modules.items():
         if child is not None:
-            yield from _names_below(child, _below(start, clean_name(name)), order)
-    yield from flat if is_last else ()
+            _add_names(found, child, start if name in _WRAPPERS else f"{start}{name}.", order)
+    found += flat if is_last else ()
 
 
 def _below(prefix: str, name: str) -> str:

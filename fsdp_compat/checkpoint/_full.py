@@ -19,6 +19,7 @@ from .._state.units import (
     model_unit_of,
     model_units_in,
     names_in_order,
+    owners_in,
     require_idle,
     unmanaged_in,
     wanted_by,
@@ -98,9 +99,10 @@ def _by_owner(model: nn.Module) -> list[_Owned]:
     for path, child in model.named_modules(remove_duplicate=False):
         if not path or model_unit_of(child) is not None:
             found.setdefault(child, _Owned(child, [], {})).paths.append(clean_name(path))
-    for entry in unmanaged_in(model):
-        if entry.value is not None:
-            found[entry.owner].others[entry.name] = entry.value
+    owners = owners_in(model)
+    for slot in unmanaged_in(model):
+        if slot.value is not None:
+            found[owners[slot.key.rpartition(".")[0]]].others[slot.name] = slot.value
     for owned in found.values():
         own = model_unit_of(owned.owner)
         for name, exact in own.exact_buffers() if own is not None else ():

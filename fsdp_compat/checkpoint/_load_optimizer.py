@@ -82,7 +82,8 @@ class OptimizerLoadPlan:
         optimizer = self._optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        kept = {p: optimizer.state[p] for p in parameters if p in self._kept & {*optimizer.state}}
+        with_state = self._kept & optimizer.state.keys()
+        kept = {p: optimizer.state[p] for p in parameters if p in with_state}
         state = {
             parameter: {key: _on_device_of(value, parameter) for key, value in values.items()}
             for parameter, values in self._state.items()
