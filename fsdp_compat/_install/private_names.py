@@ -168,11 +168,8 @@ def apply_to_modules(
     **kwargs: Any,
 ) -> T:
     """Call ``visit(module, prefix, depth, *args, **kwargs)`` for every module, outer ones first,
-    and return ``result(*args, **kwargs)``.
-
-    filter_fqns: names of parameters as wrappers report them: the name of a wrapper's module is no
-    part of a prefix that no such name begins with.
-    """
+    and return ``result(*args, **kwargs)``. filter_fqns: names of parameters as wrappers report
+    them: the name of a wrapper's module is no part of a prefix that no such name begins with."""
     known = None
     if filter_fqns is not None:
         parts = [name.split(".") for name in filter_fqns]
@@ -195,9 +192,7 @@ def names_of_params(
     model: nn.Module, dedup_shared_params: bool = True
 ) -> dict[nn.Parameter, list[str]]:
     """Return the names before wrapping of every parameter; of a FlatParameter those in it.
-
-    dedup_shared_params: of a tied parameter only the first one.
-    """
+    dedup_shared_params: of a tied parameter only the first one."""
     found: dict[nn.Parameter, list[str]] = {}
 
     def visit(module: nn.Module, prefix: str, depth: int) -> None:

@@ -33,12 +33,9 @@ def require_supported_torch() -> None:
 
 
 def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
-    """loaded: torch's modules that are to be replaced, by their names.
-
-    Raises StateError if there are classes derived from torch's FullyShardedDataParallel, or models
-    that torch's FSDP1 or FSDP2 has sharded. Warns of classes derived from other classes of torch's:
-    they stay as they are.
-    """
+    """loaded: torch's modules that are to be replaced, by their names. Raises StateError if there
+    are classes derived from torch's FullyShardedDataParallel, or models that torch's FSDP1 or FSDP2
+    has sharded. Warns of classes derived from other classes of torch's: they stay as they are."""
     package: Any = loaded.get("torch.distributed.fsdp")
     wrapper: type | None = getattr(package, "FullyShardedDataParallel", None)
     if wrapper is not None:

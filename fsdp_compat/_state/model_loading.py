@@ -220,9 +220,8 @@ def _refuse_values(
 
 
 def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return what a state dict holds beside the units' parameters, by clean name.
-
-    None for extra state, and for modules whose class loads in its own way."""
+    """Return what a state dict holds beside the units' parameters, by clean name. None for extra
+    state, and for modules whose class loads in its own way."""
     return {
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)

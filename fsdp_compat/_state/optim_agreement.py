@@ -65,9 +65,8 @@ def require_alike(
     *,
     unmanaged: bool,
 ) -> None:
-    """Raise UsageError, alike on all ranks, unless the exact facts of all ranks match.
-
-    by_rank: by global rank. unmanaged: also compare parameters that no unit manages."""
+    """Raise UsageError, alike on all ranks, unless the exact facts of all ranks match. by_rank: by
+    global rank. unmanaged: also compare parameters that no unit manages."""
     different = _other_size(groups, by_rank) or _missing(ownership, groups, by_rank)
     own = by_rank[global_rank()].unmanaged
     others = [rank for rank, facts in by_rank.items() if facts.unmanaged != own]

@@ -125,7 +125,6 @@ def begin(
     model: nn.Module, call: str, where: str, copies: bool = False
 ) -> tuple[list[NamedUnit], list[Group]]:
     """Return the model's units and their groups, once every rank has made the call. Collective.
-
     copies: replicas as well. Raises StateError in the middle of a step, and UsageError for a model
     without units."""
     require_idle(model, call)
@@ -173,10 +172,8 @@ def ownership_of(
 
 def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
     """Return, group by group, parameter names in the order of the numbers in the optimizer of an
-    unwrapped model.
-
-    order: the model's names before wrapping, which number the parameters of a FlatParameter. With
-    use_orig_params=True, the order of the optimizer's own parameters does."""
+    unwrapped model. order: the model's names before wrapping, which number the parameters of a
+    FlatParameter. With use_orig_params=True, the order of the optimizer's own parameters does."""
     position = {name: number for number, name in enumerate(order)}
     found = []
     for group in ownership.groups:

@@ -90,10 +90,8 @@ def export_optim_state(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer's state by names. Collective: one small exchange, and gathers unless the
-    values are boxes.
-
-    groups: the optimizer's parameter groups. state_dict: of ``optim``; None: take it. group: its
-    rank 0 keeps the result if ``rank0_only``; None: the model's group."""
+    values are boxes. groups: the optimizer's parameter groups. state_dict: of ``optim``; None: take
+    it. group: its rank 0 keeps the result if ``rank0_only``; None: the model's group."""
     call, label = where.partition("(")[0], f"the state of {type(optim).__name__}"
     units, all_groups = begin(model, call, label)
     if form.values is Values.WHOLE:
@@ -327,9 +325,8 @@ class _GroupStates:
     def __init__(
         self, group: Group, source: _Source, all_facts: Sequence[_Facts], form: ExportForm
     ) -> None:
-        """all_facts: of all ranks of the shard axis, so that all get the same result or error.
-
-        An optimizer may keep no state for an empty part, or different states on different ranks."""
+        """all_facts: of all ranks of the shard axis, so that all get the same result or error. An
+        optimizer may keep no state for an empty part, or different states on different ranks."""
         self.group, self.ownership, self.form = group, source.ownership, form
         self.store, params = store_of(group), source.ownership.in_group(group)
         # States of a dry run count only if no rank has made a step.

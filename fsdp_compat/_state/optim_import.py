@@ -188,10 +188,8 @@ class _Given:
 def _read(
     ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, order: Sequence[str], call: str
 ) -> _Given:
-    """Check a state dict. order: the names of all parameters before wrapping.
-
-    Raises UsageError for an object that is not an optimizer's state dict, CheckpointError for one
-    that does not fit."""
+    """Check a state dict. order: the names of all parameters before wrapping. Raises UsageError for
+    an object that is not an optimizer's state dict, CheckpointError for one that does not fit."""
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
     error = CheckpointError if is_damaged else UsageError
     require_state_dict(state_dict, call, error, ownership.is_user_key)

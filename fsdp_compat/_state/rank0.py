@@ -112,9 +112,7 @@ class Rank0Value:
 
 def received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
     """Return a group's values by index, with tensors for those that only rank 0 has. Collective if
-    there are any.
-
-    Raises CheckpointError, on all ranks, if a lazy value there does not load."""
+    there are any. Raises CheckpointError, on all ranks, if a lazy value there does not load."""
     awaited = {index: each for index, each in found.items() if isinstance(each, Rank0Value)}
     sender = next((each.sender for each in awaited.values()), None)
     if sender is None:

@@ -113,10 +113,8 @@ def gather_states(
     group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu: bool, keep: bool
 ) -> list[tuple[str, RankState]]:
     """Return the states of all ranks of the group's shard axis, in rank order, with tensors on the
-    CPU or the group's device.
-
-    Collective: each rank of the axis with its own. Ranks with ``keep=False`` get none. An object
-    that cannot be pickled stays on its rank, with a warning."""
+    CPU or the group's device. Collective: each rank of the axis with its own. Ranks with
+    ``keep=False`` get none. An object that cannot be pickled stays on its rank, with a warning."""
     if group.shard.ranks == 1:
         return list(own) if keep else []
     sent, kept = [], []
@@ -159,9 +157,8 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Mapping[Any, An
 
 
 def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
-    """Return this rank's states by name. states: of all ranks, with the same layout as now.
-
-    If replicas have the same part, the state that this rank saved itself takes precedence."""
+    """Return this rank's states by name. states: of all ranks, with the same layout as now. If
+    replicas have the same part, the state that this rank saved itself takes precedence."""
     own = group.shard.members[group.shard.rank]
     mine = [state for state in states if state.part.rank == group.shard.rank]
     mine.sort(key=lambda state: state.holder == own)

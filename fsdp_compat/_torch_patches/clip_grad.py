@@ -93,8 +93,7 @@ def _split_over_ranks(
     DTensors torch knows.
 
     Returns {id of a sharded gradient: its group}, and the groups of ``parameters``. These groups
-    are the same on all ranks if the parameters are. Without parameters: the groups of ``grads``.
-    """
+    are the same on all ranks if the parameters are. Without parameters: the groups of ``grads``."""
     wanted, asked = {id(grad) for grad in grads}, {id(parameter) for parameter in parameters}
     split: dict[int, Group] = {}
     group_of: dict[int, Group] = {}  # by the id of a parameter

@@ -69,10 +69,8 @@ def _is_first(model: nn.Module) -> bool:
 
 def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
     """Finish values that our state dicts pass on unchanged: parameters that no unit manages.
-    Collective if one is a DTensor.
-
-    live: storages whose tensors are copied if ``cpu_offload`` is set.
-    """
+    Collective if one is a DTensor. live: storages whose tensors are copied if ``cpu_offload`` is
+    set."""
     if options.full_state_dict and _torch_private.is_dtensor(value):
         value = value.full_tensor()
     if (
@@ -275,10 +273,7 @@ def set_state_dict(
     options: Any = None,
 ) -> Any:
     """Load both; return the model's missing and unexpected keys. Collective if rank 0 alone has
-    them.
-
-    A dict that does not fit the optimizers is refused before the model changes.
-    """
+    them. A dict that does not fit the optimizers is refused before the model changes."""
     resolved = resolve(options, "set_state_dict")
     loadable = _loadable(
         model, _each(optimizers, "set_state_dict", needed=False), optim_state_dict, resolved
@@ -326,10 +321,8 @@ def _loadable(
     state: Mapping[str, Any] | None,
     options: Options,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """Return what each optimizer's ``load_state_dict`` takes. Nothing changes yet.
-
-    Collective, as ``optim_state_dict_to_load`` is: what one rank refuses, all refuse.
-    """
+    """Return what each optimizer's ``load_state_dict`` takes. Nothing changes yet. Collective, as
+    ``optim_state_dict_to_load`` is: what one rank refuses, all refuse."""
     names, held = Names(model), contents_of(units_of(model), model)
     first = model_units_in(model)[0]
     ranks = Rank0Broadcast(first.mesh, first.device)

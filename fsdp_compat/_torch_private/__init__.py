@@ -118,8 +118,7 @@ def runs_now(node: Any) -> bool:
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running graph task has ended. The engine's queue is not
-    public."""
+    """Run ``callback`` when the running graph task has ended. The engine's queue is not public."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -241,8 +240,7 @@ def replace_clipping(
     own function, ...)``, from now on. Return the undo.
 
     Nothing public lets a gradient say that it is a shard. Many programs import the functions by
-    name, so the replacement goes into the closure of torch's decorator, which all callers use.
-    """
+    name, so the replacement goes into the closure of torch's decorator, which all callers use."""
     undo: list[Callable[[], None]] = []
     for name, public, replacement in (
         ("clip_grad_norm_", "clip_grad_norm_", clip),
@@ -295,10 +293,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 class PoisonedMemory(TorchDispatchMode):
     """A context in which new uninitialised tensors are filled with NaN, or with the largest
-    integer.
-
-    torch's ``fill_uninitialized_memory`` works in deterministic mode only, which changes more.
-    """
+    integer. torch's ``fill_uninitialized_memory`` works in deterministic mode only, which changes
+    more."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -445,8 +441,7 @@ def wraps_as(module: nn.Module) -> str | None:
     DistributedDataParallel, which parameter names leave out; None for other modules.
 
     The class of compiled modules is not public, and its module takes seconds to import; before that
-    nothing is compiled.
-    """
+    nothing is compiled."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"

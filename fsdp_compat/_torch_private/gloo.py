@@ -23,8 +23,7 @@ def gloo_of_its_own(
 
     ``new_group`` must be called by all ranks of the world or else names the group by the number of
     groups that each process has made; and its groups live until the world ends. Collective: the
-    ranks of the group.
-    """
+    ranks of the group."""
     store = PrefixStore(f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1])
     gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     # Messages sent through a group around the backend pass the dispatcher, where profilers and
@@ -35,11 +34,9 @@ def gloo_of_its_own(
 
 
 def break_connections(gloo: Any) -> None:
-    """Close all connections of ``gloo_of_its_own``, even while other threads wait for them.
-
-    gloo has no call for this, and keeps connections while a work is alive; but a wait that times
-    out closes them all. It ends every wait except those of ``abort_wait``.
-    """
+    """Close all connections of ``gloo_of_its_own``, even while other threads wait for them. gloo
+    has no call for this, and keeps connections while a work is alive; but a wait that times out
+    closes them all. It ends every wait except those of ``abort_wait``."""
     for peer in set(range(gloo.size())) - {gloo.rank()}:  # a closed one raises at once
         with contextlib.suppress(RuntimeError):
             work = gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
@@ -68,8 +65,7 @@ def abort_wait(work: dist.Work) -> None:
 
     When a connection closes, gloo fails the messages that have not begun, but not one whose bytes
     are in transit: its wait would last until the time limit. The method that ends it is not exposed
-    to Python, so it is called in torch's library, on objects that are certainly gloo's.
-    """
+    to Python, so it is called in torch's library, on objects that are certainly gloo's."""
     # pybind11's pointer to the C++ object, which begins with the address of its vtable
     address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
     abort = _aborts().get(ctypes.c_void_p.from_address(address).value) if address else None

@@ -230,10 +230,8 @@ def _shapes_of(model: nn.Module) -> Shapes:
 
 class _LoadPlan:
     """The reads of a rank, and the changes made with them. Constructing it changes nothing;
-    ``apply`` does.
-
-    A tensor is taken from wherever the checkpoint has it: its writer may have wrapped other
-    modules."""
+    ``apply`` does. A tensor is taken from wherever the checkpoint has it: its writer may have
+    wrapped other modules."""
 
     def __init__(
         self,

@@ -72,9 +72,8 @@ class StoreMailbox:
 
     def conclude(self, work: Callable[[], object]) -> Any:
         """Do this rank's ``work`` of the turn, wait for the verdict, and return on all ranks what
-        ``work`` returned (JSON) on the first.
-
-        Collective. Raises RankLost on all ranks if one of them does not finish its work."""
+        ``work`` returned (JSON) on the first. Collective. Raises RankLost on all ranks if one of
+        them does not finish its work."""
         turn = self._turn
         key = f"{turn}/verdict"
         try:

@@ -88,9 +88,7 @@ def take_snapshot(
     groups: Sequence[NamedGroup],
 ) -> Snapshot:
     """Return a snapshot of what this rank saves, which views the model and the optimizer. Sends
-    nothing.
-
-    Raises UsageError for values that cannot be saved."""
+    nothing. Raises UsageError for values that cannot be saved."""
     snapshot = Snapshot()
     written = [named for named in groups if named.is_written_here]
     for named in written:
@@ -154,10 +152,8 @@ def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
 
 
 def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> Kinds:
-    """Return how every state of every managed parameter relates to it.
-
-    For a 0-d parameter, a state per element looks like a count: the same state of others decides;
-    without any, its name does."""
+    """Return how every state of every managed parameter relates to it. For a 0-d parameter, a state
+    per element looks like a count: the same state of others decides; without any, its name does."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
         param for named in groups for param, _ in named.sharded_params if param in own

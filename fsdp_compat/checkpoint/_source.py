@@ -29,10 +29,8 @@ from ._tools.walk import map_values
 
 
 class Source:
-    """What a checkpoint holds, by the names of the model, and what this rank reads of it.
-
-    Reads are collected first; then ``check`` verifies their checksums, and ``read`` carries them
-    out."""
+    """What a checkpoint holds, by the names of the model, and what this rank reads of it. Reads are
+    collected first; then ``check`` verifies their checksums, and ``read`` carries them out."""
 
     def __init__(self, archive: Archive, rename: Rename | None, call: str) -> None:
         self.archive, self.path = archive, archive.path

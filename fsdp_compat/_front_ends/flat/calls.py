@@ -113,10 +113,8 @@ def register_comm_hook(own: FlatUnit, state: object, hook: Callable[..., Any]) -
 
 
 def _refuse_hook(hook: Any, split: set[bool]) -> None:
-    """Raise UsageError unless ``hook`` can be a communication hook.
-
-    split: for each group, whether its gradients are split over ranks.
-    """
+    """Raise UsageError unless ``hook`` can be a communication hook. split: for each group, whether
+    its gradients are split over ranks."""
     if split == {True}:
         expected = "hook(state, grad, output)"
     elif split == {False}:
@@ -200,10 +198,8 @@ def _check_max_norm(max_norm: Any) -> None:
 
 def _gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
     """Return the gradients of the parameters in ``root`` that belong to none of ``groups``, each
-    once.
-
-    nn.Module.parameters() would build a name for each parameter, which takes longer than a norm.
-    """
+    once. nn.Module.parameters() would build a name for each parameter, which takes longer than a
+    norm."""
     known = {
         id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params
     }

@@ -64,8 +64,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     units.
 
     Collective only if a hybrid strategy makes its process groups. Raises UsageError if anything
-    cannot be wrapped.
-    """
+    cannot be wrapped."""
     refuse_module(module)
     policy = policy_of(policy, module)
     kwargs = {
@@ -161,14 +160,9 @@ def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
 
 
 def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:
-    """Build the planned units. Collective.
-
-    wrapper: becomes the wrapper of the root.
-    new_wrapper: returns an empty wrapper for an inner unit.
-
-    Raises UsageError, on all ranks and before anything changes, if values are to be broadcast and
-    the ranks plan different units.
-    """
+    """Build the planned units. Collective. wrapper: becomes the wrapper of the root. new_wrapper:
+    returns an empty wrapper for an inner unit. Raises UsageError, on all ranks and before anything
+    changes, if values are to be broadcast and the ranks plan different units."""
     if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
         _require_alike(plan)
     for module, settings in plan.settings.items():
@@ -260,10 +254,8 @@ def _settings_of(
     module: nn.Module, own: Mapping[str, Any], kwargs: Mapping[str, Any], settings: Settings
 ) -> Settings:
     """Return the settings of a unit that a policy chose: new ones if the policy changed an
-    argument, else those of the root.
-
-    own: the unit's keyword arguments. kwargs, settings: of the root.
-    """
+    argument, else those of the root. own: the unit's keyword arguments. kwargs, settings: of the
+    root."""
     if unknown := sorted(own.keys() - kwargs.keys()):
         raise UsageError.of(
             "A wrap policy returned an argument that FullyShardedDataParallel does not have.",

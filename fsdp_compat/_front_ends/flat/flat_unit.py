@@ -53,8 +53,7 @@ def flat_unit_of(wrapper: nn.Module) -> FlatUnit:
 
 
 def flat_units_in(module: nn.Module) -> list[FlatUnit]:
-    """Return the units of all wrappers in ``module``, which may be one itself, outer ones
-    first."""
+    """Return the units of all wrappers in ``module``, which may be one itself, outer ones first."""
     return [flat_unit_of(child) for child in module.modules() if is_wrapper(child)]
 
 
@@ -66,12 +65,8 @@ def make_flat_unit(
     originals: Iterable[nn.Parameter] = (),
 ) -> FlatUnit:
     """Make the unit of a wrapper around its stores, and register it. It has no runtime and no cast
-    buffers yet.
-
-    originals: the parameters that were flattened into the stores.
-
-    Collective over the mesh of the settings, once per process group.
-    """
+    buffers yet. originals: the parameters that were flattened into the stores. Collective over the
+    mesh of the settings, once per process group."""
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
     optimizer_patches.note(originals, stores)

@@ -127,11 +127,8 @@ class Settings:
 
 
 def resolve(module: nn.Module, kwargs: Mapping[str, Any]) -> Settings:
-    """Check keyword arguments of the constructor and return the settings they mean.
-
-    Collective only if a hybrid strategy is given neither a mesh nor groups, and so makes its own
-    groups.
-    """
+    """Check keyword arguments of the constructor and return the settings they mean. Collective only
+    if a hybrid strategy is given neither a mesh nor groups, and so makes its own groups."""
     strategy = (
         as_ours(kwargs["sharding_strategy"], ShardingStrategy, "sharding_strategy")
         or ShardingStrategy.FULL_SHARD

@@ -143,10 +143,8 @@ def placed(
     function: Callable[[nn.Parameter], Any] | None,
     default: Placed,
 ) -> Placed:
-    """Return where ``function`` (shard_placement_fn) puts a parameter.
-
-    default: where it goes if the answer is None.
-    """
+    """Return where ``function`` (shard_placement_fn) puts a parameter. default: where it goes if
+    the answer is None."""
     answer = None if function is None else function(parameter)
     if answer is None:
         return default
@@ -237,9 +235,7 @@ def precision_of(
 
 def default_mesh() -> DeviceMesh:
     """Return the 1-D mesh of all ranks, on the accelerator if there is one, else on the CPU.
-
-    Without a default process group, makes the one that torchrun's environment describes.
-    """
+    Without a default process group, makes the one that torchrun's environment describes."""
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group()
     world = the_group(None)
@@ -332,9 +328,7 @@ def _described(mesh: DeviceMesh) -> str:
 
 def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
     """Return which dimensions of ``mesh`` shard and replicate parameters, see ``fully_shard``.
-
-    Collective if ``dims`` has several names for one of them: these are flattened.
-    """
+    Collective if ``dims`` has several names for one of them: these are flattened."""
     if dims is None:
         if mesh.ndim == 1:
             return FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -381,10 +375,8 @@ _partial_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMe
 
 def partial_mesh_of(mesh: DataMesh, ranks: int) -> DeviceMesh:
     """Return the 2-D mesh (outer, ``ranks``) of the ranks of ``mesh``, for all-gathers among
-    ``ranks`` neighbours on the shard dimension.
-
-    Collective: the ranks of the mesh, the first time; later calls return the same mesh.
-    """
+    ``ranks`` neighbours on the shard dimension. Collective: the ranks of the mesh, the first time;
+    later calls return the same mesh."""
     assert mesh.shard_dim is not None
     rows = mesh.mesh.mesh.reshape(-1, ranks)
     key = ranks, tuple(rows.flatten().tolist()), mesh.mesh.device_type

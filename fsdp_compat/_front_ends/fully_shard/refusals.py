@@ -45,9 +45,7 @@ def modules_of(given: Any) -> list[nn.Module]:
 
 def refuse_modules(roots: Sequence[nn.Module], is_sharded: Callable[[nn.Module], bool]) -> None:
     """Raise UsageError for modules that are sharded already, or contain units of other front ends.
-
-    is_sharded: whether ``fully_shard`` was applied to a module.
-    """
+    is_sharded: whether ``fully_shard`` was applied to a module."""
     for root in roots:
         if is_sharded(root):
             raise AssertedUsageError.of(
@@ -89,11 +87,9 @@ def refuse_parameters(
     owner_of: Callable[[nn.Module, str], object | None],
     owned: set[int],
 ) -> None:
-    """Raise UsageError for parameters that cannot be sharded.
-
-    owner_of: the call of ``fully_shard`` that owns an attribute of a module, or None. owned: the
-    ids of the sharded parameters of such calls.
-    """
+    """Raise UsageError for parameters that cannot be sharded. owner_of: the call of ``fully_shard``
+    that owns an attribute of a module, or None. owned: the ids of the sharded parameters of such
+    calls."""
     where = f"fully_shard({', '.join(type(root).__name__ for root in roots)})"
     for param in params:
         parameter = param.parameter

@@ -372,10 +372,7 @@ class ParamGroup:
     @property
     def post_forward_mesh_info(self) -> DataParallelMeshInfo | None:
         """The mesh that parameters are sharded over between forward and backward: that of
-        ``mesh_info``, or a smaller one. None: they stay unsharded.
-
-        May be set to one of these.
-        """
+        ``mesh_info``, or a smaller one. None: they stay unsharded. May be set to one of these."""
         behavior = self._state.behavior
         if not behavior.reshard_after_forward:
             return None

@@ -41,8 +41,7 @@ def taken(
     whole values, then collective.
 
     own: of the module. named: (unit, name of its module) of all units in it. take: returns the
-    state dict of DTensors; it adds to ``destination`` unless that is None.
-    """
+    state dict of DTensors; it adds to ``destination`` unless that is None."""
     named, first = list(named), 0 if destination is None else len(destination)
     full = [(each, name) for each, name in named if is_full(each)]
     groups = [group for each, _ in full for group in each.unit.groups if not each.unit.summoned]
@@ -136,10 +135,8 @@ def put_rows_in(
     state_dict: dict[str, Any], prefix: str, module: nn.Module, stores: Iterable[RowStore]
 ) -> None:
     """In a state dict that ``module``, but not its submodules, will load: replace whole values of
-    the module's DTensors by DTensors of this rank's rows. Nothing is sent.
-
-    Raises CheckpointError for DTensors that another rank has pickled.
-    """
+    the module's DTensors by DTensors of this rank's rows. Nothing is sent. Raises CheckpointError
+    for DTensors that another rank has pickled."""
     for store in stores:
         for index, member in enumerate(store.orig_params):
             param: Any = store.sharded_params[index].parameter

@@ -67,9 +67,8 @@ class StoredPiece:
 
 
 class LazyPieces(Sequence[StoredPiece]):
-    """Pieces that are computed when needed, of layouts with very many of them.
-
-    within: yields the pieces with elements in a box, and maybe others; for None, all."""
+    """Pieces that are computed when needed, of layouts with very many of them. within: yields the
+    pieces with elements in a box, and maybe others; for None, all."""
 
     def __init__(self, within: Callable[[Box | None], Iterator[StoredPiece]]) -> None:
         self.within = within

@@ -19,11 +19,9 @@ _NESTED = (dict, list, tuple, StoredTensor, RankPart)
 
 
 class Merger:
-    """Merges nested values of several ranks.
-
-    differing: plain tensors that differ between ranks, by path ("model/w/"); the first is taken.
-    The text says how their shapes differ, if they do. num_sharded: tensors that were put
-    together."""
+    """Merges nested values of several ranks. differing: plain tensors that differ between ranks, by
+    path ("model/w/"); the first is taken. The text says how their shapes differ, if they do.
+    num_sharded: tensors that were put together."""
 
     def __init__(self, where: Path, files: Files) -> None:
         self.differing: dict[str, str] = {}

@@ -432,7 +432,6 @@ class RankFile:
 
 def write_native(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
     """Write a checkpoint for ``checkpoint.load``, with shards for ``options.world_size`` ranks.
-
     Parameters whose names begin with the same match of ``options.unit`` share a unit. Raises
     UsageError for values that a native checkpoint cannot hold."""
     path.mkdir()

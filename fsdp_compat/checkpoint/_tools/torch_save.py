@@ -299,10 +299,9 @@ _KINDS = {
 
 
 def write_torch(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write one file of torch.save with what ``state_dict_of`` returns.
-
-    Tied tensors share their storage. path: must not exist. Tensors go through a buffer of
-    ``options.slab_nbytes``. Raises CheckpointError and OSError."""
+    """Write one file of torch.save with what ``state_dict_of`` returns. Tied tensors share their
+    storage. path: must not exist. Tensors go through a buffer of ``options.slab_nbytes``. Raises
+    CheckpointError and OSError."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     left_out = (Ignored, Record)  # by the reader
