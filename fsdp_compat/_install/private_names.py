@@ -191,8 +191,7 @@ def apply_to_modules(
 def names_of_params(
     model: nn.Module, dedup_shared_params: bool = True
 ) -> dict[nn.Parameter, list[str]]:
-    """Return the names before wrapping of every parameter; of a FlatParameter those in it.
-    dedup_shared_params: of a tied parameter only the first one."""
+    """Return all names before wrapping of every parameter; of a tied one, maybe the first."""
     found: dict[nn.Parameter, list[str]] = {}
 
     def visit(module: nn.Module, prefix: str, depth: int) -> None:
@@ -236,8 +235,7 @@ def replace_grad_tensors(output: Any, tensors: Iterator[torch.Tensor]) -> Any:
 def construct_wrap_fn(
     root: nn.Module, options_of: Mapping[nn.Module, dict[str, Any]], wrap: Callable[..., nn.Module]
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """Return a function that wraps a module with its options, or returns None for the root and for
-    modules without options."""
+    """Return a function that wraps modules with options, and returns None for others."""
 
     def wrapped(module: nn.Module) -> nn.Module | None:
         if module is root or module not in options_of:
@@ -248,8 +246,7 @@ def construct_wrap_fn(
 
 
 def post_order_apply(root: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``change`` once for each module, children first. A module that it returns takes the
-    place of the first one that holds the old module."""
+    """Change each module, children first. A new one replaces it where it is first held."""
     done: set[nn.Module] = {root}
 
     def visit(module: nn.Module) -> None:

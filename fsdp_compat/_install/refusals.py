@@ -33,9 +33,8 @@ def require_supported_torch() -> None:
 
 
 def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
-    """loaded: torch's modules that are to be replaced, by their names. Raises StateError if there
-    are classes derived from torch's FullyShardedDataParallel, or models that torch's FSDP1 or FSDP2
-    has sharded. Warns of classes derived from other classes of torch's: they stay as they are."""
+    """Raise StateError for models sharded by torch, and classes derived from its FSDP1; warn of
+    classes derived from others. loaded: torch's modules to be replaced, by name."""
     package: Any = loaded.get("torch.distributed.fsdp")
     wrapper: type | None = getattr(package, "FullyShardedDataParallel", None)
     if wrapper is not None:

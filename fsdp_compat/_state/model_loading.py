@@ -178,8 +178,7 @@ _PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
 def _refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
 ) -> None:
-    """Raise CheckpointError, before anything changes, if a parameter's value is missing
-    (``strict``) or does not fit. model: a unit, or a module around units."""
+    """Raise CheckpointError, before anything changes, for missing (``strict``) or unfit values."""
     missing: list[str] = []
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
@@ -220,8 +219,7 @@ def _refuse_values(
 
 
 def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return what a state dict holds beside the units' parameters, by clean name. None for extra
-    state, and for modules whose class loads in its own way."""
+    """Return tensors outside of units by clean name; None: their class loads in its own way."""
     return {
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
@@ -352,8 +350,7 @@ def _is_part(value: Any, part: Interval) -> bool:
 def _wrong_flat(
     group: Group, section: Section, key: str, flat: Any, params: Mapping[int, Mapping[str, Any]]
 ) -> list[str]:
-    """Say why ``flat`` is not this unit's flat parameter, cut as it is here, or which of ``params``
-    ({index: {key: value}}) contradict it; [] if nothing is wrong."""
+    """Say why ``flat`` does not fit, or which of ``params`` ({index: {key: value}}) differ."""
     dtype, ranks = group.store.dtype, group.shard.ranks
     if (wrong := unfit(flat, None, dtype)) is not None:
         return [f"{key}: expected a ShardedTensor of {dtype}, got {wrong}"]
@@ -448,12 +445,10 @@ def _before_load_around(
 
 
 def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
-    """Return the state dict for this rank to load, with values from rank 0 on ranks without one;
-    ``given`` if all ranks have one, or none has.
-
-    A unit's parameters are sent when the unit is loaded (`Rank0Value`), so that only one unit is in
-    memory at a time; other tensors one by one: unless ``assign``, into the model's own memory.
-    Collective. Raises CheckpointError, on all ranks and before anything changes, for a bad dict."""
+    """Return the state dict for this rank to load: ``given`` if all ranks have one, or none has;
+    else with values from rank 0. A unit's parameters are sent when it is loaded (`Rank0Value`),
+    other tensors one by one, unless ``assign`` into the model's own memory. Collective. Raises
+    CheckpointError, on all ranks and before anything changes, for a bad dict."""
     units, own = model_units_in(model), model_unit_of(model)
     rendezvous.require_all_ranks(
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
@@ -510,8 +505,7 @@ def _filled(model: nn.Module, given: Any, strict: bool, assign: bool) -> Any:
 
 
 def _outlined(given: Mapping[str, Any], managed: Collection[str], label: str) -> tuple[Any, Any]:
-    """Return (a state dict without lazy values of unmanaged entries, what rank 0 tells of it:
-    entries with stand-ins for tensors, and the metadata)."""
+    """Return (a dict without lazy values of unmanaged entries, what rank 0 tells of it)."""
     found, told = dict[str, Any](given), dict[str, Any](given)
     for key, value in given.items():
         if isinstance(value, torch.Tensor) and is_sharded(value):

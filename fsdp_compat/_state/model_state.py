@@ -141,9 +141,8 @@ def _values_beside(
 
 
 def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The keys under which the modules hold, or miss, the unit's parameters in sharded form; none
-    while summoned. Activation checkpointing's wrapper is in some names and not in others: both are
-    here."""
+    """The keys of the unit's parameters in sharded form; none while summoned. Both with and without
+    the wrapper of activation checkpointing, which is in some names only."""
     if unit.summoned:
         return set()
     keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}
@@ -257,9 +256,8 @@ def _gathered(
 
 
 def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, copy of the whole tensor) of a unit's parameters, one group gathered at a time;
-    nothing on ranks that keep none. A tied parameter comes under all its names. Collective: all
-    ranks, to the end."""
+    """Yield (name, copy of the whole tensor) of a unit's parameters, under all names of tied ones,
+    one group gathered at a time; nothing on ranks that keep none. Collective."""
     device = torch.device("cpu") if own.form.state_dict_config.offload_to_cpu else None
     for names, gathered, index in _gathered(own.unit.groups, [prefix], own.wanted):
         # Other ranks of the parameter's own mesh may keep what this one does not.
@@ -273,9 +271,8 @@ def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tenso
 def gathered_unit(
     unit: Unit, prefixes: Sequence[str], wanted: Wanted
 ) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
-    """Return (names, function that returns the whole parameter, a copy on the CPU) for what is
-    wanted of a unit. All groups are gathered, and held by the result. Collective, and so are the
-    functions for DTensors."""
+    """Return (names, function that returns a copy of the whole on the CPU) for what is wanted, with
+    all groups gathered. Collective, and so are the functions for DTensors."""
     return [
         (names, functools.partial(gathered.copy, index, torch.device("cpu")))
         for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
@@ -283,9 +280,8 @@ def gathered_unit(
 
 
 def _sharded_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value with this rank's part) of a unit's parameters: boxes, for which nothing is
-    sent, or with a mesh DTensors, copies. These are collective: all ranks, to the end, one group
-    gathered at a time."""
+    """Yield (name, value with this rank's part) of a unit's parameters: boxes, which send nothing;
+    with a mesh DTensors, which are collective, one group gathered at a time."""
     config: Any = own.form.state_dict_config
     for group in own.unit.groups:
         if own.device_mesh is None or group.shard.ranks == 1:

@@ -124,9 +124,8 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
 def begin(
     model: nn.Module, call: str, where: str, copies: bool = False
 ) -> tuple[list[NamedUnit], list[Group]]:
-    """Return the model's units and their groups, once every rank has made the call. Collective.
-    copies: replicas as well. Raises StateError in the middle of a step, and UsageError for a model
-    without units."""
+    """Return the model's units and groups, once every rank has made the call; ``copies``: replicas
+    too. Raises StateError during a step, UsageError without units. Collective."""
     require_idle(model, call)
     units = units_of(model)
     require_units(units, model, where)
@@ -171,9 +170,8 @@ def ownership_of(
 
 
 def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
-    """Return, group by group, parameter names in the order of the numbers in the optimizer of an
-    unwrapped model. order: the model's names before wrapping, which number the parameters of a
-    FlatParameter. With use_orig_params=True, the order of the optimizer's own parameters does."""
+    """Return, by group, names in the order of numbers in an unwrapped model's optimizer: by
+    ``order``, the model's before wrapping, in FlatParameters, else the optimizer's own."""
     position = {name: number for number, name in enumerate(order)}
     found = []
     for group in ownership.groups:

@@ -257,12 +257,9 @@ def _agreed(by_rank: Sequence[Mapping[Any, _StateFacts]]) -> dict[Any, _StateFac
 def _agree(
     source: _Source | None, groups: Sequence[Group], problem: Exception | None, call: str
 ) -> dict[int, list[Any]]:
-    """Exchange the facts of each group among the ranks that shard it. Return them by the id of the
-    group, in rank order.
-
-    Collective: one small exchange for each set of ranks, smaller sets first, so that an error in
-    one reaches the sets around it. problem: why this rank has no ``source``; it is raised here, and
-    as UsageError on all other ranks."""
+    """Return the facts of each group by its id, in rank order. problem: why there is no ``source``;
+    raised here, and as UsageError on all other ranks. Collective: a small exchange for each set of
+    ranks, smaller ones first, so that errors in one reach the sets around it."""
     text = ""
     if problem is not None:
         text = explain(
@@ -325,8 +322,7 @@ class _GroupStates:
     def __init__(
         self, group: Group, source: _Source, all_facts: Sequence[_Facts], form: ExportForm
     ) -> None:
-        """all_facts: of all ranks of the shard axis, so that all get the same result or error. An
-        optimizer may keep no state for an empty part, or different states on different ranks."""
+        """all_facts: of all ranks of the shard axis, whose optimizers may keep different states."""
         self.group, self.ownership, self.form = group, source.ownership, form
         self.store, params = store_of(group), source.ownership.in_group(group)
         # States of a dry run count only if no rank has made a step.
@@ -360,9 +356,8 @@ class _GroupStates:
                 )
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
-        """Add the group's states. Nothing is sent for boxes. Other values are collective: one
-        gather per state name and dtype, and one more for whole values if there is rank-local
-        state."""
+        """Add the group's states. Except for boxes collective: one gather per state and dtype, and
+        one for whole values with rank-local state."""
         form, whole = self.form, is_whole(self.group)
         rank_local: list[tuple[nn.Parameter, Any]] = []
         # By dtype too: the states of parameters of one group may differ in it.

@@ -64,15 +64,11 @@ def import_optim_state(
     wanted: LoadOptions,
     call: str,
 ) -> dict[str, Any]:
-    """Return the dict that ``optimizer.load_state_dict`` takes.
-
-    groups: of the optimizer. state_dict: keyed by names, full or sharded, or by numbers, as the
-    optimizer of an unwrapped model returns it.
-
-    Collective: one small exchange, in which ranks agree that each dict fits and the optimizers hold
-    the same parameters. Then only values that are sharded differently are sent; with
+    """Return the dict that ``optimizer.load_state_dict`` takes, from one by names, full or sharded,
+    or by numbers. groups: of the optimizer. Collective: in one small exchange ranks agree that
+    dicts and optimizers fit. Then only values that are sharded differently are sent; with
     ``from_rank0``, if any rank has None or {}, rank 0's dict, one (group, state) at a time. Raises
-    UsageError or CheckpointError on every rank, before anything else is sent."""
+    UsageError or CheckpointError on every rank, before that."""
     optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
     label = f"the state of {optimizer}"
     units, all_groups = begin(model, call.partition("(")[0], label, copies=True)
@@ -292,11 +288,8 @@ def _cut_states(
 
 def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
     """Return the parameters whose state ``key`` has one element per element. values: of managed
-    parameters, by name.
-
-    For a 0-d parameter such a state looks like a count: other parameters decide, or the state's
-    name. Raises CheckpointError unless the state fits and is of one kind everywhere; parameters
-    that are not sharded may have any."""
+    parameters, by name. Of a 0-d one it looks like a count: others decide, or the name. Raises
+    CheckpointError unless it fits and is of one kind; unsharded ones may have any."""
     shapes, whole = dict[str, tuple[int, ...]](), set[str]()
     for name in values:
         param, index = ownership.by_name[name]
@@ -450,8 +443,7 @@ class _Loading:
 
 
 def _own_elements(value: Any, own: Any, group: Group, index: int) -> torch.Tensor:
-    """Return this rank's elements of a state of parameter ``index``, to be loaded into ``own``.
-    Collective if the value is sharded in another way."""
+    """Return this rank's elements of a state. Collective if it is sharded in another way."""
     store, are_dtensors = store_of(group), all(map(_torch_private.is_dtensor, (value, own)))
     if are_dtensors and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
         return _torch_private.local_part(value)

@@ -108,8 +108,7 @@ def store_of_param(parameter: nn.Parameter) -> StateStore | None:
 
 
 def cut_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut optimizer state of unsharded parameters to this rank's parts. Raises UsageError if the
-    optimizer holds a parameter that is no longer trained."""
+    """Cut whole state to this rank's parts. Raises UsageError for what is not trained."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _assigned.get(parameter) or _managed.get(parameter)

@@ -112,9 +112,8 @@ def rank_state(
 def gather_states(
     group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu: bool, keep: bool
 ) -> list[tuple[str, RankState]]:
-    """Return the states of all ranks of the group's shard axis, in rank order, with tensors on the
-    CPU or the group's device. Collective: each rank of the axis with its own. Ranks with
-    ``keep=False`` get none. An object that cannot be pickled stays on its rank, with a warning."""
+    """Return the states of all ranks of the shard axis, on the CPU or the group's device; none with
+    ``keep=False``. What cannot be pickled stays on its rank, with a warning. Collective."""
     if group.shard.ranks == 1:
         return list(own) if keep else []
     sent, kept = [], []

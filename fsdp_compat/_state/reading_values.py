@@ -112,8 +112,7 @@ def unfit(value: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None) 
 
 
 def misfit(value: Any) -> str | None:
-    """Describe a local shard that does not fit ``value``, or that is another rank's; None if all
-    fit."""
+    """Describe a local shard that does not fit, or that is another rank's; None if all fit."""
     if not is_sharded(value):
         return None
     if isinstance(value, BoxedTensor) and (wrong := value.wrong_shard()) is not None:
@@ -161,9 +160,8 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def read_part(value: Any, cut: Cut) -> torch.Tensor:
-    """Return this rank's elements, 1-D, of a whole parameter's value: plain, sharded or lazy, which
-    is loaded if the rank has a part. A view if possible. Collective if ``value`` is sharded in
-    another way than ``cut``, which all ranks see."""
+    """Return this rank's elements, 1-D, of a parameter's value: plain, sharded or lazy (loaded if
+    there are any). A view if possible. Collective if it is sharded in another way than ``cut``."""
     part, parallel = cut.part, cut.parallel
     if not isinstance(value, torch.Tensor):
         if not part:

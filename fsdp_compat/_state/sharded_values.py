@@ -356,9 +356,8 @@ class BoxedTensor(ShardedTensor):
         return self._with([shard.tensor.detach().clone() for shard in self._local_shards])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle without the process group; unpickled values use the default one, if any. Elements
-        are copied first if pickle would write more than them, or move a shard in use to shared
-        memory."""
+        """Pickle without the process group. Elements are copied first if pickle would write more,
+        or move a shard in use to shared memory."""
         run, cut = self.elements(), self.cut
         is_alone = run.untyped_storage().nbytes() == run.nbytes and not self.is_view
         run = run if self._is_flat or is_alone else run.clone()
@@ -431,9 +430,8 @@ def sharded_value(cut: Cut, run: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return the value for a sharded state dict of a model with a device mesh: a DTensor, whose
-    dimension 0 the mesh's last dimension splits; other dimensions, and a 0-d value, are replicated.
-    This rank's part is a compact copy. Nothing is sent."""
+    """Return the value with a device mesh: a DTensor with dimension 0 split over the mesh's last, a
+    compact copy; 0-d values are replicated. Nothing is sent."""
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
     placements: list[Placement] = [Replicate()] * mesh.ndim

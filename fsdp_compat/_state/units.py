@@ -212,8 +212,7 @@ def require_idle(model: nn.Module, what: str) -> None:
 
 
 def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
-    """Return the units with the prefixes of their parameter names, outer ones first; ``once``, or
-    under each name of a module."""
+    """Return the units with the prefixes of their names; ``once``, or under each name."""
     found = []
     for name, child in model.named_modules(remove_duplicate=once):
         if (registered := model_unit_of(child)) is not None:
@@ -288,9 +287,8 @@ def loads_in_own_way(module: nn.Module) -> bool:
 
 
 def names_in_order(model: nn.Module, base: str) -> list[str]:
-    """Return the keys of a module's state dict, prefixed with ``base``, in the order before
-    sharding, with flat parameters as in torch: before everything else in their unit, or with
-    use_orig_params=True after it."""
+    """Return the keys of a module's state dict, behind ``base``, in the order before sharding; flat
+    parameters come first in their unit, with use_orig_params=True last."""
     found: list[str] = []
     _add_names(found, model, base, {})
     return found

@@ -23,8 +23,7 @@ from .._front_ends.flat.calls import checked_norm_type
 
 
 class _Clipped(threading.local):
-    """The parameters that this thread is clipping with torch's function, including those of which
-    this rank holds no part and no gradient."""
+    """The parameters that this thread clips with torch's function, also those without gradients."""
 
     parameters: Sequence[torch.Tensor] = ()
 
@@ -53,8 +52,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Compute what ``original`` does, over all ranks if any gradient is sharded. Collective in that
-    case."""
+    """Compute the norm, over all ranks if any gradient is sharded; collective then."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
@@ -80,8 +78,7 @@ def _total_norm(
 
 
 def _norm_of_dtensor(grad: Any, order: float) -> torch.Tensor:
-    """Return the norm of a DTensor, of one element, which counts as much as its elements.
-    Collective."""
+    """Return the norm of a DTensor, as one element that counts as much as all. Collective."""
     norm = torch.linalg.vector_norm(grad, order)
     return norm.full_tensor().reshape(1)
 
@@ -89,11 +86,8 @@ def _norm_of_dtensor(grad: Any, order: float) -> torch.Tensor:
 def _split_over_ranks(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, Group], list[Group]]:
-    """Find the sharded gradients that torch takes for whole ones, and their groups. Those that are
-    DTensors torch knows.
-
-    Returns {id of a sharded gradient: its group}, and the groups of ``parameters``. These groups
-    are the same on all ranks if the parameters are. Without parameters: the groups of ``grads``."""
+    """Return {id of a sharded gradient that torch takes for a whole one: its group}, and the groups
+    of ``parameters``, the same on all ranks if these are; else those of ``grads``."""
     wanted, asked = {id(grad) for grad in grads}, {id(parameter) for parameter in parameters}
     split: dict[int, Group] = {}
     group_of: dict[int, Group] = {}  # by the id of a parameter

@@ -89,8 +89,7 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``ours`` if ``model`` contains one of our wrappers, else ``original``, which handles the
-    DTensors of ``fully_shard``."""
+    """Call ``ours`` for a model with our wrappers, else ``original``, which handles DTensors."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:

@@ -18,8 +18,7 @@ from ..errors import explain
 
 
 class Names:
-    """Translates between our names and torch's, which lack the prefixes of compilers and
-    DistributedDataParallel."""
+    """Our names and torch's, without the prefixes of compilers and DistributedDataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of_module: dict[nn.Module, str] = {}
@@ -41,8 +40,7 @@ class Names:
             self._own[public] = clean_name(path)  # the innermost of the modules that have one name
 
     def public(self, own: str) -> str:
-        """Return torch's name of a parameter, buffer or module, given what our state dicts call
-        it."""
+        """Return torch's name of what our state dicts call ``own``."""
         return _with_head(own, self._public)
 
     def own(self, public: str) -> str:
@@ -61,14 +59,12 @@ def _with_head(name: str, heads: Mapping[str, str]) -> str:
 def names_in(
     held: Mapping[nn.Parameter, ParamContents], parameter: nn.Parameter
 ) -> tuple[tuple[str, ...], ...]:
-    """Return all names of each parameter that one of the optimizer's contains; none for one that is
-    not the model's."""
+    """Return all names of each parameter in one of the optimizer's; none for a foreign one."""
     return tuple(held[parameter].all_names.values()) if parameter in held else ()
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"state.<parameter>.<key>": value, "param_groups.<parameter>.<key>": value}, which has
-    no nested dicts."""
+    """Return {"state.<parameter>.<key>": value, "param_groups.<parameter>.<key>": value}."""
     found: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:

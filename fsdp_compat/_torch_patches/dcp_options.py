@@ -59,8 +59,7 @@ def resolve(options: Any, call: str) -> Options:
 
 
 def unknown_argument(name: str, call: str) -> UsageError:
-    """Return the error for an argument of the installed torch's function that ours does not
-    know."""
+    """Return the error for an argument of the installed torch that ours does not know."""
     return UsageError.of(
         f"torch {torch.__version__} has an argument that {_PACKAGE} does not know: {name}.",
         expected=f"a call without {name} for a model with units of {_PACKAGE}",

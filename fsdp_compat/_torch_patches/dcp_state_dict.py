@@ -68,9 +68,8 @@ def _is_first(model: nn.Module) -> bool:
 
 
 def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
-    """Finish values that our state dicts pass on unchanged: parameters that no unit manages.
-    Collective if one is a DTensor. live: storages whose tensors are copied if ``cpu_offload`` is
-    set."""
+    """Finish a value that no unit manages; collective for a DTensor. live: storages that are copied
+    with ``cpu_offload``."""
     if options.full_state_dict and _torch_private.is_dtensor(value):
         value = value.full_tensor()
     if (
@@ -130,8 +129,7 @@ def get_optimizer_state_dict(
     submodules: Collection[nn.Module] | None = None,
     options: Any = None,
 ) -> dict[str, Any]:
-    """Return the optimizers' state by names. ``submodules`` change nothing, as in torch. Collective
-    in the full form."""
+    """Return the optimizers' state by names. Collective in the full form."""
     call = "get_optimizer_state_dict"
     return _get_optimizers(model, _each(optimizers, call), resolve(options, call))
 
@@ -242,8 +240,7 @@ def _get_optimizers(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None
 ) -> Any:
-    """Load the model's state dict; return the missing and unexpected keys. Collective if rank 0
-    alone has it."""
+    """Load a state dict; return missing and unexpected keys. Collective if on rank 0 alone."""
     return _set_model(model, model_state_dict, resolve(options, "set_model_state_dict"))
 
 
@@ -321,8 +318,7 @@ def _loadable(
     state: Mapping[str, Any] | None,
     options: Options,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """Return what each optimizer's ``load_state_dict`` takes. Nothing changes yet. Collective, as
-    ``optim_state_dict_to_load`` is: what one rank refuses, all refuse."""
+    """Return what each optimizer will load. Collective: what one rank refuses, all refuse."""
     names, held = Names(model), contents_of(units_of(model), model)
     first = model_units_in(model)[0]
     ranks = Rank0Broadcast(first.mesh, first.device)
@@ -353,8 +349,7 @@ def _part_of(
     held: Mapping[nn.Parameter, ParamContents],
     strict: bool,
 ) -> Mapping[str, Any]:
-    """Return what of a dict by torch's names belongs to one optimizer, by our names. By numbers it
-    is returned as it is."""
+    """Return one optimizer's part of a dict, by our names; by numbers as it is."""
     if "state" not in state:
         state = unflattened(state, optimizer, names, held)
     if all(isinstance(key, int) for key in state["state"]) and any(

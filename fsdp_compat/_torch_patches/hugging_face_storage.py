@@ -85,9 +85,8 @@ def _write_data(
 def _without_repetition(
     items: list[WriteItem], planner: SavePlanner | None
 ) -> list[list[WriteItem]]:
-    """Split the items so that no part has two items of the same name. With a ``planner``, which can
-    resolve the data, no part has the same memory twice either: safetensors refuses to write the
-    memory of a tied parameter twice."""
+    """Split the items into parts without two of a name and, with a ``planner``, without the same
+    memory twice, as of tied ones, which safetensors refuses."""
     parts: list[list[WriteItem]] = []
     taken: list[set[str | int]] = []
     for item in items:

@@ -13,8 +13,7 @@ from .._engine.patches import Undo
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder):
-    """A change of one module, made whenever it is imported or reloaded. Finds the module through
-    the other finders."""
+    """A change of a module, made when it is imported or reloaded, through other finders."""
 
     def __init__(self, name: str, change: Callable[[types.ModuleType], Iterable[Undo]]) -> None:
         """change: changes the module, and returns what reverts it."""

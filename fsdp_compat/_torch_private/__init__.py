@@ -99,9 +99,8 @@ def in_graph_task() -> bool:
 
 
 def nodes_before(nodes: Sequence[Any]) -> list[Any]:
-    """Return the nodes that run right after ``nodes`` in backward, without those of parameters and
-    those that may lead to one of ``nodes``: only those older than all of them. There is no public
-    name for a node's age."""
+    """Return the nodes that run right after ``nodes`` in backward: of those that are older than all
+    of them, and do not lead to one. Parameters' nodes are left out."""
     first = min(map(_age, nodes))
     edges = itertools.chain.from_iterable(map(_edges, nodes))
     return [node for node, _ in edges if node is not None and _age(node) < first]
@@ -112,8 +111,7 @@ _age = operator.methodcaller("_sequence_nr")  # that of a parameter's node is th
 
 
 def runs_now(node: Any) -> bool:
-    """Inside backward: True if a node that is not a leaf is part of the running graph. There is no
-    public name."""
+    """Inside backward: True if a node that is not a leaf is part of the running graph."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -134,8 +132,7 @@ set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile from tracing into or compiling a function; functions that it calls may be
-    compiled."""
+    """Keep torch.compile away from a function, but not from what it calls."""
     skip = eval_frame._FrameExecStrategy(
         eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     )
@@ -145,15 +142,13 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_optimizers_in_backward() -> bool:
-    """True if ``_apply_optimizer_in_backward`` of torch.distributed.optim was called for a live
-    parameter."""
+    """True if ``_apply_optimizer_in_backward`` was called for a live parameter."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return module is not None and len(module.param_to_acc_grad_map) > 0
 
 
 def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. The
-    public function needs a module."""
+    """Return a parameter's optimizers in backward. The public function needs a module."""
     return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
@@ -165,8 +160,7 @@ def have_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> bool:
 
 
 def run_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> None:
-    """Run the hooks of ``register_post_accumulate_grad_hook``, which autograd does not run: it
-    accumulates into other tensors. There is no public way to run them."""
+    """Run a parameter's post-accumulate hooks: autograd accumulates into other tensors."""
     for param in params:
         hooks: Any = _post_accumulate_hooks(param)
         for hook in tuple(hooks.values()) if hooks else ():
@@ -183,8 +177,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def _dtensor_class() -> Any:
-    """Return DTensor if it was imported: importing it takes a second, and before that no tensor is
-    a DTensor."""
+    """Return DTensor if it was imported, which takes a second; else no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
@@ -195,16 +188,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return () for a plain tensor; for a DTensor its mesh, and for each dimension of the mesh
-    whether it is replicated."""
+    """Return () for a plain tensor; of a DTensor its mesh, and which dims are replicated."""
     if is_plain(tensor):
         return ()
     return tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much
-    host time."""
+    """Copy many tensors, casts included. A loop of ``copy_`` costs six times as much."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -223,8 +214,7 @@ def norms_together(
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of which another is a view, or None if it is not a view. There is no public
-    name."""
+    """Return the tensor of which another is a view, or None if it is not a view."""
     return tensor._base
 
 
@@ -236,11 +226,9 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def replace_clipping(
     clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]
 ) -> Callable[[], None]:
-    """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(torch's
-    own function, ...)``, from now on. Return the undo.
-
-    Nothing public lets a gradient say that it is a shard. Many programs import the functions by
-    name, so the replacement goes into the closure of torch's decorator, which all callers use."""
+    """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(...)``
+    likewise. Return the undo. Nothing public lets a gradient say that it is a shard. Programs
+    import the functions by name, so replacements go into the closure of torch's decorator."""
     undo: list[Callable[[], None]] = []
     for name, public, replacement in (
         ("clip_grad_norm_", "clip_grad_norm_", clip),
@@ -286,15 +274,13 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters: a swap by ``setattr`` costs ten times as
-    much."""
+    """Return a module's own parameters: a swap by ``setattr`` costs ten times as much."""
     return module._parameters
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """A context in which new uninitialised tensors are filled with NaN, or with the largest
-    integer. torch's ``fill_uninitialized_memory`` works in deterministic mode only, which changes
-    more."""
+    """A context that fills new uninitialised tensors with NaN or the largest integer; torch's
+    ``fill_uninitialized_memory`` needs deterministic mode, which changes more."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -385,8 +371,7 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of a group's backend for tensors of a device: it may have one per device
-    type."""
+    """Return the name of a group's backend, of which each device type may have one."""
     try:
         return str(group._get_backend(device).name())
     except (RuntimeError, AttributeError):
@@ -394,14 +379,12 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def default_store() -> Store | None:
-    """Return the store of the default process group, or None if there is no such group. No public
-    function returns it."""
+    """Return the store of the default process group, or None without one."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def second_connection(store: Store) -> Store:
-    """Return another connection to the same store, for another thread: a wait blocks every other
-    use of a connection. ``clone`` is missing in the type stubs."""
+    """Return another connection to a store: waits block one. Type stubs lack ``clone``."""
     try:
         found: Store = store.clone()  # type: ignore[attr-defined]
     except RuntimeError:  # a user-defined store
@@ -423,8 +406,7 @@ def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
 def tensor_without_storage(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Make an instance of a tensor subclass that is larger than the part in this process. There is
-    no public way."""
+    """Make an instance of a tensor subclass that is larger than this process's part."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=dtype, device=device, layout=torch.strided
     )
@@ -437,11 +419,8 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def wraps_as(module: nn.Module) -> str | None:
-    """Return the attribute that holds the wrapped module of a compiled module or of
-    DistributedDataParallel, which parameter names leave out; None for other modules.
-
-    The class of compiled modules is not public, and its module takes seconds to import; before that
-    nothing is compiled."""
+    """Return the attribute with the module in a compiled one or in DistributedDataParallel, which
+    names leave out, or None. Importing the class takes seconds; before, nothing is compiled."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
@@ -457,22 +436,19 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def replicate_module() -> type:
-    """Return the class that pipelining checks for besides FSDPModule. It has no public name, and
-    its module imports torch.distributed.fsdp."""
+    """Return the class that pipelining checks for besides FSDPModule."""
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 
     return ReplicateModule
 
 
 def load_collectives() -> None:
-    """Import the attribute of torch.distributed that functions of torch.distributed.utils, such as
-    ``_free_storage``, rely on; otherwise torch.distributed.fsdp imports it."""
+    """Import what functions of torch.distributed.utils, such as ``_free_storage``, use."""
     importlib.import_module("torch.distributed._functional_collectives")
 
 
 def composable_apis(module: nn.Module) -> frozenset[str]:
-    """Return the names of torch's composable functions, such as ``replicate``, that were applied to
-    a module. They are in a private registry, which exists once such a function was imported."""
+    """Return the names of torch's composable functions that were applied to a module."""
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is None:
         return frozenset()
@@ -480,8 +456,7 @@ def composable_apis(module: nn.Module) -> frozenset[str]:
 
 
 def note_composable(module: nn.Module, name: str) -> None:
-    """Record in torch's registry that a composable function was applied to a module, so that
-    ``replicate`` leaves it alone. There is no public way."""
+    """Record a composable function of a module, so that ``replicate`` leaves it alone."""
     contract = importlib.import_module("torch.distributed._composable.contract")
     registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
     registry[name] = contract.RegistryItem()
@@ -492,15 +467,13 @@ counts_collectives: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def count_collective(name: str) -> None:
-    """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which the
-    engine does not use if it calls a backend directly or sends nothing."""
+    """Let CommDebugMode count a collective, of which the engine may call no operator."""
     for mode in _counting_modes():
         mode.__torch_dispatch__(_Counted(name), ())
 
 
 def uncounted() -> contextlib.AbstractContextManager[object]:
-    """A context for operators that CommDebugMode must not count, because ``count_collective`` has
-    counted the collective, or because it is internal to the engine."""
+    """A context for operators that CommDebugMode must not count, or has counted."""
     if counts_collectives() and _counting_modes():
         return _python_dispatch._disable_current_modes()
     return _NO_CONTEXT
@@ -517,9 +490,8 @@ def _counting_modes() -> list[Any]:
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """A context for operators that selective activation checkpointing must neither save nor look
-    up: it numbers the calls of each operator, and a recomputation, which may find parameters
-    unsharded, makes different calls than the forward."""
+    """A context for operators that selective activation checkpointing must not record: it numbers
+    calls, and a recomputation with unsharded parameters makes others."""
     if counts_collectives():
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         others = [mode for mode in modes if not isinstance(mode, _RECORDERS)]
@@ -533,8 +505,7 @@ _RECORDERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispat
 
 @contextlib.contextmanager
 def _exchange_modes(modes: list[Any], others: list[Any]) -> Iterator[None]:
-    """A context in which ``others`` replace ``modes``. No mode is entered again, because
-    CommDebugMode would forget its counts."""
+    """A context with other modes. None is entered: CommDebugMode would forget its counts."""
     _replace_modes(modes, others)
     try:
         yield
@@ -563,8 +534,7 @@ class _Counted:
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
-    """Return a method of a model or optimizer: the original one, even if
-    torch.distributed.checkpoint has patched it."""
+    """Return a method without the patch of torch.distributed.checkpoint."""
     found = getattr(owner, method)
     patched = getattr(
         sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ()
@@ -600,8 +570,7 @@ def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCont
 
 
 def place_in_file(name: str, start: int, nbytes: int) -> Any:
-    """Return a value's location in the form of torch.distributed.checkpoint's metadata, which have
-    no public class for it: each of torch's writers has its own."""
+    """Return a value's location in metadata, of which each of torch's writers has a class."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, start, nbytes)

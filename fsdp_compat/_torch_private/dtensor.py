@@ -12,8 +12,7 @@ import torch
 
 
 def dtensors(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the DTensors over ``parts``, without a graph. ``DTensor.from_local`` costs ten times
-    as much, because it derives what the specs say."""
+    """Return DTensors, without a graph. ``DTensor.from_local`` costs ten times as much."""
     from torch.distributed.tensor import DTensor
 
     new: Any = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
@@ -51,23 +50,20 @@ local_version: Callable[[torch.Tensor], int] = operator.attrgetter("_local_tenso
 
 
 def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor by one of the same shape and dtype. There is no public
-    way."""
+    """Replace the local tensor of a DTensor by one of the same shape and dtype."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def joined_mesh(meshes: Sequence[Any]) -> Any:
-    """Return the mesh with the dimensions of several submeshes of one mesh. Public functions keep
-    dimensions in the order of the larger mesh."""
+    """Join submeshes of a mesh. Public functions keep the larger mesh's order of dims."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate(list(meshes))
 
 
 def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
-    """Return the 1-D mesh along the named dimensions of ``mesh``. Flattening them has no public
-    name, but DTensors need the flattened mesh to know where it comes from. Collective for several
-    names."""
+    """Return the 1-D mesh along named dims, flattened so that DTensors know where it comes from.
+    Collective for several names."""
     return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 
@@ -79,8 +75,7 @@ def shards(placement: Any, dim: int) -> bool:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """Return the placement of a dim that later mesh dimensions have already cut into
-    ``split_factor`` parts. No public placement describes it."""
+    """Return the placement of a dim that later mesh dims have cut into ``split_factor``."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)

@@ -18,12 +18,9 @@ from torch._C._distributed_c10d import PrefixStore
 def gloo_of_its_own(
     group: dist.ProcessGroup, name: str, rank: int, ranks: int, timeout: datetime.timedelta
 ) -> Any:
-    """Connect ranks of a group a second time, separately from the user's messages. name: of these
-    connections.
-
-    ``new_group`` must be called by all ranks of the world or else names the group by the number of
-    groups that each process has made; and its groups live until the world ends. Collective: the
-    ranks of the group."""
+    """Connect ranks of a group a second time, apart from the user's messages. ``new_group`` needs
+    all ranks of the world, or names groups by their number, and its groups live until the end.
+    Collective: the ranks of the group."""
     store = PrefixStore(f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1])
     gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     # Messages sent through a group around the backend pass the dispatcher, where profilers and
@@ -34,9 +31,8 @@ def gloo_of_its_own(
 
 
 def break_connections(gloo: Any) -> None:
-    """Close all connections of ``gloo_of_its_own``, even while other threads wait for them. gloo
-    has no call for this, and keeps connections while a work is alive; but a wait that times out
-    closes them all. It ends every wait except those of ``abort_wait``."""
+    """Close all connections, even while other threads wait, by a wait that times out: gloo has no
+    call for it, and keeps them while a work is alive. Ends all waits but ``abort_wait``'s."""
     for peer in set(range(gloo.size())) - {gloo.rank()}:  # a closed one raises at once
         with contextlib.suppress(RuntimeError):
             work = gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
@@ -61,11 +57,9 @@ _NEVER_SENT = (1 << 31) - 1  # a tag
 
 
 def abort_wait(work: dist.Work) -> None:
-    """End the wait for a send or receive of ``gloo_of_its_own``, now or later: it returns False.
-
-    When a connection closes, gloo fails the messages that have not begun, but not one whose bytes
-    are in transit: its wait would last until the time limit. The method that ends it is not exposed
-    to Python, so it is called in torch's library, on objects that are certainly gloo's."""
+    """End the wait for a send or receive, now or later: it returns False. When a connection closes,
+    gloo does not fail messages in transit. The method is not exposed to Python, so it is called in
+    torch's library, on objects that are certainly gloo's."""
     # pybind11's pointer to the C++ object, which begins with the address of its vtable
     address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
     abort = _aborts().get(ctypes.c_void_p.from_address(address).value) if address else None
@@ -75,8 +69,7 @@ def abort_wait(work: dist.Work) -> None:
 
 @functools.cache
 def _aborts() -> dict[int | None, Any]:
-    """Return the method that ends a wait, by the vtable address of each kind of work; empty if
-    torch's library has other names."""
+    """Return the method that ends a wait, by the vtable of each kind of work; {} if unknown."""
     found: dict[int | None, Any] = {}
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -114,11 +114,9 @@ def is_known(dtype: torch.dtype) -> bool:
 def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[TensorInfo]]:
-    """Return the header of a file of ``tensors`` (name, dtype, shape), and where each will lie.
-    Wide dtypes come first, and the length is a multiple of 8 bytes, so that all are aligned.
-
-    A dtype that the format does not know is described as bytes, and the reader has to know it.
-    Raises UsageError if the header would be too large to be read again."""
+    """Return the header of a file of tensors (name, dtype, shape), and where each will lie, wide
+    dtypes first, so that all are aligned. An unknown dtype is described as bytes, and the reader
+    has to know it. Raises UsageError if it would be too large to be read again."""
     order = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     if len({name for name, _, _ in order} | {METADATA}) < len(order) + 1:
         raise ValueError("two tensors have one name, or one has the name of the metadata")

@@ -108,12 +108,10 @@ class OptimizerLoadPlan:
     # -- planning
 
     def _plan_settings(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> None:
-        """Take for each group the settings that its parameters were saved with; if there are none,
-        those of the group at the same position that no other group takes.
-
-        Raises CheckpointError for a group of parameters that were saved with different settings,
-        and for groups with different settings that were saved as one; not strict: they keep their
-        own."""
+        """Take for each group the settings that its parameters were saved with; without any, those
+        at its position that no other group takes. Raises CheckpointError for a group of parameters
+        with different settings, and for different groups that were saved as one; not strict: they
+        keep their own."""
         groups = self._optimizer.param_groups
         of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
         claimed: list[list[int]] = []  # by group of the optimizer: numbers of saved groups
@@ -249,11 +247,9 @@ def _why_kept(
     classes: Sequence[str],
     optimizer: torch.optim.Optimizer,
 ) -> str:
-    """Return what the checkpoint holds instead of the optimizer's state, or "".
-
-    Another class is not enough: it may be a subclass or another implementation. Of another
-    algorithm, each has a setting that the other lacks: SGD a momentum, AdamW betas. Without saved
-    classes, nothing is known."""
+    """Return what the checkpoint holds instead of the optimizer's state, or "". Another class may
+    be a subclass or implementation; another algorithm has other settings, as SGD a momentum and
+    AdamW betas."""
     if saved is None:
         return "no optimizer state"
     if not classes or {*classes} & {*classes_of(optimizer)}:

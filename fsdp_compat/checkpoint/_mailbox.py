@@ -71,9 +71,8 @@ class StoreMailbox:
         return self._read({self._key(role, number): number for number in numbers}, self._turn)
 
     def conclude(self, work: Callable[[], object]) -> Any:
-        """Do this rank's ``work`` of the turn, wait for the verdict, and return on all ranks what
-        ``work`` returned (JSON) on the first. Collective. Raises RankLost on all ranks if one of
-        them does not finish its work."""
+        """Do ``work`` of the turn, wait for the verdict, and return what it returned (JSON) on the
+        first rank. Collective. Raises RankLost on all ranks if one does not finish."""
         turn = self._turn
         key = f"{turn}/verdict"
         try:
@@ -148,8 +147,7 @@ class StoreMailbox:
             raise RankLost(self._unreachable(error)) from error
 
     def _wait(self, keys: Sequence[str], owed: dict[str, int], turn: int) -> None:
-        """Poll until all keys exist, one chunk after the other. A blocking request would block
-        interrupts, and torch warns when it times out."""
+        """Poll until all keys exist: a blocking request would block interrupts."""
         started = looked_at = time.monotonic()
         inquiry, left = Inquiry(self._members, self._default_store), _chunks(keys)
         exit_at: float | None = None

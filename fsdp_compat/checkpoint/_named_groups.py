@@ -80,8 +80,7 @@ class NamedGroup:
 
 
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
-    """Return the groups of ``units``, in the same order on all ranks. Raises UsageError for
-    DTensors that are placed in another way than by Shard or Replicate."""
+    """Return the groups of ``units``, alike on all ranks. Raises UsageError for Partial."""
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
     counts = collections.Counter[str]()  # units of several modules have no prefix, as the root

@@ -86,9 +86,8 @@ def _ranks_beside(group: Group, axes: Sequence[Axis]) -> int:
 
 
 def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
-    """Return the parameter groups to save: the first rank's, with the parameters of other ranks'
-    optimizers in the same groups or new ones. An optimizer may leave out parameters that its rank
-    has no part of. Raises UsageError if a parameter has different settings on two ranks."""
+    """Return the first rank's groups with the parameters that only others hold, in the same groups
+    or new ones. Raises UsageError if settings differ."""
     found: list[dict[str, Any]] = []
     places: dict[str, int] = {}  # by name of a parameter: its group
     for rank, groups in enumerate(by_rank):

@@ -79,8 +79,7 @@ def make_fresh(path: Path) -> OwnedDirectory | None:
 
 
 def _own(owner: Path) -> int:
-    """Create and lock the file that marks the owner; return its descriptor. Raises
-    FileNotFoundError if the directory was removed."""
+    """Create and lock the owner's file. Raises FileNotFoundError if the directory is gone."""
     descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -158,9 +157,8 @@ def require_free(target: Path, call: str) -> None:
 
 @contextlib.contextmanager
 def published(target: Path, call: str) -> Iterator[Path]:
-    """Yield a path for a file or directory, which is renamed to ``target`` at the end; after an
-    error nothing is left. Everything in it must be durable by then. Raises UsageError if ``target``
-    exists, and OSError."""
+    """Yield a path for durable content, which is renamed to ``target`` at the end; nothing is left
+    after an error. Raises UsageError if ``target`` exists, and OSError."""
     require_free(target, call)
     target = target.absolute()
     owned = make_fresh(hidden_beside(target, uuid.uuid4().hex))

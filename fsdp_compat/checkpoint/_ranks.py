@@ -81,9 +81,8 @@ class Ranks:
         )
 
     def agree(self, problem: BaseException | None, value: object) -> list[Any]:
-        """Return every rank's ``value`` (JSON), by number. If any rank has a problem, raise on all
-        ranks: its own error there, an error that quotes it elsewhere. The first time in a call,
-        raise instead if an earlier ``async_save`` failed and was not reported. Collective."""
+        """Return every rank's ``value`` (JSON). If a rank has a problem, all raise it, or first the
+        unreported failure of an earlier ``async_save``. Collective."""
         unreported = {} if self.have_agreed else background.unreported()
         self.have_agreed = True
         told = None if problem is None else (type(problem).__name__, str(problem))
@@ -121,9 +120,8 @@ class Agreement:
 
 
 def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
-    """Return the units in ``model`` and the ranks they are sharded over, once all ranks have made
-    this call. Collective. Raises UsageError if there are none, StateError if only some ranks make
-    this call."""
+    """Return the units in ``model`` and their ranks, once all have made this call. Raises
+    UsageError without units, StateError if only some ranks call. Collective."""
     units = model_units_in(model) if isinstance(model, nn.Module) else []
     if not units:
         raise UsageError.of(
@@ -153,8 +151,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = (
 
 
 def _members(mesh: Mesh, axes: Sequence[Axis], device: torch.device) -> Members:
-    """Return the members of a mesh, which exchange their facts the first time. Collective. axes: of
-    tensor parallelism; one inside the mesh adds no ranks."""
+    """Return the members of a mesh and of tensor parallelism. Collective the first time."""
     shard, replica = mesh.shard, mesh.replica
     # a single rank has no group
     group = next((axis.group for axis in (shard, replica, *axes) if axis.group), dist.group.WORLD)

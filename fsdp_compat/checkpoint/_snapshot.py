@@ -87,8 +87,7 @@ def take_snapshot(
     extra: Any,
     groups: Sequence[NamedGroup],
 ) -> Snapshot:
-    """Return a snapshot of what this rank saves, which views the model and the optimizer. Sends
-    nothing. Raises UsageError for values that cannot be saved."""
+    """Return what this rank saves, as views. Raises UsageError for values that cannot be saved."""
     snapshot = Snapshot()
     written = [named for named in groups if named.is_written_here]
     for named in written:

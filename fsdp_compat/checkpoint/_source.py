@@ -94,9 +94,8 @@ class Source:
         ]
 
     def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
-        """Name the numbered parameters of the saved optimizer, in the order of ``names``, those of
-        the optimizer to load into, as torch's ``Optimizer.load_state_dict`` does. Raises
-        CheckpointError."""
+        """Name the numbered parameters of the saved optimizer in the order of ``names``, as torch's
+        ``Optimizer.load_state_dict`` does. Raises CheckpointError."""
         archive = self.archive
         groups = archive.param_groups or []
         sizes = [[len(group["params"]) for group in groups], [len(group) for group in names]]
@@ -251,8 +250,7 @@ def open_source(
     ignored: Collection[str],
     call: str,
 ) -> Source:
-    """Return the checkpoint at a path. shapes: of the model, for formats without. Raises
-    CheckpointError, and UsageError for what ``rename`` returns."""
+    """Return the checkpoint at a path. shapes: of the model, for formats without."""
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     holds_steps = path.is_dir() and any(path.glob(f"step-*/{MANIFEST}"))
     if is_native or holds_steps or not path.exists():

@@ -18,9 +18,8 @@ MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file for reading; return its descriptor. Raises OSError, and CheckpointError
-    for other kinds, which are not even opened: a FIFO would wait for a writer, a device may do
-    anything."""
+    """Return the descriptor of a regular file. Raises OSError, and CheckpointError for other kinds,
+    which are not opened: a FIFO would wait, a device may do anything."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise CheckpointError.of(

@@ -171,8 +171,7 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
 
 
 def decode(value: Any, where: str, get: Get) -> Any:
-    """Return the value that ``encode`` was called with; ``get`` is called for every tensor. Raises
-    CheckpointError for a value that this version cannot read."""
+    """Return what ``encode`` got; ``get`` is called for every tensor. Raises CheckpointError."""
     try:
         return _decoded(value, where, get)
     except FsdpCompatError:

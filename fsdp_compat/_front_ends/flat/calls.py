@@ -113,8 +113,7 @@ def register_comm_hook(own: FlatUnit, state: object, hook: Callable[..., Any]) -
 
 
 def _refuse_hook(hook: Any, split: set[bool]) -> None:
-    """Raise UsageError unless ``hook`` can be a communication hook. split: for each group, whether
-    its gradients are split over ranks."""
+    """Raise UsageError for other hooks. split: by group, whether its gradients are sharded."""
     if split == {True}:
         expected = "hook(state, grad, output)"
     elif split == {False}:
@@ -197,9 +196,8 @@ def _check_max_norm(max_norm: Any) -> None:
 
 
 def _gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters in ``root`` that belong to none of ``groups``, each
-    once. nn.Module.parameters() would build a name for each parameter, which takes longer than a
-    norm."""
+    """Return the gradients of parameters in ``root`` outside of ``groups``, each once. nn.Module's
+    ``parameters()`` would build a name for each, which takes longer than a norm."""
     known = {
         id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params
     }

@@ -58,13 +58,10 @@ class Plan:
 
 
 def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
-    """Decide which units to make in ``module``, and which parameters each of them owns.
-
-    kwargs: the constructor's keyword arguments except the policy, which may change them for single
-    units.
-
-    Collective only if a hybrid strategy makes its process groups. Raises UsageError if anything
-    cannot be wrapped."""
+    """Decide which units to make in ``module``, and which parameters each of them owns. kwargs: the
+    constructor's keyword arguments but the policy, which may change them for single units.
+    Collective only if a hybrid strategy makes process groups. Raises UsageError if anything cannot
+    be wrapped."""
     refuse_module(module)
     policy = policy_of(policy, module)
     kwargs = {
@@ -160,9 +157,8 @@ def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
 
 
 def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:
-    """Build the planned units. Collective. wrapper: becomes the wrapper of the root. new_wrapper:
-    returns an empty wrapper for an inner unit. Raises UsageError, on all ranks and before anything
-    changes, if values are to be broadcast and the ranks plan different units."""
+    """Build the planned units: ``wrapper`` becomes that of the root. Collective. Raises UsageError,
+    on all ranks and before anything changes, if values are broadcast and plans differ."""
     if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
         _require_alike(plan)
     for module, settings in plan.settings.items():
@@ -180,8 +176,7 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
 
 
 def _require_alike(plan: Plan) -> None:
-    """Raise UsageError, on all ranks, if these plan different units over the same mesh.
-    Collective."""
+    """Raise UsageError, on all ranks, if plans over one mesh differ. Collective."""
     names = {module: name for name, module in plan.root.named_modules()}
     parts = []
     for module, settings in plan.settings.items():
@@ -238,8 +233,7 @@ def _build(
 def _modules_to_cast(
     module: nn.Module, settings: Settings, taken: set[nn.Module]
 ) -> list[nn.Module]:
-    """Return the modules of a unit whose buffers are cast; those ``taken`` by other units are
-    not."""
+    """Return the modules of a unit whose buffers are cast. taken: those of other units."""
     uncast = {
         below
         for child in module.modules()
@@ -253,9 +247,8 @@ def _modules_to_cast(
 def _settings_of(
     module: nn.Module, own: Mapping[str, Any], kwargs: Mapping[str, Any], settings: Settings
 ) -> Settings:
-    """Return the settings of a unit that a policy chose: new ones if the policy changed an
-    argument, else those of the root. own: the unit's keyword arguments. kwargs, settings: of the
-    root."""
+    """Return the root's ``settings``, or new ones for a unit whose arguments ``own``, given by a
+    policy, differ from the root's ``kwargs``."""
     if unknown := sorted(own.keys() - kwargs.keys()):
         raise UsageError.of(
             "A wrap policy returned an argument that FullyShardedDataParallel does not have.",
@@ -270,8 +263,7 @@ def _settings_of(
 
 
 def _listed(given: Any) -> Any:
-    """Return an iterable as a list, because it is used more than once. Anything else is returned
-    unchanged and rejected later, in an error that names the argument."""
+    """Return an iterable, which is used more than once, as a list; anything else unchanged."""
     if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)):
         return list(given)
     return given
@@ -378,8 +370,7 @@ def _or_instances(
 
 
 def _never_called(root: nn.Module) -> set[nn.Module]:
-    """Return the output projections of the attentions in ``root``: attention reads their weights
-    and never calls them."""
+    """Return the output projections of attentions, which read their weights without a call."""
     return {
         child
         for module in root.modules()

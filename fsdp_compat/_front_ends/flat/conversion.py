@@ -17,9 +17,8 @@ from .flat_unit import FlatUnit, flat_units_in, group_around
 
 
 def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert the shards of a wrapper, and of all wrappers below it, to the dtypes that ``fn``
-    returns. Collective if any dtype changes. Raises StateError if ``fn`` moves to the meta
-    device."""
+    """Convert the shards of all wrappers in ``wrapper`` to the dtypes that ``fn`` returns.
+    Collective if any changes. Raises StateError if ``fn`` moves to the meta device."""
     stores = [store for each in flat_units_in(wrapper) for store in each.stores]
     refuse_meta(fn, (store.shard for store in stores), f"a {type(wrapper).__name__}")
     dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}

@@ -49,8 +49,7 @@ def handles_of(own: FlatUnit) -> list[FlatParamHandle]:
 
 
 def handle_of(own: FlatUnit) -> FlatParamHandle | None:
-    """Return the handle of the unit's trainable parameters, or of its frozen ones if none is
-    trainable; None for a unit without parameters."""
+    """Return the handle of the trainable parameters, else of the frozen ones; None without any."""
     handles = handles_of(own)
     return next((each for each in handles if each.is_trainable), handles[0] if handles else None)
 
@@ -98,8 +97,7 @@ class FlatParamHandle:
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The FlatParameter. With use_orig_params=True, an object over the same memory that the
-        optimizer does not hold."""
+        """The FlatParameter, with use_orig_params=True one that no optimizer holds."""
         store = self._flat_store
         if store.flat_parameter is not None:
             return store.flat_parameter
@@ -113,8 +111,7 @@ class FlatParamHandle:
 
     @property
     def _memory(self) -> torch.Tensor:
-        """What the flat parameter views: the shard; with use_orig_params=True without the padding
-        at its end, which belongs to no parameter."""
+        """What the flat parameter views: the shard; with use_orig_params=True without padding."""
         store = self._flat_store
         if store.flat_parameter is not None:
             return store.shard.detach()
@@ -127,8 +124,7 @@ class FlatParamHandle:
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """The dtype of the shard. Setting it before the first forward converts all shards of the
-        unit; collective."""
+        """The dtype of the shard. Setting it before the first forward converts it; collective."""
         return self._flat_store.dtype
 
     @_orig_param_dtype.setter
@@ -146,8 +142,7 @@ class FlatParamHandle:
                 each._stand_in.data = each._memory
 
     def _restore_data(self) -> torch.Tensor | None:
-        """Make the flat parameter view the shard again. Return the data that a client assigned to
-        it meanwhile, if it has the shard's shape."""
+        """View the shard again. Return data of its shape that a client has assigned, or None."""
         flat, shard = self._flat_store.flat_parameter, self._memory
         flat = self._stand_in if flat is None else flat
         if flat is None or (flat.data_ptr() == shard.data_ptr() and flat.dtype == shard.dtype):
@@ -215,16 +210,14 @@ class FlatParamHandle:
             self._owner.unit.reshard()
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
-        """The unsharded parameters one after the other, in the memory that modules compute with;
-        empty unless forward or backward have unsharded them."""
+        """The memory that modules compute with; empty unless forward or backward unshard it."""
         group = self._group
         if self._owner.unit.residency is Residency.UNSHARDED:
             return group.memory.all_gather_output.detach()
         return torch.empty(0, dtype=group.gather_dtype, device=group.device)
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move this rank's shard and its gradients as ``Tensor.to`` would. Move it back before the
-        model runs."""
+        """Move the shard and its gradients as ``Tensor.to`` would; back before the model runs."""
         store = self._flat_store
         empty = torch.empty(0, dtype=store.dtype, device=store.shard.device)
         device = empty.to(*args, **kwargs).device

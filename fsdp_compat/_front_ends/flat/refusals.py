@@ -69,8 +69,7 @@ def refuse_output_projection(module: nn.Module, where: str) -> None:
 def refuse_unusable(
     name: str, parameter: nn.Parameter, module: nn.Module, where: str, before: str
 ) -> None:
-    """Raise UsageError for a parameter of ``module`` that neither front end can shard. before: what
-    would shard it."""
+    """Raise UsageError for a parameter that cannot be sharded. before: what would shard it."""
     lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
     if lazy or parameter.is_inference():
         raise UsageError.of(
@@ -86,8 +85,7 @@ def refuse_unusable(
 
 
 def refuse_ignored_units(given: Any) -> None:
-    """Raise UsageError if a wrapper is among the ignored modules. given: a list, or
-    an invalid argument."""
+    """Raise UsageError if a wrapper is to be ignored. given: a list, or an invalid argument."""
     if isinstance(given, list) and any(is_wrapper(item) for item in given):
         raise UsageError.of(
             "A wrapped module cannot be ignored.",
@@ -100,8 +98,7 @@ def refuse_ignored_units(given: Any) -> None:
 
 
 def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module, Unit]]) -> None:
-    """Raise UsageError if wrappers in ``module`` belong to a model whose root is outside it.
-    nested: these wrappers and their root units."""
+    """Raise UsageError if wrappers in ``module``, with their root units, have a root outside it."""
     inside = set(module.modules())
     for child, root in nested:
         owner = root.owner()
@@ -119,8 +116,7 @@ def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module,
 def refuse_managed(
     module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]
 ) -> None:
-    """Raise UsageError if a parameter belongs to an existing unit, which has already sharded it.
-    Each parameter belongs to one unit."""
+    """Raise UsageError if a parameter belongs to another unit, which has sharded it."""
     inside = {id(below) for child in closed for below in child.modules()}
     for name, child in module.named_modules():
         if id(child) in inside:
@@ -143,8 +139,7 @@ def refuse_managed(
 
 
 def refuse_optimizers_in_backward(module: nn.Module, replaced: Sequence[str]) -> None:
-    """Raise UsageError if optimizers that step in backward hold parameters that wrapping replaces.
-    replaced: the names of these parameters."""
+    """Raise UsageError if optimizers that step in backward hold parameters to be ``replaced``."""
     if replaced:
         raise UsageError.of(
             "An optimizer that steps in backward holds a parameter that wrapping replaces.",

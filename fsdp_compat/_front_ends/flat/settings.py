@@ -71,8 +71,7 @@ class Settings:
     limit_all_gathers: bool  # likewise
 
     def precision(self, dtype: torch.dtype) -> Precision:
-        """Return the dtypes for gathering and reducing a group of ``dtype``. Packed formats
-        (integers, 8-bit floats) are never cast."""
+        """Return the dtypes of a group of ``dtype``; integers and 8-bit floats are never cast."""
         if not dtype.is_floating_point or dtype.itemsize == 1:
             return Precision(dtype, dtype)
         gather = self.mixed_precision.param_dtype or dtype
@@ -107,8 +106,7 @@ class Settings:
 
     @property
     def uncast_classes(self) -> tuple[type[nn.Module], ...]:
-        """Classes of modules that keep computing in the dtype of their own parameters and buffers
-        when the rest of the unit is cast."""
+        """Classes of modules that keep their own dtype when the rest of the unit is cast."""
         casts = self.mixed_precision.param_dtype or self.mixed_precision.buffer_dtype
         return tuple(self.mixed_precision._module_classes_to_ignore or ()) if casts else ()
 
@@ -203,8 +201,7 @@ def _refuse_conflicts(kwargs: Mapping[str, Any]) -> None:
 def _mesh(
     strategy: ShardingStrategy, process_group: Any, device_mesh: Any
 ) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
-    """Return the mesh, the group over which one copy of the parameters is sharded, and the part of
-    ``device_mesh`` in use."""
+    """Return the mesh, the group of one copy of the parameters, and the ``device_mesh`` in use."""
     hybrid = strategy in _HYBRID
     the_group(None)
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
@@ -259,8 +256,7 @@ def _mesh(
 
 
 def _ranks_per_node() -> int:
-    """Return LOCAL_WORLD_SIZE as torchrun sets it; else the number of accelerators, or the world
-    size if there are none."""
+    """Return LOCAL_WORLD_SIZE of torchrun, the number of accelerators, or the world size."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     if local_world_size:
         if not local_world_size.isdecimal() or int(local_world_size) < 1:

@@ -95,8 +95,7 @@ def ignored_of(given: Any) -> frozenset[nn.Parameter]:
 
 
 def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
-    """Return whether to reshard after forward (None: all but the root), and the number of ranks
-    that all-gathers of backward are among (0: all)."""
+    """Return whether to reshard after forward, and the ranks of backward's all-gathers or 0."""
     if given is None or isinstance(given, bool):
         return given, 0
     if not isinstance(given, int):
@@ -143,8 +142,7 @@ def placed(
     function: Callable[[nn.Parameter], Any] | None,
     default: Placed,
 ) -> Placed:
-    """Return where ``function`` (shard_placement_fn) puts a parameter. default: where it goes if
-    the answer is None."""
+    """Return where ``function`` (shard_placement_fn) puts a parameter; None: the default."""
     answer = None if function is None else function(parameter)
     if answer is None:
         return default
@@ -245,8 +243,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def require_mesh(mesh: Any, dims: Any) -> DataParallelMeshDims | None:
-    """Raise UsageError unless ``mesh`` can be used, with ``dims`` (dp_mesh_dims) if given. Return
-    ``dims`` as our own record."""
+    """Raise UsageError for an unusable mesh. Return ``dims`` (dp_mesh_dims) as our record."""
     if not isinstance(mesh, DeviceMesh):
         raise wrong_type("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", mesh, WHERE)
     if dims is not None:
@@ -327,8 +324,7 @@ def _described(mesh: DeviceMesh) -> str:
 
 
 def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
-    """Return which dimensions of ``mesh`` shard and replicate parameters, see ``fully_shard``.
-    Collective if ``dims`` has several names for one of them: these are flattened."""
+    """Return what the dimensions of ``mesh`` are for. Collective if several are flattened."""
     if dims is None:
         if mesh.ndim == 1:
             return FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -374,9 +370,8 @@ _partial_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMe
 
 
 def partial_mesh_of(mesh: DataMesh, ranks: int) -> DeviceMesh:
-    """Return the 2-D mesh (outer, ``ranks``) of the ranks of ``mesh``, for all-gathers among
-    ``ranks`` neighbours on the shard dimension. Collective: the ranks of the mesh, the first time;
-    later calls return the same mesh."""
+    """Return the 2-D mesh (outer, ``ranks``) for all-gathers among neighbours on the shard
+    dimension; always the same one. Collective the first time."""
     assert mesh.shard_dim is not None
     rows = mesh.mesh.mesh.reshape(-1, ranks)
     key = ranks, tuple(rows.flatten().tolist()), mesh.mesh.device_type
@@ -394,7 +389,6 @@ def partial_mesh_of(mesh: DataMesh, ranks: int) -> DeviceMesh:
 
 
 def data_group_of(mesh: DataMesh) -> dist.ProcessGroup:
-    """Return the group of the ranks that share one copy of the parameters on ``mesh``; without a
-    dimension to shard over, that of the copies."""
+    """Return the group of one copy of the parameters; if nothing is sharded, of the copies."""
     dim = mesh.replicate_dim if mesh.shard_dim is None else mesh.shard_dim
     return mesh.mesh.get_group(dim)

@@ -95,9 +95,8 @@ def plan(
     dp_mesh_dims: Any,
     allow_unused_units: Any,
 ) -> Plan:
-    """Check the arguments of ``fully_shard`` and decide what it will make. Collective only if
-    several dimensions of a mesh are flattened into one. Raises UsageError if anything cannot be
-    sharded."""
+    """Check the arguments of ``fully_shard`` and decide what it will make. Raises UsageError.
+    Collective only if several dimensions of a mesh are flattened into one."""
     roots = _root_modules(refusals.modules_of(module))
     refusals.refuse_modules(roots, owners.is_sharded)
     policy = arguments.policy_of(mp_policy)
@@ -158,9 +157,8 @@ def _managed_by(
     ignored: Collection[nn.Parameter],
     is_closed: Callable[[nn.Module], bool],
 ) -> Managed:
-    """Return what a call for ``roots`` manages. ignored: parameters that it leaves alone.
-    is_closed: modules, other than the roots, that are not entered, because another call manages
-    them."""
+    """Return what a call for ``roots`` manages, without parameters that are ``ignored`` and modules
+    that are closed, because another call manages them."""
     names: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -239,8 +237,7 @@ def _stores(
 
 
 def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Placed]) -> Placed:
-    """Return ``placed`` with the one DataMesh that all parameters on its process groups share.
-    infos: the first placement on each; updated here."""
+    """Return ``placed`` with the DataMesh of the first placement (``infos``) on its groups."""
     mesh = placed.mesh
     groups = tuple(
         None if dim is None else mesh.mesh.get_group(dim)

@@ -44,8 +44,7 @@ def modules_of(given: Any) -> list[nn.Module]:
 
 
 def refuse_modules(roots: Sequence[nn.Module], is_sharded: Callable[[nn.Module], bool]) -> None:
-    """Raise UsageError for modules that are sharded already, or contain units of other front ends.
-    is_sharded: whether ``fully_shard`` was applied to a module."""
+    """Raise UsageError for modules that are sharded already, here or by another front end."""
     for root in roots:
         if is_sharded(root):
             raise AssertedUsageError.of(
@@ -87,9 +86,8 @@ def refuse_parameters(
     owner_of: Callable[[nn.Module, str], object | None],
     owned: set[int],
 ) -> None:
-    """Raise UsageError for parameters that cannot be sharded. owner_of: the call of ``fully_shard``
-    that owns an attribute of a module, or None. owned: the ids of the sharded parameters of such
-    calls."""
+    """Raise UsageError for parameters that cannot be sharded. owner_of: returns the call that owns
+    an attribute, or None. owned: ids of the sharded parameters of such calls."""
     where = f"fully_shard({', '.join(type(root).__name__ for root in roots)})"
     for param in params:
         parameter = param.parameter
@@ -141,8 +139,7 @@ def refuse_dtensors(params: Sequence[OrigParam], device: torch.device) -> None:
 
 
 def require_dtensors_on(mesh: SpmdMesh, params: Sequence[OrigParam]) -> None:
-    """Raise UsageError unless all parameters are DTensors on ``mesh`` that are replicated along its
-    data-parallel dimensions."""
+    """Raise UsageError unless all are DTensors on ``mesh``, replicated along its data dims."""
     for param in params:
         parameter: Any = param.parameter
         if not _torch_private.is_dtensor(parameter):

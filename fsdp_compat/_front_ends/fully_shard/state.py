@@ -119,8 +119,7 @@ class ShardedModules:
     # -- a unit, and a runtime
 
     def ready_unit(self) -> Unit:
-        """Return the unit of the present parameters. Collective the first time, and after their
-        dtype or device has changed."""
+        """Return the unit of the present parameters. Collective if it has to be made."""
         if self.unit is not None and not self.is_dirty:
             return self.unit
         if self.unit is not None:
@@ -135,14 +134,12 @@ class ShardedModules:
         return self.unit
 
     def follow_params(self) -> bool:
-        """Let the stores follow replaced or changed parameters. Returns True if a new unit is
-        needed."""
+        """Follow changed parameters. Return whether a new unit is needed."""
         changed = [self._take_extensions()]
         return any(changed + [own.store.adopt() for own in self.stores])
 
     def _take_extensions(self) -> bool:
-        """Give parameters whose local tensors have got fsdp_pre_all_gather since the call of
-        ``fully_shard`` stores of their own. Returns True if there are any."""
+        """Give parameters that got fsdp_pre_all_gather late stores of their own; True if any."""
         stores: list[_OwnStore] = []
         for own in self.stores:
             store, late = own.store, list[int]()
@@ -218,8 +215,7 @@ class ShardedModules:
             )
 
     def ready_runtime(self) -> Runtime:
-        """Return the runtime of these modules. Without one, they become the root of a new runtime
-        for all sharded modules in them; collective then."""
+        """Return the runtime; without one, make one with these modules as root. Collective then."""
         if self.runtime is not None and not self.runtime.stale:
             return self.runtime
         made = self._outermost._make_runtime()
@@ -323,8 +319,7 @@ class ShardedModules:
     def state_dict_of(
         self, module: nn.Module, take: Callable[[], Any], destination: Any, prefix: str
     ) -> Any:
-        """Return the state dict of ``module``, see ``whole_state.taken``. take: returns that of
-        DTensors."""
+        """Return the state dict of ``module``. take: returns that of DTensors."""
         if self.record is None or self.record.unit.view.in_state_dict:  # no form is set
             return take()
         named = [(each.model_unit(), name) for each, name in named_states_in([module]).items()]
@@ -354,8 +349,7 @@ class ShardedModules:
 
 @dataclasses.dataclass(unsafe_hash=True)
 class ParamGroup:
-    """What clients read and set of torch's FSDPParamGroup: dinov3 keeps roots that only infer
-    resharding after forward by setting ``post_forward_mesh_info``."""
+    """What clients read and set of torch's FSDPParamGroup: dinov3 lets roots reshard."""
 
     _state: ShardedModules
 
@@ -517,8 +511,7 @@ owners = Owners(lambda module: state_of(module) is not None, _owner_of, _sharded
 
 
 def apply(plan: Plan) -> ShardedModules:
-    """Shard the parameters of a plan in place, and move buffers to the device. Collective only if
-    ``plan.partial_ranks`` needs new process groups."""
+    """Shard a plan's parameters in place, and move buffers. Collective if it makes groups."""
     partial_mesh = partial_mesh_of(plan.mesh, plan.partial_ranks) if plan.partial_ranks else None
     state = ShardedModules(
         plan.managed.roots,

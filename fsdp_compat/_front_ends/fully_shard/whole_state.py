@@ -38,10 +38,8 @@ def taken(
     prefix: str,
 ) -> dict[str, Any]:
     """Return the state dict of ``module`` in the forms that are set for its units: DTensors, or
-    whole values, then collective.
-
-    own: of the module. named: (unit, name of its module) of all units in it. take: returns the
-    state dict of DTensors; it adds to ``destination`` unless that is None."""
+    whole values, then collective. own: of the module. named: (unit, name of its module) of all in
+    it. take: returns that of DTensors, or adds to ``destination``."""
     named, first = list(named), 0 if destination is None else len(destination)
     full = [(each, name) for each, name in named if is_full(each)]
     groups = [group for each, _ in full for group in each.unit.groups if not each.unit.summoned]
@@ -71,8 +69,7 @@ def _put_wholes_in(
     module: nn.Module,
     prefix: str,
 ) -> set[str]:
-    """Replace parameters of units by whole values, one group gathered at a time; return the clean
-    names of those."""
+    """Replace parameters by whole values, one group gathered at a time; return clean names."""
     found: set[str] = set()
     for each, name in full:
         if each.unit.summoned:
@@ -89,8 +86,7 @@ def _put_wholes_in(
 
 
 def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None:
-    """Raise StateError for a state dict of ``module`` alone, inside a unit whose state dicts are
-    set to be whole."""
+    """Raise StateError for a part of a unit whose state dicts are set to be whole."""
     if record is None or not is_full(record):
         return
     view = record.unit.view
@@ -134,9 +130,8 @@ def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | Non
 def put_rows_in(
     state_dict: dict[str, Any], prefix: str, module: nn.Module, stores: Iterable[RowStore]
 ) -> None:
-    """In a state dict that ``module``, but not its submodules, will load: replace whole values of
-    the module's DTensors by DTensors of this rank's rows. Nothing is sent. Raises CheckpointError
-    for DTensors that another rank has pickled."""
+    """Replace whole values of a module's own DTensors by DTensors of this rank's rows. Nothing is
+    sent. Raises CheckpointError for DTensors of another rank."""
     for store in stores:
         for index, member in enumerate(store.orig_params):
             param: Any = store.sharded_params[index].parameter

@@ -143,9 +143,8 @@ def is_of_interest(text: str, wraps_elsewhere: bool = False) -> bool:
 
 
 def rewrite(text: str, path: str, wraps_elsewhere: bool = False) -> Migrated:
-    """Migrate the text of one file. Raises SyntaxError if it is not Python, ValueError if it cannot
-    be handled. wraps_elsewhere: a model was wrapped in another file, so that this one may save
-    it."""
+    """Migrate the text of one file. wraps_elsewhere: another file wraps a model that this one may
+    save. Raises SyntaxError if it is not Python, ValueError if it cannot be handled."""
     try:
         source = Source(text, path)
         imports = Imports(source)

@@ -23,8 +23,7 @@ class Imports:
         self.replaced: set[Chain] = set()  # names and chains that were replaced by others
 
     def name_for(self, full: str, *wanted: str) -> str:
-        """Return the local name for one of our names, and import it if it is not there. wanted:
-        local names, the best first."""
+        """Return the local name for one of ours, imported if need be. wanted: the best first."""
         parent, _, last = full.rpartition(".")
         known = self._chosen.get(full) or self._known(full)
         if known is None:
@@ -34,8 +33,7 @@ class Imports:
         return self._chosen.setdefault(full, known)
 
     def need_package(self, kept: Collection[ast.alias]) -> None:
-        """Import the package itself, unless an import of the module binds its name, or will. kept:
-        imports that stay torch's."""
+        """Import the package, unless an import binds its name. kept: imports that stay torch's."""
         statements = [each for each in self._source.tree.body if isinstance(each, ast.Import)]
         aliases = [alias for each in statements for alias in each.names if alias not in kept]
         if not any(each.name.startswith((PACKAGE, FSDP)) and not each.asname for each in aliases):

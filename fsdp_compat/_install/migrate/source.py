@@ -136,8 +136,7 @@ class Source:
         return f"{node.module}.{alias.name}" if not node.level else None
 
     def imports(self, chain: ast.AST) -> Iterator[tuple[ast.alias, str, str]]:
-        """Yield each import that a chain may begin with, what its name stands for, and what the
-        chain does."""
+        """Yield each import that may begin a chain, what it stands for, and what the chain does."""
         first, dot, rest = dotted(chain).partition(".")
         functions = {each for each in self.above(chain) if isinstance(each, Function)}
         for alias in self._aliases.get(first, ()):
@@ -176,8 +175,7 @@ class Source:
         return self._lines[bisect.bisect_right(self._lines, offset) - 1]
 
     def own_line(self, node: ast.AST) -> tuple[int, str, int] | None:
-        """Return where the lines of a statement begin, their indentation, and where they end; None
-        if something else stands on them."""
+        """Return a statement's first line, indentation and end; None if something is beside it."""
         start, end = self.span(node)
         first, number = self.line_start(start), bisect.bisect_right(self._lines, end)
         last = self._lines[number] if number < len(self._lines) else len(self.text)

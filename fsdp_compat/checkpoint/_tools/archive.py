@@ -67,8 +67,7 @@ class StoredPiece:
 
 
 class LazyPieces(Sequence[StoredPiece]):
-    """Pieces that are computed when needed, of layouts with very many of them. within: yields the
-    pieces with elements in a box, and maybe others; for None, all."""
+    """Very many pieces. within: yields those in a box, and maybe others; for None, all."""
 
     def __init__(self, within: Callable[[Box | None], Iterator[StoredPiece]]) -> None:
         self.within = within

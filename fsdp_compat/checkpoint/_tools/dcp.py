@@ -70,11 +70,9 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path) -> Archive:
-    """Return what a directory holds with ``.metadata``, or ``__0.metadata``, ``__1.metadata``, ...
-    of ranks that do not coordinate. Values that need classes are named in ``left_out``.
-
-    Raises CheckpointError for content that is damaged or missing, and for chunks that overlap or
-    leave gaps; OSError."""
+    """Return what is described by ``.metadata``, or ``__0.metadata``, ``__1.metadata``, ... of
+    ranks that do not coordinate. ``left_out`` names values that need classes. Raises
+    CheckpointError for damage, gaps and overlaps; OSError."""
     tree, world_size, left_out = tree_of(path)
     return archive_of(path, KIND, tree, world_size=world_size, left_out=left_out)
 
@@ -94,8 +92,7 @@ def read_sharded_safetensors(path: Path) -> Archive:
 
 
 def tree_of(path: Path) -> tuple[dict[Any, Any], int | None, list[str]]:
-    """Return the nested state dict, the number of ranks that wrote it, if known, and what could not
-    be read. Raises what ``read_dcp`` raises."""
+    """Return the nested state dict, the number of ranks if known, and what could not be read."""
     metadata = _metadata_files(path)
     if not metadata:
         raise damaged_dcp(path, "no file .metadata")
@@ -349,14 +346,11 @@ def _finished(value: Any, path: Path) -> Any:
 
 
 def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write a directory that ``torch.distributed.checkpoint`` loads into FSDP1's SHARDED state
-    dicts, FSDP2 and this package's front ends.
-
-    Tensors are cut along their first dim for ``options.world_size`` ranks, one file each, and into
-    chunks of at most ``options.slab_nbytes`` if rows are not larger; a worker holds one chunk. Tied
-    tensors are written under each name. Imports torch.distributed.checkpoint, which may import
-    torch.distributed.fsdp. Raises UsageError if two values would get one name, CheckpointError for
-    damaged sources, and OSError."""
+    """Write a directory that ``torch.distributed.checkpoint`` loads, also into this package's front
+    ends. Tensors are cut along dim 0 for ``options.world_size`` ranks, one file each, and into
+    chunks of ``options.slab_nbytes`` or one row, of which a worker holds one. Tied ones are written
+    under each name. Imports torch.distributed.checkpoint, which may import torch's FSDP. Raises
+    UsageError if two values would get one name, CheckpointError and OSError."""
     from torch.distributed.checkpoint import metadata as described
 
     values = _flattened(archive)

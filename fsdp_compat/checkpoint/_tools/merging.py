@@ -19,9 +19,8 @@ _NESTED = (dict, list, tuple, StoredTensor, RankPart)
 
 
 class Merger:
-    """Merges nested values of several ranks. differing: plain tensors that differ between ranks, by
-    path ("model/w/"); the first is taken. The text says how their shapes differ, if they do.
-    num_sharded: tensors that were put together."""
+    """Merges nested values of ranks. differing: by path ("model/w/"), plain tensors of which the
+    first is taken, and how their shapes differ. num_sharded: tensors put together."""
 
     def __init__(self, where: Path, files: Files) -> None:
         self.differing: dict[str, str] = {}

@@ -239,9 +239,8 @@ class NativeCheckpoint:
         return found
 
     def _files_with(self, saved: SavedParameter) -> list[tuple[FlatGroup, int, int]]:
-        """Return the groups with a parameter, its index in each, and a file whose rank knew all its
-        states: the first that is present and holds some of it. If none is, any of the group, for a
-        part of a flat parameter."""
+        """Return (group, index, a file whose rank knew all states) of a parameter: the first
+        present one with a part; else any of the group, for a part of a flat parameter."""
         found = []
         for group, index in saved.places:
             axis, place = self.manifest.axes[group.axis], group.layout.params[index].in_full
@@ -431,9 +430,8 @@ class RankFile:
 
 
 def write_native(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write a checkpoint for ``checkpoint.load``, with shards for ``options.world_size`` ranks.
-    Parameters whose names begin with the same match of ``options.unit`` share a unit. Raises
-    UsageError for values that a native checkpoint cannot hold."""
+    """Write a checkpoint for ``options.world_size`` ranks; names that begin with the same match of
+    ``options.unit`` share a unit. Raises UsageError for unfit values."""
     path.mkdir()
     target = _Target(archive, options, files)
 

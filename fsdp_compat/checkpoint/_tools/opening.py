@@ -37,11 +37,9 @@ def open_archive(
     ignored: Collection[str] = (),
     keep_module: bool = False,
 ) -> Archive:
-    """Return what a checkpoint of any known format holds. No values of tensors are read.
-
-    shapes: for files without (FSDP1's LOCAL state dicts): what ``fsdp-compat shapes`` wrote, or
-    another checkpoint of the model. ignored, keep_module: as for ``inspect``. Raises
-    CheckpointError if nothing is recognised, or the content is damaged, incomplete or refused."""
+    """Return what a checkpoint of any format holds, without values. shapes: for files without
+    (FSDP1's LOCAL), from ``fsdp-compat shapes`` or another checkpoint. ignored, keep_module: as for
+    ``inspect``. Raises CheckpointError if it is unknown, damaged or refused."""
     path = Path(path)
     known = _shapes_in(shapes)
     try:

@@ -65,8 +65,7 @@ def named(value: Any, path: str) -> Any:
 
 
 def is_optimizer(value: Any, is_known: bool) -> bool:
-    """Return whether a value looks like an optimizer's state. is_known: its key says so, and groups
-    or states may be missing."""
+    """Return whether a value looks like an optimizer's state. is_known: its key says so."""
     if not isinstance(value, dict) or not value:
         return False
     states, groups = value.get(_STATE, {} if is_known else None), value.get(_GROUPS)
@@ -148,8 +147,7 @@ def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
 def named_optimizer(
     states: States, groups: Groups, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[States, Groups]:
-    """Return states and groups by name. names: in the order of the numbers; shapes: of the model's
-    tensors. Raises ValueError if they do not fit."""
+    """Return states and groups by ``names``. Raises ValueError if ``shapes`` differ."""
     numbered = OptimizerState(states, groups)
     given = sorted(numbered.parameters, key=int)
     if len(names) != len(given) or len(set(names)) < len(names):

@@ -59,8 +59,7 @@ class RankFiles:
 
 
 def rank_files_in(directory: Path) -> list[RankFiles]:
-    """Return the per-rank files in a directory. Names with only a number count if there are
-    several, from 0 on without a gap. Raises OSError."""
+    """Return the per-rank files in a directory. Mere numbers count from 0 without gaps."""
     with os.scandir(directory) as entries:
         paths = [directory / entry.name for entry in entries if entry.is_file()]
     return [
@@ -102,12 +101,10 @@ def read_rank_files(
 def tree_of_ranks(
     paths: Sequence[Path], shapes: Shapes | None, ignored: Collection[str]
 ) -> tuple[Any, int, list[str]]:
-    """Return the nested values of all ranks as one, the number of ranks, and what could not be
-    read.
-
-    Several kinds of files become sections, by their names. A single file without a rank is that of
-    the only rank. shapes: for flat parameters. ignored: as for ``torch_save.unpickle``. Raises
-    CheckpointError if ranks are missing, or files do not belong together; OSError."""
+    """Return the values of all ranks as one, the number of ranks, and what could not be read. Kinds
+    of files become sections; a single file without a rank is the only rank's. shapes: for flat
+    parameters. Raises CheckpointError if ranks are missing or files do not belong together;
+    OSError."""
     where = paths[0].parent
     groups = _complete_groups(paths, where)
     left_out: list[str] = []

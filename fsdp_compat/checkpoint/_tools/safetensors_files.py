@@ -168,8 +168,7 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]  # name in the file, dtype,
 
 
 def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> list[FileImage]:
-    """Plan files of at most so many bytes of tensors, or one file, named as Hugging Face does.
-    Raises UsageError for what the format cannot hold."""
+    """Plan files of at most so many bytes of tensors. Raises UsageError for other dtypes."""
     files: list[dict[str, Described]] = [{}]
     nbytes = 0
     for key, described in tensors.items():
@@ -228,9 +227,8 @@ def _write_box(descriptor: int, info: TensorInfo, box: Box, values: torch.Tensor
 
 
 def write_safetensors(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write the model's tensors to a directory: ``model.safetensors``, or several files of at most
-    ``options.max_file_nbytes`` with an index. Tied tensors are written once. Raises UsageError for
-    a dtype that the format does not know."""
+    """Write the model's tensors, each once, to a directory: one file, or several of at most
+    ``options.max_file_nbytes`` with an index. Raises UsageError for an unknown dtype."""
     path.mkdir()
     images = _images(archive, options.max_file_nbytes)
     for image in images:

@@ -92,13 +92,10 @@ def unpickle(
     *,
     ignored: Collection[str] = (),
 ) -> Any:
-    """Return the value of one pickle: plain containers and values, with StoredTensor, RankPart,
-    Record (metadata of torch.distributed.checkpoint) and Ignored as leaves. Sizes become tuples,
-    devices and paths texts, time spans seconds, namespaces dicts, and arrays tensors.
-
-    where: the file, for errors. persistent: returns the storage of a persistent id. ignored: full
-    names of classes whose objects become Ignored. Raises CheckpointError for any other name, and
-    for a damaged pickle."""
+    """Return the value of a pickle: plain containers and values, with StoredTensor, RankPart,
+    Record (metadata of dcp) and Ignored as leaves. Sizes become tuples, devices and paths texts,
+    time spans seconds, namespaces dicts, arrays tensors. persistent: returns the storage of an id.
+    ignored: full names of classes. Raises CheckpointError for any other name, and for damage."""
     return unpickled(data, where, _meaning, persistent, ignored)
 
 
@@ -205,9 +202,8 @@ STORAGES: dict[str, torch.dtype | None] = {
 def _tensor(
     storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any, state: Any = None
 ) -> StoredTensor:
-    """Return a strided tensor in a storage. offset, strides: in elements. rest: requires_grad,
-    hooks, a dtype other than the storage's, flags. Raises Refused if it does not lie in the
-    storage."""
+    """Return a strided tensor in a storage; offset and strides in elements. rest: requires_grad,
+    hooks, dtype, flags. Raises Refused if it lies outside."""
     if not isinstance(storage, _Storage):
         raise Refused("a tensor without a storage")
     flags = [each for each in rest[2:] if isinstance(each, dict) and any(each.values())]
@@ -299,9 +295,8 @@ _KINDS = {
 
 
 def write_torch(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write one file of torch.save with what ``state_dict_of`` returns. Tied tensors share their
-    storage. path: must not exist. Tensors go through a buffer of ``options.slab_nbytes``. Raises
-    CheckpointError and OSError."""
+    """Write a torch.save file of ``state_dict_of``, in which tied tensors share storages. Holds
+    ``options.slab_nbytes``. Raises CheckpointError and OSError."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     left_out = (Ignored, Record)  # by the reader

@@ -33,13 +33,10 @@ Tree = dict[Any, Any]
 def archive_of(
     path: Path, kind: str, tree: Any, *, world_size: int | None = None, left_out: Sequence[str] = ()
 ) -> Archive:
-    """Return the archive of nested containers whose leaves are StoredTensors and plain values.
-
-    Names lose what FSDP, activation checkpointing and torch.compile add. Tensors with the same
-    pieces are tied. Several models keep their keys as prefixes, and an optimizer whose key ends
-    with the same number gets them too. Optimizer state is by name if names are known; otherwise it
-    stays numbered ("0", "1", ...). The rest is in ``extra``, under its keys. Raises CheckpointError
-    for too many containers."""
+    """Return the archive of nested containers of StoredTensors and plain values. Names lose what
+    FSDP, checkpointing and compilation add. Tensors with the same pieces are tied. Several models
+    keep their keys as prefixes, also for the optimizer of that number. Unnamed optimizer state
+    stays numbered. The rest is in ``extra``. Raises CheckpointError for too many containers."""
     tree = _unshared(tree, path)
     archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out])
     if not isinstance(tree, dict):
@@ -178,9 +175,8 @@ def _plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def without_ddp(archive: Archive) -> None:
-    """Remove "module." from the front of names, as often as all names of a model begin with it:
-    DistributedDataParallel adds it, Megatron-FSDP twice. The optimizer's names follow the
-    model's."""
+    """Remove "module." as often as all names of a model begin with it: DistributedDataParallel adds
+    it, Megatron-FSDP twice. Optimizers follow."""
     for prefix in archive.models:
         optimizer = OptimizerState(archive.states, archive.param_groups or [])
         names = [*archive.tensors, *archive.aliases] or optimizer.parameters
