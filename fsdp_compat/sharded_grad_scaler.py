@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,13 @@ from .errors import StateError, UsageError, truth, unusable, wrong_type
 
 __all__ = ["ShardedGradScaler"]
 
+_Outputs = TypeVar(
+    "_Outputs",
+    torch.Tensor,
+    list[torch.Tensor],
+    tuple[torch.Tensor, ...],
+    Iterable[torch.Tensor],
+)
 _INFINITE = 2.0**128  # first value beyond float32, the dtype of the scale
 
 
@@ -107,21 +114,7 @@ class ShardedGradScaler(GradScaler):
         )
         self.process_group = process_group
 
-    @overload
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
-
-    def scale(
-        self, outputs: torch.Tensor | Iterable[torch.Tensor]
-    ) -> torch.Tensor | Iterable[torch.Tensor]:
+    def scale(self, outputs: _Outputs) -> _Outputs:
         """Multiply a loss, or all losses in nested iterables, by the scale. Each keeps its dtype.
 
         Lists and tuples, including named ones, keep their type; other iterables become iterators. A

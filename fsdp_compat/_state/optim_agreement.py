@@ -61,7 +61,7 @@ def require_alike(
     ownership: ParamOwnership,
     groups: Sequence[Group],
     by_rank: Mapping[int, OptimizerFacts],
-    call: str,
+    where: str,
     *,
     unmanaged: bool,
 ) -> None:
@@ -78,7 +78,7 @@ def require_alike(
             expected="the same model on every rank, and the same parameters in its optimizer, in "
             "any order",
             got=different,
-            where=call,
+            where=where,
             fix="make the optimizer from the same parameters on every rank; a rank may only leave "
             "out parameters that it has no part of",
         )

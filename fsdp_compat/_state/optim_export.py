@@ -255,7 +255,7 @@ def _agreed(by_rank: Sequence[Mapping[Any, _StateFacts]]) -> dict[Any, _StateFac
 
 
 def _agree(
-    source: _Source | None, groups: Sequence[Group], problem: Exception | None, call: str
+    source: _Source | None, groups: Sequence[Group], problem: Exception | None, where: str
 ) -> dict[int, list[Any]]:
     """Return the facts of each group by its id, in rank order. problem: why there is no ``source``;
     raised here, and as UsageError on all other ranks. Collective: a small exchange for each set of
@@ -266,7 +266,7 @@ def _agree(
             "Another rank could not export the state of its optimizer.",
             expected="an optimizer of this model's parameters on every rank",
             got=f"on rank {global_rank()}: {type(problem).__name__}: {problem}",
-            where=call,
+            where=where,
             fix="see the error on that rank",
         )
     facts = dict[int, list[Any]]()
@@ -288,7 +288,7 @@ def _agree(
             of_ranks, facts_of_ranks = zip(*answers, strict=True)
             try:
                 by_rank = dict(zip(communicator.members, of_ranks, strict=True))
-                require_alike(source.ownership, shared, by_rank, call, unmanaged=False)
+                require_alike(source.ownership, shared, by_rank, where, unmanaged=False)
             except RuntimeUsageError as error:
                 text = str(error)
             by_group = [list(each) for each in zip(*facts_of_ranks, strict=True)]

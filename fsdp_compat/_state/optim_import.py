@@ -62,7 +62,7 @@ def import_optim_state(
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any] | None,
     wanted: LoadOptions,
-    call: str,
+    where: str,
 ) -> dict[str, Any]:
     """Return the dict that ``optimizer.load_state_dict`` takes, from one by names, full or sharded,
     or by numbers. groups: of the optimizer. Collective: in one small exchange ranks agree that
@@ -71,7 +71,7 @@ def import_optim_state(
     UsageError or CheckpointError on every rank, before that."""
     optimizer = "the optimizer" if wanted.optimizer is None else type(wanted.optimizer).__name__
     label = f"the state of {optimizer}"
-    units, all_groups = begin(model, call.partition("(")[0], label, copies=True)
+    units, all_groups = begin(model, where.partition("(")[0], label, copies=True)
     first = model_units_in(model)[0]
     rank0 = Rank0Broadcast(first.mesh, first.device)
     shared = [each for each in all_groups if _num_ranks(each) == rank0.num_ranks]
@@ -81,9 +81,9 @@ def import_optim_state(
         described = repr(describe(ownership, shared, exact=False))
         facts = hashlib.sha256(described.encode()).hexdigest()
         if not (state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)):
-            plan = _read(ownership, state_dict, wanted, names_before(model), call)
+            plan = _read(ownership, state_dict, wanted, names_before(model), where)
             if wanted.from_rank0 and rank0.is_here:
-                _refuse_sharded(state_dict["state"], call)
+                _refuse_sharded(state_dict["state"], where)
     except Exception as error:  # raised later, after the other ranks have been told
         problem = error
     kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
@@ -92,12 +92,12 @@ def import_optim_state(
         raise problem
     assert ownership is not None
     have, texts, kinds, digests = (list(each) for each in zip(*answers, strict=True))
-    _refuse_together(texts, kinds, call)
+    _refuse_together(texts, kinds, where)
     if not all(have):
-        _require_senders(have, wanted.from_rank0, all_groups, rank0, call)
+        _require_senders(have, wanted.from_rank0, all_groups, rank0, where)
     if len({*digests}) > 1:
         exact = rank0.gather((global_rank(), describe(ownership, shared, exact=True)))
-        require_alike(ownership, shared, dict(exact), call, unmanaged=not all(have))
+        require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
     sender = None if all(have) else rank0
     if sender is not None:
         told = sender.send_object(plan and plan.outline(), "the optimizer state dict")
@@ -111,7 +111,7 @@ def _num_ranks(group: Group) -> int:
 
 
 def _refuse_together(
-    texts: Sequence[str], kinds: Sequence[type[FsdpCompatError]], call: str
+    texts: Sequence[str], kinds: Sequence[type[FsdpCompatError]], where: str
 ) -> None:
     """Raise on every rank if any rank refuses its dict. texts, kinds: of its error, by rank."""
     for rank, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
@@ -120,7 +120,7 @@ def _refuse_together(
                 "Another rank refused the optimizer state dict.",
                 expected="a dict that fits on every rank",
                 got=f"on rank {rank} of {len(texts)}: {text}",
-                where=call,
+                where=where,
                 fix="see the error on that rank",
             )
 
@@ -130,7 +130,7 @@ def _require_senders(
     from_rank0: bool,
     groups: Iterable[Group],
     rank0: Rank0Broadcast,
-    call: str,
+    where: str,
 ) -> None:
     """Raise UsageError unless rank 0 can send its dict to the ranks without. have: by rank."""
     missing = [rank for rank, has in enumerate(have) if not has]
@@ -139,7 +139,7 @@ def _require_senders(
             "The optimizer state dict is missing.",
             expected=f"a dict on {'the first' if from_rank0 else 'every'} rank",
             got=f"None or {{}} on rank(s) {textwrap.shorten(str(missing), 100)} of {len(have)}",
-            where=call,
+            where=where,
             fix="pass what optim_state_dict(model, optim) returned; note the order of the "
             "arguments. To load a dict that only rank 0 has, set "
             "FullOptimStateDictConfig(rank0_only=True) for the model",
@@ -150,7 +150,7 @@ def _require_senders(
                 "Units that are sharded over different ranks cannot be loaded from one rank.",
                 expected=f"all units sharded over the same {rank0.num_ranks} ranks",
                 got=f"{_num_ranks(group)} ranks",
-                where=f"{call}, {group.name}",
+                where=f"{where}, {group.name}",
                 fix="load the optimizer state dict on every rank, without rank0_only=True",
             )
 
@@ -182,13 +182,17 @@ class _Given:
 
 
 def _read(
-    ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, order: Sequence[str], call: str
+    ownership: ParamOwnership,
+    state_dict: Any,
+    wanted: LoadOptions,
+    order: Sequence[str],
+    where: str,
 ) -> _Given:
     """Check a state dict. order: the names of all parameters before wrapping. Raises UsageError for
     an object that is not an optimizer's state dict, CheckpointError for one that does not fit."""
     is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
     error = CheckpointError if is_damaged else UsageError
-    require_state_dict(state_dict, call, error, ownership.is_user_key)
+    require_state_dict(state_dict, where, error, ownership.is_user_key)
     state, groups = state_dict["state"], state_dict.get("param_groups")
     keys = (*state, *(key for group in groups or () for key in group["params"]))
     names = {key: ownership.name_before(key) for key in keys}
@@ -204,7 +208,7 @@ def _read(
     entries = {names[key]: entry for key, entry in state.items() if key not in user_states}
     _refuse_unknown(ownership, entries)
     if wanted.is_older_call:
-        _refuse_uncounted(ownership, entries, call)
+        _refuse_uncounted(ownership, entries, where)
     cut = _cut_states(entries, ownership)
     states: dict[StateKind, Any] = {kind: {name: {} for name in entries} for kind in StateKind}
     for name, entry in entries.items():
@@ -233,7 +237,7 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
 
 
 def _refuse_uncounted(
-    ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
+    ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], where: str
 ) -> None:
     """Raise CheckpointError if a count would be wrong for some of a FlatParameter."""
     for param in ownership.numbers:
@@ -246,7 +250,7 @@ def _refuse_uncounted(
                 "A parameter of a FlatParameter has no optimizer state.",
                 expected=f"state of all {len(names)} parameters in it, or of none of them",
                 got=f"none of {len(missing)}, such as {missing[0]!r}",
-                where=call,
+                where=where,
                 fix="use optim_state_dict_to_load, which counts all of them alike",
             )
 
@@ -325,7 +329,7 @@ def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -
     return cut
 
 
-def _refuse_sharded(state: Mapping[Any, Any], call: str) -> None:
+def _refuse_sharded(state: Mapping[Any, Any], where: str) -> None:
     for name, entry in state.items():
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
             if is_sharded(value):
@@ -333,7 +337,7 @@ def _refuse_sharded(state: Mapping[Any, Any], call: str) -> None:
                     "Rank 0 cannot send a sharded optimizer state dict.",
                     expected="whole tensors, as FULL_STATE_DICT gives them",
                     got=f"a {type(value).__name__}",
-                    where=f"{call}, state {key!r} of {name!r}",
+                    where=f"{where}, state {key!r} of {name!r}",
                     fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for "
                     "the model",
                 )

@@ -58,7 +58,7 @@ _PICKLED_APART = _Lost(
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
+def register_flattened(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
     """Register ``originals``, which were flattened into ``stores``."""
     fix = "create the optimizer after wrapping, or pass use_orig_params=True"
     _lose(originals, "part of a FlatParameter", fix)
@@ -68,7 +68,7 @@ def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> Non
             _managed[sharded_param] = weakref.ref(store), indices[0]
 
 
-def note_replaced(originals: Iterable[nn.Parameter]) -> None:
+def register_replaced(originals: Iterable[nn.Parameter]) -> None:
     """Register ``originals``, which were sharded into DTensors."""
     _lose(originals, "a DTensor", "create the optimizer after fully_shard")
 
@@ -80,7 +80,7 @@ def _lose(originals: Iterable[nn.Parameter], now: str, fix: str) -> None:
         _managed[parameter] = _Lost(got, fix)
 
 
-def note_assigned(parameter: nn.Parameter, name: str) -> None:
+def register_assigned(parameter: nn.Parameter, name: str) -> None:
     """Record that the value of ``parameter`` alone became attribute ``name`` of a unit."""
     _checked.clear()
     _assigned[parameter] = _Lost(

@@ -94,7 +94,7 @@ def packed_bytes(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
-def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
+def unpacked(packed: torch.Tensor, device: torch.device | None) -> Any:
     """Undo ``packed_bytes``. Only for bytes that ranks of the same program have sent."""
     return torch.load(
         io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False

@@ -108,7 +108,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
             store.copy_in(place.number, value)
     if not store.is_flattened:
         sharded_param.requires_grad_(value.requires_grad)
-    optimizer_patches.note_assigned(value, name)
+    optimizer_patches.register_assigned(value, name)
     return sharded_param
 
 

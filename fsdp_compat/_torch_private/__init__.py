@@ -1,5 +1,5 @@
-"""Every private name of torch that the package uses, each with the reason why no public name is
-enough."""
+"""Every private name of torch that the package uses, with the reason beside it; without one, torch
+has no public name for it."""
 
 from __future__ import annotations
 
@@ -16,77 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    PrefixStore,
-    ReduceScatterOptions,
-    Store,
-)
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
+from torch._C._distributed_c10d import Store as Store
 from torch._C._dynamo import eval_frame
 from torch.distributed._composable_state import _State
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "ComposableState",
-    "PoisonedMemory",
-    "Store",
-    "as_plain_tensor",
-    "base_of",
-    "children_of",
-    "chunk_together",
-    "composable_apis",
-    "copy_together",
-    "count_collective",
-    "counts_collectives",
-    "default_device_of_backend",
-    "default_store",
-    "group_named",
-    "group_timeout",
-    "have_post_accumulate_hooks",
-    "graph_task",
-    "in_graph_task",
-    "is_gloo",
-    "is_dtensor",
-    "is_plain",
-    "is_profiling",
-    "is_registered",
-    "keeping_versions",
-    "load_collectives",
-    "local_part",
-    "never_compiled",
-    "nodes_before",
-    "note_composable",
-    "num_holders",
-    "has_optimizers_in_backward",
-    "no_torch_function",
-    "norms_together",
-    "offsets_on_mesh",
-    "on_end_of_backward",
-    "optimizers_in_backward",
-    "parameters_of",
-    "place_in_file",
-    "placement",
-    "refresh_rnn_weights",
-    "same_storage",
-    "replace_clipping",
-    "replicate_module",
-    "scale_together",
-    "second_connection",
-    "set_compiler",
-    "start_all_gather",
-    "start_reduce_scatter",
-    "runs_now",
-    "split_together",
-    "storage_key",
-    "tensor_without_storage",
-    "under_prefix",
-    "uncounted",
-    "unpatched",
-    "wraps_as",
-]
-
 
 # graph_task(): the number of the graph task, -1 outside backward. No public name distinguishes a
 # recomputation from a forward. This is the C function, because every forward calls it twice.

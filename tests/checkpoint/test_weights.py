@@ -539,7 +539,7 @@ def _index(**files: Any) -> bytes:
 
 INVALID = "The index cannot be read"
 WRONG_INDICES: dict[str, tuple[bytes, str]] = {
-    "no file": (_index(a_bias="other.safetensors"), "no file other.safetensors"),
+    "no file": (_index(a_bias="other.safetensors"), "other.safetensors"),
     "lost": (_index(c_bias="model.safetensors"), "'c.bias' in model.safetensors"),
     "odd map": (_index(a_bias=["model.safetensors"]), INVALID),
     "elsewhere": (_index(a_bias="../good/model.safetensors"), INVALID),
@@ -608,7 +608,7 @@ def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: P
         **dict.fromkeys(WRONG_FILES, "is not a safetensors file, or not a complete one"),
         **{name: said for name, (_, said) in WRONG_INDICES.items()},
         "FIFO/model.safetensors": "No checkpoint was recognised",
-        "FIFO in a directory": "No weights found",
+        "FIFO in a directory": "is not a regular file",
         "index FIFO": "is not a regular file",
         "twice": "'a.bias'",
         "stray": "not in the model: c.bias",

@@ -6,9 +6,7 @@ unit and runtime are then rebuilt around them."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -21,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import _torch_private
 from ..._comm.mesh import Mesh, axis_by_name, axis_of, group_by_name
 from ..._engine.buffers import CastBuffers
+from ..._state.rank0 import packed_bytes, unpacked
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, clean_name
 from ..._stores.flat_store import FlatStore
 from ...api import StateDictSettings
@@ -59,7 +58,6 @@ def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
     if _pickling:
         return _blank, (type(wrapper),), _parts(wrapper)
     _require_rest(wrapper, "pickle")
-    packed = io.BytesIO()
     _pickling = True
     try:
         with contextlib.ExitStack() as stack:
@@ -67,11 +65,10 @@ def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
                 if is_wrapper(below):
                     _require_rest(below, "pickle")
                     stack.enter_context(_withdrawn(flat_unit_of(below)))
-            torch.save(wrapper, packed)
+            # A tensor, because torch.save writes some bytes of a bytes object as two.
+            return _unpacked, (packed_bytes(wrapper),)
     finally:
         _pickling = False
-    # A tensor, because torch.save writes some bytes of a bytes object as two.
-    return _unpacked, (torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),)
 
 
 def _attributes(wrapper: nn.Module) -> dict[str, Any]:
@@ -90,10 +87,8 @@ def _parts(wrapper: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _unpacked(packed: torch.Tensor) -> nn.Module:
-    return torch.load(
-        io.BytesIO(ctypes.string_at(packed.data_ptr(), packed.numel())), weights_only=False
-    )
+def _unpacked(packed: torch.Tensor) -> Any:
+    return unpacked(packed, None)
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:

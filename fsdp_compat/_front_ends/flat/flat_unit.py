@@ -69,7 +69,7 @@ def make_flat_unit(
     mesh of the settings, once per process group."""
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
-    optimizer_patches.note(originals, stores)
+    optimizer_patches.register_flattened(originals, stores)
     for store in stores:
         for param, _ in store.sharded_params:
             if not isinstance(param, FlatParameter):  # clients recognize FlatParameters by class

@@ -538,7 +538,7 @@ def apply(plan: Plan) -> ShardedModules:
         for slot in own.store.shown(None):
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
-    optimizer_patches.note_replaced(param.parameter for param in plan.managed.params)
+    optimizer_patches.register_replaced(param.parameter for param in plan.managed.params)
     optimizer_patches.patches.patch()  # optimizers that hold the replaced parameters raise an error
     data_parallel.patches.patch()
     for module in plan.managed.modules:  # torch.compile asks for these

@@ -59,7 +59,7 @@ def _rewrite_chains(source: Source, uses: Uses) -> tuple[set[ast.alias], set[ast
             new = ours(full)
             if new is None or not isinstance(chain.ctx, ast.Load):
                 needed.add(alias)
-                source.leave(chain, full, _NOT_HERE)
+                source.report(chain, full, _NOT_HERE)
             else:
                 source.replace(chain, new)
                 moved.add(alias)
@@ -74,7 +74,7 @@ def _rewrite_import(
 ) -> None:
     new = ours(alias.name)
     if new is None:
-        source.leave(node, f"import {alias.name}", _NOT_HERE)
+        source.report(node, f"import {alias.name}", _NOT_HERE)
     elif alias.asname:
         if _can_move(source, alias, new, uses):
             source.edit(*source.span(alias), f"{new} as {alias.asname}")
@@ -90,7 +90,7 @@ def _can_move(source: Source, alias: ast.alias, new: str, uses: Uses) -> bool:
     for chain, origin, full in uses.get(alias, ()):
         is_read = full == origin or isinstance(chain.ctx, ast.Load)
         if not is_read or not f"{ours(full)}.".startswith(f"{new}."):
-            source.leave(chain, full, _NOT_HERE)
+            source.report(chain, full, _NOT_HERE)
             fits = False
     return fits
 
@@ -117,7 +117,7 @@ def _rewrite_from(source: Source, node: ast.ImportFrom, uses: Uses) -> None:
         new = ours(full) if is_of_fsdp(full) else None
         start = old
         if new is None and is_of_fsdp(full):
-            source.leave(node, old + alias.name, _NOT_HERE)
+            source.report(node, old + alias.name, _NOT_HERE)
         elif new is not None and alias.name == "*":
             start = f"from {new} import "
         elif new is not None and (not is_module(new) or _can_move(source, alias, new, uses)):
@@ -167,10 +167,10 @@ def _report_strings(source: Source) -> None:
             continue  # documentation
         if _NAME.fullmatch(text):
             why = "a string names torch's module; write ours if it is to be found by this string"
-            source.leave(node, f'"{text}"', why)
+            source.report(node, f'"{text}"', why)
         elif _CODE.search(text):
             why = "it holds code that imports torch.distributed.fsdp; migrate that code by hand"
-            source.leave(node, "a string", why)
+            source.report(node, "a string", why)
 
 
 # -- which names exist here. Sources are read, so that nothing is imported.

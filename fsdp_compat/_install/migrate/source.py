@@ -192,7 +192,7 @@ class Source:
         """Replace an expression. Edits inside of it are lost."""
         if self.nearest(node, ast.JoinedStr) is not None:  # older Pythons misplace these nodes
             why = f"it is part of an f-string, where nothing is rewritten; write {text}"
-            self.leave(node, dotted(node), why)
+            self.report(node, dotted(node), why)
         else:
             self.edit(*self.span(node), text)
 
@@ -237,7 +237,7 @@ class Source:
 
     # -- reports
 
-    def leave(self, node: ast.AST, what: str, why: str) -> None:
+    def report(self, node: ast.AST, what: str, why: str) -> None:
         """Report a place that needs a person: "why; what to do"."""
         self.left.append(self._finding(node, what, why))
 

@@ -91,7 +91,7 @@ class Uses:
         for name in names:
             fix = _CLASSES.get(name.rpartition(".")[2]) if name.startswith("torch.") else None
             if fix is not None:
-                self._source.leave(call, what, f"it does not know FSDP; {fix}")
+                self._source.report(call, what, f"it does not know FSDP; {fix}")
         if isinstance(call.func, ast.Attribute) and not what:
             self._unknown_state(call, call.func.attr, self._source.code(call.func.value))
 
@@ -144,7 +144,7 @@ class Uses:
             self._inside(chain, call, found.model.name, rest, None)
         elif rest and rest[-1] in _OF_DDP:
             why = f"FSDP has no such attribute, or another one; {_OF_DDP[rest[-1]]}"
-            self._source.leave(chain, dotted(chain), why)
+            self._source.report(chain, dotted(chain), why)
         elif rest[:1] == ["module"]:
             self._inside(chain, call, found.name, rest[1:], found.model)
         elif call is None:
@@ -167,7 +167,7 @@ class Uses:
         for test in _conditions_around(self._source, node, is_saving):
             where = f"{self._source.code(test)}, line {self._source.line(test)}"
             why = f"not all ranks may come here ({where}), and all have to; call it {_ON_ALL}"
-            self._source.leave(node, what, why)
+            self._source.report(node, what, why)
             return False
         return True
 
@@ -251,7 +251,7 @@ class Uses:
         elif model is None or len(rest) > 1 or name not in _OF_BOTH:
             register = f'call {_REGISTER}({outer}, "{name}") once, then '
             fix = f"{'' if name in _OF_BOTH - {'generate'} else register}call {instead}(...)"
-            self._source.leave(call, what, f"{_INSIDE}; {fix} {_ON_ALL}")
+            self._source.report(call, what, f"{_INSIDE}; {fix} {_ON_ALL}")
         elif name == "state_dict":
             start, end = self._source.span(chain)[1], self._source.span(call)[1]
             self._save(call, instead + self._source.text[start:end], outer)
@@ -269,7 +269,7 @@ class Uses:
             parent = self._source.parent(parent)
         is_call = isinstance(parent, ast.Call) and last_name(parent.func) not in _LOCAL
         if not rest and (is_call or isinstance(parent, ast.Return | ast.Assign | ast.AnnAssign)):
-            self._source.leave(chain, dotted(chain), f"{_INSIDE}; use {outer} itself")
+            self._source.report(chain, dotted(chain), f"{_INSIDE}; use {outer} itself")
 
     # -- what may belong to a model of another function
 
@@ -280,7 +280,7 @@ class Uses:
             self._inside(chain, call, ".".join([first, *rest[:at]]), rest[at + 1 :], None)
         elif "grad" in rest and rest[-1] in _OF_VALUES:
             why = "outside backward each rank has only its part of a gradient; sum over the ranks"
-            self._source.leave(chain, dotted(chain), why)
+            self._source.report(chain, dotted(chain), why)
         elif call is not None and rest:
             self._unknown_state(call, rest[-1], ".".join([first, *rest[:-1]]))
 
@@ -296,9 +296,9 @@ class Uses:
             if method == "load_state_dict":
                 fix = f"pass FSDP.optim_state_dict_to_load(model, {owner}, state)"
             why = f"if its model is wrapped, each rank has only its part of the state; {fix}"
-            self._source.leave(call, what, why)
+            self._source.report(call, what, why)
         elif ".module" in owner:
-            self._source.leave(call, what, f"{_INSIDE}; call it on the wrapped model")
+            self._source.report(call, what, f"{_INSIDE}; call it on the wrapped model")
         elif not isinstance(value, ast.Call) and not _NOT_SHARDED.search(owner.lower()):
             self._is_on_all_ranks(call, what, method == "state_dict")
 

@@ -52,7 +52,7 @@ def wrap_models(source: Source, imports: Imports) -> list[Model]:
             _rename(source, use, imports)
         else:
             why = "it is unknown whether this means a rewritten model; compare with"
-            source.leave(use, dotted(use), f"{why}, or use, {fsdp(imports)}")
+            source.report(use, dotted(use), f"{why}, or use, {fsdp(imports)}")
     return [_model(source, call) for call in rewritten]
 
 
@@ -90,7 +90,7 @@ def _rewrite_call(source: Source, call: ast.Call, imports: Imports) -> bool:
     others = source.imported(call.func) - _DDP
     if others:
         why = f"it may also be {', '.join(sorted(others))}; import one class only, and run again"
-        source.leave(call.func, dotted(call.func), why)
+        source.report(call.func, dotted(call.func), why)
         return False
     given: dict[str, ast.expr] = {}
     new: list[str] = []
@@ -103,7 +103,7 @@ def _rewrite_call(source: Source, call: ast.Call, imports: Imports) -> bool:
         if made is None or (number == 0 and name != "module"):
             why = "FullyShardedDataParallel has nothing like it; it stays DDP's: wrap it by hand"
             what = f"{name}={source.code(value)}" if is_known else source.code(each)
-            source.leave(call, what, why)
+            source.report(call, what, why)
             return False
         new.append(source.code(each) if name == "module" else made)
     more = ["sync_module_states=True"] if "init_sync" not in given else []

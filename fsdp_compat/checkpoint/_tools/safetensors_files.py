@@ -63,15 +63,6 @@ def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo
     elif index.suffix == ".json":
         file_names = weight_map(index)
         files = [directory / name for name in dict.fromkeys(file_names.values())]
-    missing = [file for file in files if not file.is_file()]
-    if missing or not files:
-        raise CheckpointError.of(
-            "No weights found.",
-            expected="a safetensors file, an index, or a directory with either",
-            got=f"no file {missing[0].name}" if missing else "none",
-            where=str(path),
-            fix="check the path; the files of an index must be in the same directory",
-        )
     found: dict[str, tuple[Path, TensorInfo]] = {}
     for file in files:
         for name, info in read_header(file)[0].items():
@@ -87,13 +78,13 @@ def _tensors_of(path: Path, directory: Path) -> dict[str, tuple[Path, TensorInfo
                 )
             found[name] = file, info
     if file_names is not None:
-        missing_names = [name for name in file_names if name not in found]
-        if missing_names:
-            first = missing_names[0]
+        missing = [name for name in file_names if name not in found]
+        if missing:
+            first = missing[0]
             raise CheckpointError.of(
                 "The index does not match the files.",
                 expected=f"{first!r} in {file_names[first]}",
-                got=f"{len(missing_names)} of {len(file_names)} tensors are not in the file "
+                got=f"{len(missing)} of {len(file_names)} tensors are not in the file "
                 "that the index names",
                 where=str(index),
                 fix="copy the index and the files from the same source",
