@@ -29,13 +29,7 @@ from ._state.optim_calls import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatParameter
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from .errors import (
-    ValueStateError,
-    require_bools,
-    require_module,
-    truth,
-    wrong_type,
-)
+from .errors import ValueStateError, require_bools, require_module, truth, wrong_type
 from .wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [

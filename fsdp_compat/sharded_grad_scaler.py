@@ -24,11 +24,7 @@ from .errors import StateError, UsageError, truth, unusable, wrong_type
 __all__ = ["ShardedGradScaler"]
 
 _Outputs = TypeVar(
-    "_Outputs",
-    torch.Tensor,
-    list[torch.Tensor],
-    tuple[torch.Tensor, ...],
-    Iterable[torch.Tensor],
+    "_Outputs", torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...], Iterable[torch.Tensor]
 )
 _INFINITE = 2.0**128  # first value beyond float32, the dtype of the scale
 

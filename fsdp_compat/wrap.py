@@ -41,10 +41,7 @@ class _Policy(ABC):
 
     @abstractmethod
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         """Return the chosen modules, each with its own copy of the keyword arguments."""
 
@@ -62,10 +59,7 @@ class ModuleWrapPolicy(_Policy):
         self._module_classes = set(_classes(module_classes, "ModuleWrapPolicy(...)"))
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         wanted = tuple(self._module_classes)
         return {
@@ -99,10 +93,7 @@ class CustomPolicy(_Policy):
         self._lambda_fn = _function_of_modules(lambda_fn, "CustomPolicy(lambda_fn)")
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         chosen = {}
         for name, module in root_module.named_modules():
@@ -142,10 +133,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Choose the modules for which ``lambda_fn`` returns true; bind ``lambda_fn`` with
     `functools.partial`."""
@@ -226,10 +214,7 @@ def _wrap_module_cls_individually(
 
 
 def _or_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    policies: Iterable[Callable[..., bool]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
     """Choose the modules that any policy function chooses; bind ``policies`` with
     `functools.partial`."""

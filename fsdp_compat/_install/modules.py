@@ -151,11 +151,7 @@ class FsdpModule(types.ModuleType):
     """A module of torch.distributed.fsdp whose names are ours."""
 
     def __init__(
-        self,
-        name: str,
-        names: dict[str, Any],
-        path: Sequence[str] | None,
-        readers: Readers,
+        self, name: str, names: dict[str, Any], path: Sequence[str] | None, readers: Readers
     ) -> None:
         """path: where the package finds torch's own modules, None for a module. readers: gets
         every namespace that reads a name."""

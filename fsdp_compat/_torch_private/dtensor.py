@@ -19,12 +19,7 @@ def dtensors(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[torch.
     return list(map(new, parts, specs))
 
 
-def spec_for(
-    mesh: Any,
-    placements: Sequence[Any],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Any:
+def spec_for(mesh: Any, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Return the spec of row-major DTensors on a mesh, for ``dtensors``."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

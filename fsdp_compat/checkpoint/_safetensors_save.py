@@ -139,10 +139,7 @@ class _WeightFiles:
         self.hidden = path  # the directory that the files are in until they get their names
         self._owned: OwnedDirectory | None = None  # on the first rank
         order = {name: position for position, name in enumerate(names_before(model))}
-        parts = [
-            *managed_parts(named_groups(units_of(model))),
-            *unmanaged_tensors(model, is_first),
-        ]
+        parts = [*managed_parts(named_groups(units_of(model))), *unmanaged_tensors(model, is_first)]
         parts.sort(key=lambda held: order.get(held.names[0], len(order)))
         names = renamed([held.names[0] for held in parts], rename, call)
         self._parts = {held.names[0]: held for held in parts if held.names[0] in names}

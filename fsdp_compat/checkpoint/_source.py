@@ -21,7 +21,7 @@ from ._ranks import Ranks
 from ._tools.archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
-from ._tools.optimizer_tree import named_optimizer
+from ._tools.optimizer_tree import name_optimizer
 from ._tools.reading import Files, Read, read_all, reads_of
 from ._tools.shapes import Shapes
 from ._tools.tree import without_ddp
@@ -104,10 +104,7 @@ class Source:
         try:
             if sizes[0] != sizes[1]:
                 raise ValueError(f"groups of {sizes[0]} parameters for groups of {sizes[1]}")
-            flat = [name for group in names for name in group]
-            archive.states, archive.param_groups = named_optimizer(
-                archive.states, groups, flat, shapes
-            )
+            name_optimizer(archive, [name for group in names for name in group], shapes)
         except ValueError as error:
             raise CheckpointError.of(
                 "The optimizer state is numbered, and does not fit the optimizer.",
@@ -117,7 +114,6 @@ class Source:
                 fix="build the optimizer as it was when it was saved, or pass optimizer=None",
             ) from error
         self._states = {name: name for name in [*archive.states, *self._state_names()]}
-        archive.is_by_number = False
 
     def state_of(self, held: HeldPart) -> dict[Any, Any]:
         """Return the optimizer state of a parameter, by key."""

@@ -12,12 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._engine.runtime import run_as_forward
 from ...errors import UsageError
 from . import state
-from .api import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
+from .api import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .module import FSDPModule, shard_class
 from .plan import plan
 

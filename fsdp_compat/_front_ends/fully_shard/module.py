@@ -271,10 +271,7 @@ class FSDPModule:
         truth("enable", enable, "set_force_sum_reduction_for_comms")
 
     def set_all_reduce_hook(
-        self,
-        hook: Callable[[torch.Tensor], None],
-        *,
-        stream: torch.Stream | None = None,
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
         """Set a function that gets each reduced gradient shard [S], in the dtype of the reduction,
         and may change it in place: after division and, on a 2-D mesh, after the all-reduce.

@@ -227,9 +227,7 @@ _CONVERTING = [
 ]
 _CUTTING = [
     _option(
-        "--unit",
-        "Parameters whose names have the same match share a unit: 'layers\\.\\d+'.",
-        regex,
+        "--unit", "Parameters whose names have the same match share a unit: 'layers\\.\\d+'.", regex
     ),
     _option("--step", "Step that the target records.", click.IntRange(min=0)),
 ]

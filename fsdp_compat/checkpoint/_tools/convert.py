@@ -23,7 +23,7 @@ from .archive import Archive, StoredTensor
 from .dcp import write_dcp
 from .native import write_native
 from .opening import open_archive, problems_of
-from .optimizer_tree import named_optimizer
+from .optimizer_tree import name_optimizer
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
@@ -176,9 +176,7 @@ def _name_optimizer(archive: Archive, names: Sequence[str]) -> None:
     try:
         if not archive.is_by_number:
             raise ValueError("optimizer state by name, or none")
-        archive.states, archive.param_groups = named_optimizer(
-            archive.states, archive.param_groups or [], names, shapes
-        )
+        name_optimizer(archive, names, shapes)
     except ValueError as error:
         raise UsageError.of(
             "optimizer_names does not fit the optimizer state.",
@@ -187,7 +185,6 @@ def _name_optimizer(archive: Archive, names: Sequence[str]) -> None:
             where=_CALL,
             fix="pass the names in the order in which the optimizer got the parameters",
         ) from error
-    archive.is_by_number = False
 
 
 def _selected(

@@ -358,8 +358,7 @@ def _has(of: Indices, index: int) -> bool:
 def _stored(value: Any, name: str) -> Any:
     """Return plain values with the tensors in them as StoredTensors."""
     return map_values(
-        value,
-        lambda leaf: of_memory(name, leaf) if isinstance(leaf, torch.Tensor) else leaf,
+        value, lambda leaf: of_memory(name, leaf) if isinstance(leaf, torch.Tensor) else leaf
     )
 
 

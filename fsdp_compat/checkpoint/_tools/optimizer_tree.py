@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .archive import StoredTensor
+from .archive import Archive, StoredTensor
 from .walk import map_leaves
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -144,11 +144,12 @@ def _names_of_numbers(numbered: OptimizerState) -> dict[str, str] | None:
     return names if is_certain else None
 
 
-def named_optimizer(
-    states: States, groups: Groups, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[States, Groups]:
-    """Return states and groups by ``names``. Raises ValueError if ``shapes`` differ."""
-    numbered = OptimizerState(states, groups)
+def name_optimizer(
+    archive: Archive, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Give the numbered parameters of an optimizer their names, in the order of the numbers.
+    shapes: of the model's tensors. Raises ValueError if they do not fit."""
+    numbered = OptimizerState(archive.states, archive.param_groups or [])
     given = sorted(numbered.parameters, key=int)
     if len(names) != len(given) or len(set(names)) < len(names):
         raise ValueError(f"{len(set(names))} different names for {len(given)} parameters")
@@ -156,15 +157,13 @@ def named_optimizer(
     for number, name in by_number.items():
         if name not in shapes:
             raise ValueError(f"the name {name!r}, which no tensor of the model has")
-        found = {
-            value.shape
-            for value in states.get(number, {}).values()
-            if isinstance(value, StoredTensor) and value.shape
-        }
+        values = archive.states.get(number, {}).values()
+        found = {each.shape for each in values if isinstance(each, StoredTensor) and each.shape}
         if len(found) == 1 and found != {shapes[name]}:
             raise ValueError(
                 f"{name!r}, of shape {list(shapes[name])}, as number {number}, whose state has the "
                 f"shape {list(*found)}"
             )
-    found_by_name = numbered.renamed(by_number.__getitem__)
-    return found_by_name.states, found_by_name.param_groups
+    by_name = numbered.renamed(by_number.__getitem__)
+    archive.states, archive.param_groups = by_name.states, by_name.param_groups
+    archive.is_by_number = False

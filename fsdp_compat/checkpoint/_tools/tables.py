@@ -63,10 +63,7 @@ def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table
     for title in titles.split("|"):
         text, sign, _ = title.strip().partition(">")
         table.add_column(
-            Text(text),
-            justify="right" if sign else "left",
-            overflow="fold",
-            no_wrap=bool(sign),
+            Text(text), justify="right" if sign else "left", overflow="fold", no_wrap=bool(sign)
         )
     for row in rows:
         table.add_row(*(Text(shortened(cell, _MAX_CELL)) for cell in row))
