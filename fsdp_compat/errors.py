@@ -165,6 +165,14 @@ def function_or_none(name: str, given: Any, argument: str, where: str) -> Any:
     raise wrong_type(name, f"a function that takes {argument}, or None", given, where)
 
 
+def require_float_dtype(name: str, given: Any, where: str) -> None:
+    """Raise UsageError unless ``given`` is a floating-point dtype of 16 bits or more, or None."""
+    is_dtype = isinstance(given, torch.dtype) and given.is_floating_point and given.itemsize > 1
+    if given is not None and not is_dtype:
+        expected = "a floating-point torch.dtype of 16 bits or more, or None"
+        raise wrong_type(name, expected, given, where)
+
+
 def truth(name: str, flag: Any, where: str) -> bool:
     """Return the truth value of a flag, which may also be None, 0, 1 or a NumPy boolean.
 

@@ -354,7 +354,7 @@ class FullyShardedDataParallel(ClientAttributes):
         Until then the gradients take as much memory as the unsharded parameters, and ``.grad`` does
         not contain them. Call it on the root.
         """
-        require_root(self._unit, "no_sync()")
+        require_root(self._unit.is_root, self._unit.label, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
         with self._runtime.no_sync():
             yield

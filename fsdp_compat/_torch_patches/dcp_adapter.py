@@ -22,8 +22,7 @@ from torch import nn
 
 from .._engine.patches import Undo
 from .._front_ends.flat.flat_unit import is_wrapper
-from .dcp_options import mixed, unknown_argument
-from .dcp_state_dict import FUNCTIONS
+from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
 from .on_import import PatchOnImport
 
 _MODULE = "torch.distributed.checkpoint.state_dict"

@@ -99,7 +99,7 @@ def register_comm_hook(own: FlatUnit, state: object, hook: Callable[..., Any]) -
     """Implement ``FullyShardedDataParallel.register_comm_hook``."""
     runtime = own.runtime
     _refuse_hook(hook, {group.shard.ranks > 1 for group in runtime.groups})
-    require_root(own.unit, "register_comm_hook()", AssertedStateError)
+    require_root(own.unit.is_root, own.unit.label, "register_comm_hook()", AssertedStateError)
     runtime.require_idle("register_comm_hook")
     if any(group.gradients.policy.hook is not None for group in runtime.groups):
         raise AssertedStateError.of(
@@ -133,7 +133,7 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
         raise unusable("The module", "a FullyShardedDataParallel", wrapper, where, fix)
     own = flat_unit_of(wrapper)
     runtime = own.runtime
-    require_root(own.unit, "clip_grad_norm_()")
+    require_root(own.unit.is_root, own.unit.label, "clip_grad_norm_()")
     norm_type = checked_norm_type(norm_type)
     _check_max_norm(max_norm)
     runtime.require_idle("clip_grad_norm_", ValueStateError)

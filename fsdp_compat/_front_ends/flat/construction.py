@@ -85,7 +85,7 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     if policy is not None or apart:
         chosen = plan_wrapping(
             module,
-            policy or _no_module,
+            policy or (lambda **_: False),  # chooses no module
             {
                 *settings.ignored_modules,
                 *(below for child in wrappers for below in child.modules()),
@@ -267,11 +267,6 @@ def _listed(given: Any) -> Any:
     if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)):
         return list(given)
     return given
-
-
-def _no_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """A policy that chooses no modules."""
-    return False
 
 
 # -- which submodules become units

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
 from . import conversion
 from .flat_unit import FlatUnit
+
+_T = TypeVar("_T")
 
 # The handles made so far. A handle refers to its store and its unit only weakly.
 _made: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
@@ -54,6 +56,19 @@ def handle_of(own: FlatUnit) -> FlatParamHandle | None:
     return next((each for each in handles if each.is_trainable), handles[0] if handles else None)
 
 
+def _alive(reference: weakref.ref[_T]) -> _T:
+    found = reference()
+    if found is None:
+        raise StateError.of(
+            "The model of this handle has been garbage-collected.",
+            expected="a model that lives as long as its handles are used",
+            got="a handle of a deleted model",
+            where="a handle of a FullyShardedDataParallel",
+            fix="keep the model, and get its handles from it when you need them",
+        )
+    return found
+
+
 class FlatParamHandle:
     """Replaces torch's handle of a flat parameter."""
 
@@ -64,26 +79,11 @@ class FlatParamHandle:
 
     @property
     def _owner(self) -> FlatUnit:
-        owner = self._unit()
-        if owner is None:
-            raise self._gone()
-        return owner
-
-    def _gone(self) -> StateError:
-        return StateError.of(
-            "The model of this handle has been garbage-collected.",
-            expected="a model that lives as long as its handles are used",
-            got="a handle of a deleted model",
-            where="a handle of a FullyShardedDataParallel",
-            fix="keep the model, and get its handles from it when you need them",
-        )
+        return _alive(self._unit)
 
     @property
     def _flat_store(self) -> FlatStore:
-        store = self._store()
-        if store is None:
-            raise self._gone()
-        return store
+        return _alive(self._store)
 
     @property
     def _group(self) -> Group:

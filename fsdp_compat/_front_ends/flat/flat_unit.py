@@ -117,13 +117,15 @@ def make_runtime(wrapper: nn.Module) -> None:
     )
 
 
-def require_root(unit: Unit, call: str, error: type[StateError] = StateError) -> None:
-    """Raise ``error`` unless the unit is the root of its model."""
-    if not unit.is_root:
+def require_root(
+    is_root: bool, label: str, call: str, error: type[StateError] = StateError
+) -> None:
+    """Raise ``error`` unless a unit is the root of its model."""
+    if not is_root:
         raise error.of(
             f"{call} works on the root only.",
-            expected="a call on the outermost FullyShardedDataParallel",
-            got=f"a call on {unit.label}",
+            expected="a call on the outermost sharded module",
+            got=f"a call on {label}",
             where=call,
-            fix="call it on the outermost instance, which includes all inner ones",
+            fix="call it on the module whose forward runs the whole model",
         )

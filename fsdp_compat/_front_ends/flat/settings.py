@@ -32,7 +32,7 @@ from ..._engine.gathering import Prefetch
 from ..._engine.runtime import RuntimeOptions
 from ..._engine.unit import UnitOptions
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
-from ...errors import UsageError, function_or_none, truth, wrong_type
+from ...errors import UsageError, function_or_none, require_float_dtype, truth, wrong_type
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -386,15 +386,7 @@ def _ignored(
 def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
     """Check the fields of configuration objects, which do not check themselves."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(precision, name)
-        if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-        ):
-            raise _wrong_type(
-                f"MixedPrecision.{name}",
-                "a floating-point torch.dtype of 16 bits or more, or None",
-                dtype,
-            )
+        require_float_dtype(f"MixedPrecision.{name}", getattr(precision, name), _WHERE)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         truth(f"MixedPrecision.{name}", getattr(precision, name), _WHERE)
     classes = precision._module_classes_to_ignore

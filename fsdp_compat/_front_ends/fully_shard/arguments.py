@@ -25,6 +25,7 @@ from ...errors import (
     TypeUsageError,
     UsageError,
     function_or_none,
+    require_float_dtype,
     truth,
     unusable,
     wrong_type,
@@ -57,14 +58,7 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
     if policy is None:
         raise wrong_type("mp_policy", "a MixedPrecisionPolicy", given, WHERE)
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(policy, name)
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or is_packed(dtype)):
-            raise wrong_type(
-                f"MixedPrecisionPolicy.{name}",
-                "a floating-point torch.dtype of 16 bits or more, or None",
-                dtype,
-                WHERE,
-            )
+        require_float_dtype(f"MixedPrecisionPolicy.{name}", getattr(policy, name), WHERE)
     truth("MixedPrecisionPolicy.cast_forward_inputs", policy.cast_forward_inputs, WHERE)
     name = "MixedPrecisionPolicy.param_dtype_override_fn"
     function_or_none(name, policy.param_dtype_override_fn, "one parameter", WHERE)

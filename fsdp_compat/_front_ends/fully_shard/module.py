@@ -26,6 +26,7 @@ from ...errors import (
     truth,
     wrong_type,
 )
+from ..flat.flat_unit import require_root
 from .api import AllGather, ReduceScatter
 from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
@@ -139,7 +140,7 @@ class FSDPModule:
         once. Raises RuntimeError on other modules than the root.
         """
         state = self._get_fsdp_state()
-        _require_root(state, "reset_iter_state")
+        require_root(state.is_root, state.label, "reset_iter_state()")
         if state.runtime is not None:
             state.runtime.reset()
 
@@ -218,7 +219,7 @@ class FSDPModule:
         called."""
         where = "set_manual_backward_finalization"
         flag, state = truth("enabled", enabled, where), self._get_fsdp_state()
-        _require_root(state, where)
+        require_root(state.is_root, state.label, f"{where}()")
         if state.runtime is not None:
             state.runtime.require_idle(f"{where}()")
             state.runtime.backward.reduces_on_finalize = flag
@@ -235,7 +236,7 @@ class FSDPModule:
         """
         async_op = truth("async_op", async_op, "finalize_backward")
         state = self._get_fsdp_state()
-        _require_root(state, "finalize_backward")
+        require_root(state.is_root, state.label, "finalize_backward()")
         _require_finalizable(state, self._states(True))
         if state.runtime is not None:
             state.runtime.begin_finalize()
@@ -387,17 +388,6 @@ class FSDPModule:
 
 
 # -- checks of arguments and of the moment
-
-
-def _require_root(state: ShardedModules, call: str) -> None:
-    if not state.is_root:
-        raise StateError.of(
-            f"{call}() works on the root only.",
-            expected="a call on the outermost sharded module",
-            got=f"a call on {state.label}",
-            where=call,
-            fix="call it on the module whose forward runs the whole model",
-        )
 
 
 def _require_finalizable(root: ShardedModules, states: Iterable[ShardedModules]) -> None:

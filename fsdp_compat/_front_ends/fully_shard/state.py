@@ -349,7 +349,7 @@ class ShardedModules:
 
 @dataclasses.dataclass(unsafe_hash=True)
 class ParamGroup:
-    """What clients read and set of torch's FSDPParamGroup: dinov3 lets roots reshard."""
+    """What clients read of torch's FSDPParamGroup, and the one attribute that dinov3 sets."""
 
     _state: ShardedModules
 
@@ -567,20 +567,9 @@ def _context_of(of: _OwnStore | PlannedStore, plan: Plan) -> Context:
 def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
     mesh, offload = planned.mesh.engine_mesh(), plan.offload
     device = torch.device("cpu") if offload.to_cpu else plan.device
+    ranks: dict[str, Any] = {"rank": mesh.shard.rank, "ranks": mesh.shard.ranks, "device": device}
     if planned.is_extended:
-        return ExtensionStore(
-            planned.params,
-            planned.placements,
-            rank=mesh.shard.rank,
-            ranks=mesh.shard.ranks,
-            device=device,
-            context=_context_of(planned, plan),
-        )
-    return RowStore(
-        planned.params,
-        planned.placements,
-        rank=mesh.shard.rank,
-        ranks=mesh.shard.ranks,
-        device=device,
-        pin=offload.to_cpu and offload.pin and plan.device.type != "cpu",
-    )
+        context = _context_of(planned, plan)
+        return ExtensionStore(planned.params, planned.placements, **ranks, context=context)
+    pin = offload.to_cpu and offload.pin and plan.device.type != "cpu"
+    return RowStore(planned.params, planned.placements, **ranks, pin=pin)

@@ -59,7 +59,7 @@ class RankFiles:
 
 
 def rank_files_in(directory: Path) -> list[RankFiles]:
-    """Return the per-rank files in a directory. Mere numbers count from 0 without gaps."""
+    """Return a directory's per-rank files; bare numbers count if they start at 0 without gaps."""
     with os.scandir(directory) as entries:
         paths = [directory / entry.name for entry in entries if entry.is_file()]
     return [
