@@ -30,11 +30,11 @@ INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 
 
-def of_info(info: TensorInfo, path: Path, holder: int | None = None) -> StoredTensor:
+def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
     span = Span(path, info.start, row_major_strides(info.shape))
     return StoredTensor(
-        info.name, info.dtype, info.shape, (StoredPiece(whole_box(info.shape), span, holder),)
+        info.name, info.dtype, info.shape, (StoredPiece(whole_box(info.shape), span),)
     )
 
 
