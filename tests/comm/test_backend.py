@@ -42,28 +42,18 @@ def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
     return {kind for each in communicators for kind, n in each.traffic.counts.items() if n}
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sharded_training_matches_unsharded(num_ranks: int, use_orig_params: bool) -> None:
-    assert (
-        run_ranks(num_ranks, _trains, use_orig_params=use_orig_params)
-        == [GATHERED_AND_REDUCED] * num_ranks
-    )
-
-
-def test_replicated_training_matches_unsharded() -> None:
-    assert (
-        run_ranks(2, _trains, sharding_strategy=ShardingStrategy.NO_SHARD) == [{Kind.REPLICATE}] * 2
-    )
-
-
-def test_hybrid_training_matches_unsharded() -> None:
-    assert run_ranks(4, _trains, replicas=2) == [GATHERED_AND_REDUCED | {Kind.REPLICATE}] * 4
-
-
-def test_gradients_reduced_in_float64_are_stored_in_float32() -> None:
-    precision = MixedPrecision(reduce_dtype=FP64)
-    assert run_ranks(2, _trains, mixed_precision=precision) == [GATHERED_AND_REDUCED] * 2
+@pytest.mark.parametrize(
+    ("ranks", "options", "kinds"),
+    [
+        (2, {"use_orig_params": False}, GATHERED_AND_REDUCED),
+        (3, {"use_orig_params": True}, GATHERED_AND_REDUCED),
+        (2, {"sharding_strategy": ShardingStrategy.NO_SHARD}, {Kind.REPLICATE}),
+        (4, {"replicas": 2}, GATHERED_AND_REDUCED | {Kind.REPLICATE}),
+        (2, {"mixed_precision": MixedPrecision(reduce_dtype=FP64)}, GATHERED_AND_REDUCED),
+    ],
+)
+def test_training_matches_unsharded(ranks: int, options: dict[str, Any], kinds: set[Kind]) -> None:
+    assert run_ranks(ranks, _trains, **options) == [kinds] * ranks
 
 
 @on_ranks(2)

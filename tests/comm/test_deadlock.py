@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,23 +35,19 @@ from fsdp_compat._comm.gloo_connections import ACK_TAG, GlooConnections
 from tests.support.collectives import connect, gathered
 from tests.support.errors import PROMPT_S, limits, message_of
 from tests.support.models import DIM, Block, Switch
-from tests.support.parity import backward, make_pair
-from tests.support.programs import run_programs
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.parity import Pair, backward, make_pair
+from tests.support.ranks import on_ranks
 from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
 from tests.support.simulation import RecordedStore, Simulation
 
 
-def assert_alike(messages: list[str], *facts: str) -> None:
-    """Every rank got the error of a circle, with the same facts."""
-    assert all(messages), f"not all ranks noticed: {messages}"
-    for message in messages:
-        assert re.match(r"Waiting for .* can never end: ranks wait for each other\.", message), (
-            message
-        )
-        assert "allow_unused_units=True" in message
-        for fact in facts:
-            assert fact in message, f"{fact!r} is not in\n{message}"
+def assert_circle(message: str, *facts: str) -> None:
+    """Assert that it is the error of a circle, with these facts."""
+    beginning = r"Waiting for .* can never end: ranks wait for each other\."
+    assert re.match(beginning, message), message or "nothing was noticed"
+    assert "allow_unused_units=True" in message
+    for fact in facts:
+        assert fact in message, f"{fact!r} is not in\n{message}"
 
 
 # -- the search, over posts in a store in memory
@@ -523,120 +518,87 @@ def assert_stays_failed(model: nn.Module, forward: Callable[[], object]) -> None
     assert time.monotonic() - started < PROMPT_S / 2
 
 
-def skips_a_unit(uses: tuple[str, ...]) -> str:
-    """Rank r uses the units ``uses[r]``. All later uses fail, and a new process group trains."""
+def skips_a_unit(use: str, *facts: str) -> None:
+    """All later uses fail, and a new process group trains."""
     pair, x = make_pair(Switch), torch.ones(2, DIM)
-    message = message_of(lambda: pair.model(x, uses[pair.rank]).sum().backward())
-    assert message, "no error"
+    assert_circle(message_of(lambda: pair.model(x, use).sum().backward()), *facts)
     assert_stays_failed(pair.model, lambda: pair.model(x, "ab"))
     with pytest.raises(StateError, match="has failed before"):
         make_pair(Switch)
     make_pair(Switch, process_group=dist.new_group()).step(use_all)
-    return message
 
 
-@pytest.mark.parametrize("uses", [("ab", "b", "ab"), ("ab", "ba")])
-def test_unit_skipped_or_moved_by_a_rank_fails_on_all_ranks_for_good(uses: tuple[str, ...]) -> None:
-    messages = run_ranks(len(uses), skips_a_unit, uses, environment=NOT_MAPPED)
-    assert_alike(
-        messages,
+@pytest.mark.parametrize(("ranks", "other"), [(3, "b"), (2, "ba")])
+@on_ranks("ranks", environment=NOT_MAPPED)
+def test_unit_skipped_or_moved_by_a_rank_fails_on_all_ranks_for_good(
+    ranks: int, other: str
+) -> None:
+    skips_a_unit(
+        other if dist.get_rank() == 1 else "ab",
         "the parameters of unit 'a' from rank 1",
         "rank 1 waits for the parameters of unit 'b'",
     )
 
 
+@on_ranks(3, environment=MAPPED)
 def test_mapped_unit_skipped_by_a_rank_fails_in_backward_on_all_ranks_for_good() -> None:
-    messages = run_ranks(3, skips_a_unit, ("ab", "b", "ab"), environment=MAPPED)
-    assert_alike(messages, "waits for the gradients of unit 'a' from rank 1")
+    use = "b" if dist.get_rank() == 1 else "ab"
+    skips_a_unit(use, "waits for the gradients of unit 'a' from rank 1")
 
 
 def gathers(comm: Any, tag: int, numel: int = 3) -> Tensor:
     return gathered(comm, torch.full((numel,), float(comm.rank)), tag)
 
 
-def circles_of_other_kinds() -> list[str]:
-    """One circle after the other, each over connections of its own; the last ones are of units."""
-    rank, x = dist.get_rank(), torch.ones(2, DIM)
-    comm = connect(dist.new_group())
-    found = [message_of(lambda: gathers(comm, 4 + 4 * rank, numel=0))]
-    comm = connect(dist.new_group())
-    diverging = (lambda: gathers(comm, 4), lambda: comm.sum_of(torch.ones(()), "a sum"))
-    found.append(message_of(diverging[rank == 0]))
-    for options in ({}, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}):
-        model = make_pair(Joined, process_group=dist.new_group(), **options).model
-        found.append(message_of(lambda m=model: m(x, rank == 1).sum().backward()))
+@on_ranks(2, environment=NOT_MAPPED)
+def test_circles_of_empty_messages_and_collectives_are_found() -> None:
+    rank, comm = dist.get_rank(), connect(dist.new_group())
+    message = message_of(lambda: gathers(comm, 4 + 4 * rank, numel=0))
+    assert_circle(message, "tag 4 from rank 1", "tag 8 from rank 0")
+    other = connect(dist.new_group())
+    diverging = (lambda: gathers(other, 4), lambda: other.sum_of(torch.ones(()), "a sum"))
+    message = message_of(diverging[rank == 0])
+    assert_circle(message, "rank 0 waits for a sum from rank 1", "tag 4 from rank 0")
     mine = torch.full((), float(rank + 1))
     dist.all_reduce(mine)  # the user's own messages are not affected
     assert mine.item() == 3.0
-    return found
 
 
-def test_circles_of_empty_messages_collectives_and_backward_are_found() -> None:
-    found = run_ranks(2, circles_of_other_kinds, environment=NOT_MAPPED)
-    empty, collective, gather, gradient = zip(*found, strict=True)
-    assert_alike(list(empty), "tag 4 from rank 1", "tag 8 from rank 0")
-    assert_alike(list(collective), "rank 0 waits for a sum from rank 1", "tag 4 from rank 0")
-    assert_alike(
-        list(gather),
-        "the parameters of unit 'right' from rank 1",
-        "the parameters of unit 'first' from rank 0",
-    )
-    assert_alike(list(gradient), "rank 0 waits for the gradients of unit 'right' from rank 1")
+@pytest.mark.parametrize(
+    ("strategy", "facts"),
+    [
+        (
+            ShardingStrategy.FULL_SHARD,
+            [
+                "the parameters of unit 'right' from rank 1",
+                "the parameters of unit 'first' from rank 0",
+            ],
+        ),
+        (
+            ShardingStrategy.SHARD_GRAD_OP,
+            ["rank 0 waits for the gradients of unit 'right' from rank 1"],
+        ),
+    ],
+)
+@on_ranks(2, environment=NOT_MAPPED)
+def test_circles_in_backward_are_found(strategy: ShardingStrategy, facts: list[str]) -> None:
+    pair = make_pair(Joined, sharding_strategy=strategy)
+    loss = pair.model(torch.ones(2, DIM), pair.rank == 1).sum()
+    assert_circle(message_of(loss.backward), *facts)
 
 
-def fails_on_a_hybrid_mesh() -> str:
+@on_ranks(4, environment=NOT_MAPPED)
+def test_all_ranks_of_a_hybrid_mesh_and_late_ranks_get_the_error() -> None:
     """The replicas 2 and 3 wait for 0 and 1 in backward only; rank 3 is late."""
     pair = make_pair(Switch, replicas=2)
     if pair.rank == 3:
         time.sleep(2.0)  # far longer than the patience of the others
     use = "b" if pair.rank == 0 else "ab"
-    return message_of(lambda: pair.model(torch.ones(2, DIM), use).sum().backward())
-
-
-def test_all_ranks_of_a_hybrid_mesh_and_late_ranks_get_the_error() -> None:
-    messages = run_ranks(4, fails_on_a_hybrid_mesh, environment=NOT_MAPPED)
-    assert_alike(messages, "unit 'a' from rank 0", "unit 'b' from rank 1")
+    message = message_of(lambda: pair.model(torch.ones(2, DIM), use).sum().backward())
+    assert_circle(message, "unit 'a' from rank 0", "unit 'b' from rank 1")
 
 
 LARGE = 1 << 24  # numbers in a message: far more than fit into the buffers of a connection
-
-
-def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
-    """Rank 1 closes its connections while a message is arriving. It tells why, or not, as a killed
-    process."""
-    comm = connect(dist.new_group())
-    segments = torch.full((2 * LARGE,), float(comm.rank)).chunk(2)
-
-    def communicate() -> None:
-        if is_collective:
-            comm.broadcast(segments[:1], "a model")
-        else:
-            full = segments[0]._base
-            assert full is not None
-            comm.end_gather(comm.begin_gather(segments[comm.rank], full, segments, 4), "a model")
-            comm.settle("a model")
-
-    def communicate_until_it_fails() -> None:
-        while not found:  # the first message may be too fast
-            message = message_of(communicate)
-            found.extend([message] if message else [])
-
-    found: list[str] = []
-    with (
-        mock.patch.object(StatusStore, "report_failure")
-        if not is_told
-        else contextlib.nullcontext(),
-    ):
-        if comm.rank == 0:
-            communicate_until_it_fails()
-        else:
-            thread = threading.Thread(target=communicate_until_it_fails)
-            thread.start()
-            while segments[0][0].item():  # until it is that of rank 0
-                pass
-            comm.connections.abandon("its communication", KeyboardInterrupt())
-            thread.join()
-    return found[0]
 
 
 @pytest.mark.parametrize("is_collective", [False, True])
@@ -647,14 +609,41 @@ def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
         (False, "rank 1 closed its connection"),
     ],
 )
+@on_ranks(2, environment=MESSAGES)
 def test_message_that_is_under_way_when_its_connection_closes_fails(
     is_collective: bool, is_told: bool, reason: str
 ) -> None:
-    message, _ = run_ranks(
-        2, loses_a_message_under_way, is_collective, is_told, environment=MESSAGES
-    )
-    assert re.match(f"Waiting for a .*model failed: {reason}", message), message
-    assert "to do:    look at rank 1's own error first" in message
+    """Rank 1 closes its connections while a message is arriving. It tells why, or not, as a killed
+    process."""
+    comm = connect(dist.new_group())
+    full = torch.full((2 * LARGE,), float(comm.rank))
+    segments, found = full.chunk(2), list[str]()
+
+    def communicate() -> None:
+        if is_collective:
+            comm.broadcast(segments[:1], "a model")
+        else:
+            comm.end_gather(comm.begin_gather(segments[comm.rank], full, segments, 4), "a model")
+            comm.settle("a model")
+
+    def communicate_until_it_fails() -> None:
+        while not found:  # the first message may be too fast
+            message = message_of(communicate)
+            found.extend([message] if message else [])
+
+    silent = mock.patch.object(StatusStore, "report_failure")
+    with contextlib.nullcontext() if is_told else silent:
+        if comm.rank == 0:
+            communicate_until_it_fails()
+            assert re.match(f"Waiting for a .*model failed: {reason}", found[0]), found
+            assert "to do:    look at rank 1's own error first" in found[0]
+        else:
+            thread = threading.Thread(target=communicate_until_it_fails)
+            thread.start()
+            while segments[0][0].item():  # until it is that of rank 0
+                pass
+            comm.connections.abandon("its communication", KeyboardInterrupt())
+            thread.join()
 
 
 @on_ranks(2, group_timeout=2)
@@ -688,78 +677,38 @@ def threads() -> list[threading.Thread]:
 
 @on_ranks(2)
 def test_one_thread_runs_while_there_are_process_groups() -> None:
-    """Numbers of threads with a model, after its process group was destroyed, and with the next
-    model."""
     with limits(patience_s=0.1):
         first = make_pair(Switch)
-        running = threads()
-        found = [len(running)]
+        [thread] = threads()
         store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
         rank = dist.get_rank()
         dist.destroy_process_group()
         del first
         gc.collect()
-        for thread in running:
-            thread.join(5)
-        found.append(len(threads()))
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world
-        )
+        thread.join(5)
+        assert threads() == []
+        again = dist.PrefixStore("again", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
         make_pair(Switch).step(use_all)
-        found.append(len(threads()))
-    assert tuple(found) == (1, 0, 1)
-
-
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._comm.divergence import deadlock
-from torch import nn
-
-rank, path, skips = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "skips"
-deadlock.PATIENCE = 0.5
-dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-parts = [FSDP(nn.Linear(4, 4)) for _ in range(3)]
-model = FSDP(nn.Sequential(*parts))
-x = torch.ones(2, 4)
-model(x).sum().backward()
-if skips and rank == 1:
-    model.module[1].forward = lambda x: x
-    del model.module[1]
-model(x).sum().backward()
-print("done")
-"""
-
-
-def test_programs_exit_by_themselves(tmp_path: Path) -> None:
-    arguments = [(rank, tmp_path / mode, mode) for mode in ("trains", "skips") for rank in range(2)]
-    *train, first, second = run_programs(PROGRAM, arguments, tmp_path)
-    assert [(each.code, each.out) for each in train] == [(0, "done\n")] * 2, train
-    for each in (first, second):
-        assert each.code == 1 and "can never end" in each.err, each
-    for each in (*train, first, second):
-        assert "terminate called" not in each.err and "Fatal" not in each.err
+        assert len(threads()) == 1
 
 
 @on_ranks(2)
 def test_two_models_train_in_two_threads_over_two_process_groups() -> None:
-    """Two models train at once, each in its own thread, over its own process group."""
-    groups = [dist.new_group() for _ in range(2)]
-    pairs = [make_pair(Switch, process_group=group) for group in groups]
-    found = ["", ""]
+    pairs = [make_pair(Switch, process_group=dist.new_group()) for _ in range(2)]
+    found: list[str] = []
 
-    def trains(n: int) -> None:
-        x = torch.ones(2, DIM)
+    def trains(pair: Pair) -> None:
         try:
             for _ in range(60):
-                pairs[n].model(x, "ab").sum().backward()
+                pair.model(torch.ones(2, DIM), "ab").sum().backward()
         except StateError as error:
-            found[n] = str(error)
+            found.append(str(error))
 
-    threads = [threading.Thread(target=trains, args=(n,)) for n in range(2)]
+    workers = [threading.Thread(target=trains, args=(pair,)) for pair in pairs]
     with limits():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == ["", ""]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert found == []

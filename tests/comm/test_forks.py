@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, StateError
+from fsdp_compat import FullyShardedDataParallel, ShardingStrategy
 from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.same_host.peers import PeerArena
+from tests.support.errors import message_of
+from tests.support.forks import forked
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import on_ranks, run_ranks
@@ -123,28 +125,17 @@ def test_forked_process_sees_them_when_the_system_has_no_more_files(refused: int
     run_ranks(2, forks_while_it_trains, ShardingStrategy.FULL_SHARD, refused, environment=COPIED)
 
 
-def forks_without_files() -> tuple[bool, str]:
-    """Whether a child sees the weights as they were when rank 1 has no file for a fork, and the
-    error of the next step."""
+@on_ranks(2, environment=MAPPED)
+def test_a_rank_whose_shards_can_be_mapped_no_more_is_named_on_all_ranks() -> None:
+    """Rank 1 has no file for a fork; its child sees the weights from before."""
     training = Training()
     training.step()
     with no_files() if dist.get_rank() else contextlib.nullcontext():
         child = Child(lambda: bits(training.state()))
     expected = bits(training.state())
-    try:
-        training.step()
-    except StateError as error:
-        return child.answer() == expected, str(error)
-    return child.answer() == expected, "no error"
-
-
-def test_a_rank_whose_shards_can_be_mapped_no_more_is_named_on_all_ranks() -> None:
-    for is_right, message in run_ranks(2, forks_without_files, environment=MAPPED):
-        assert is_right
-        assert (
-            "no shared memory on ranks [1], which ran out of file descriptors (ulimit -n)"
-            in message
-        )
+    message = message_of(training.step)
+    assert child.answer() == expected
+    assert "no shared memory on ranks [1], which ran out of file descriptors" in message
 
 
 class Weights(Dataset[float]):
@@ -199,22 +190,15 @@ def test_forks_during_a_step_do_not_change_it() -> None:
 
 @on_ranks(1)
 def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
-    """What a peer reads at a location that was told before several forks, the files of which it has
-    not opened yet."""
-    kept, found = [], []
+    """The peer has not opened the files of the forks yet."""
+    kept, told = [], []
     for number in range(3):
         kept.append(shared_memory.allocate(WIDTH, torch.float32).fill_(number))
-        found.append(shared_memory.locate(kept[-1]))
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
+        told.append(shared_memory.locate(kept[-1]))
+        os.waitpid(forked(lambda: None), 0)
     peer = PeerArena(os.getpid(), shared_memory.arena().token)
-    assert [float(peer.view(place, WIDTH, torch.float32).mean()) for place in found] == [
-        0.0,
-        1.0,
-        2.0,
-    ]
+    found = [float(peer.view(place, WIDTH, torch.float32).mean()) for place in told]
+    assert found == [0.0, 1.0, 2.0]
 
 
 # -- cost
@@ -222,15 +206,12 @@ def test_peers_that_are_late_read_what_was_told_before_several_forks() -> None:
 
 @on_ranks(2)
 def test_fork_copies_nothing_and_leaves_nothing() -> None:
-    """Bytes in files before four forks, after them, descriptors in each child, and bytes in files
-    after the next steps."""
-    shards = 2 * WIDTH * WIDTH * 4 // 2
     training = Training()
     for _ in range(2):
         training.step()
 
     def files() -> dict[int, int]:
-        """By inode."""
+        """By inode: bytes."""
         found = {}
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -243,14 +224,13 @@ def test_fork_copies_nothing_and_leaves_nothing() -> None:
     before = sum(files().values())
     children = [Child(lambda: len(files())) for _ in range(4)]
     during = sum(files().values())
-    held = [child.answer() for child in children]
+    assert WIDTH * WIDTH * 4 <= during <= before + (1 << 14), "one copy of the shards"
+    in_child = [child.answer() for child in children]
+    assert in_child == [0] * 4, "no descriptors of what the parent writes from now on"
     for _ in range(2):
         training.step()
     training.optimizer.zero_grad()
-    in_child, after = held, sum(files().values())
-    assert shards <= during <= before + (1 << 14), "one copy"
-    assert in_child == [0] * 4, "no descriptors of what the parent writes from now on"
-    assert after <= before + (1 << 16)
+    assert sum(files().values()) <= before + (1 << 16)
 
 
 @on_ranks(2)
@@ -258,14 +238,7 @@ def test_forked_process_that_uses_the_model_gets_an_error() -> None:
     training = Training()
     training.step()
 
-    def use() -> str:
-        try:
-            training.step()
-        except StateError as error:
-            return str(error)
-        return "no error"
-
-    message = Child(use).answer()
+    message = Child(lambda: message_of(training.step)).answer()
     training.step()
     assert "this process was forked from a rank" in message
 

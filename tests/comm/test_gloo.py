@@ -8,7 +8,6 @@ import copy
 import gc
 import io
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -23,22 +22,18 @@ from fsdp_compat._comm.messages import MessageTransport
 from fsdp_compat._comm.same_host import peers, shared_memory
 from fsdp_compat._comm.same_host.peers import PeerArena
 from fsdp_compat._comm.same_host.transport import SameHostTransport
-from tests.comm.test_deadlock import assert_alike
+from tests.comm.test_deadlock import assert_circle
 from tests.engine.test_counts import Operations, counting_sends
 from tests.support.collectives import all_reduced, connect, gathered, reduced
 from tests.support.errors import message_of
 from tests.support.forks import forked
 from tests.support.parity import make_pair
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
+from tests.support.same_host import COPIED, MESSAGES
 
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
-MEDIA = {"counters": SameHostTransport, "messages": MessageTransport}
+MEDIA = pytest.mark.parametrize("environment", [COPIED, MESSAGES], ids=["counters", "messages"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
-
-
-def by(medium: str) -> dict[str, str]:
-    """Return the environment in which ranks of one host exchange messages in this way."""
-    return {"FSDP_COMPAT_SAME_HOST": medium}
 
 
 def from_0_to_4(numel: int, first: int) -> torch.Tensor:
@@ -57,127 +52,98 @@ def in_block(numel: int) -> torch.Tensor:
 # -- values
 
 
-@contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """Shared memory is full, and the system gives no more."""
-    with (
-        mock.patch.object(shared_memory.Chunk, "take", return_value=None),
-        mock.patch.object(os, "memfd_create", side_effect=OSError(24, "no descriptors")),
-    ):
-        yield
-
-
-def exchanges_everything(
-    blind: tuple[int, ...] = (), dtypes: tuple[torch.dtype, ...] = DTYPES
-) -> tuple[type, int]:
-    """Gather, reduce and all-reduce in each of the dtypes. Returns the kind of transport, and the
-    bytes handed to gloo for the first dtype.
-
-    blind: ranks whose memory cannot be read.
-    """
-    hidden = mock.patch.object(shared_memory, "first_location", return_value=None)
-    with hidden if dist.get_rank() in blind else contextlib.nullcontext():
-        comm = connect()
-    ranks, rank, sent = comm.ranks, comm.rank, []
-    divisor = torch.tensor(2.0, dtype=torch.float64)
+def assert_exchanges(
+    comm: Any, kind: type = MessageTransport, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> None:
+    """Gather, reduce and all-reduce in each of the dtypes. kind: of the transport, which sends
+    values by gloo, or nothing."""
+    assert type(comm) is kind
+    ranks, rank, divisor = comm.ranks, comm.rank, torch.tensor(2.0, dtype=torch.float64)
     for dtype in dtypes:
-        found: list[int] = []
+        sent: list[int] = []
         tag, wide = comm.new_tag(), torch.promote_types(dtype, torch.float32)
-        with counting_sends(found):
+        with counting_sends(sent):
             full = gathered(comm, numbers(comm, NUMEL, rank, dtype), tag)
             buffer = numbers(comm, ranks * NUMEL, rank, dtype)
             shard = reduced(comm, buffer, tag, divisor=divisor, dtype=wide)
             total = numbers(comm, ranks * NUMEL - 1, rank, dtype)
             outside = all_reduced(comm, total.clone(), tag, divisor=divisor)
             inside = all_reduced(comm, total, tag, divisor=divisor)
-        sent.append(sum(found))
         wholes = [from_0_to_4(NUMEL, r).to(dtype) for r in range(ranks)]
         assert torch.equal(full, torch.cat(wholes)), dtype
         summed = sum(from_0_to_4(ranks * NUMEL, r) for r in range(ranks)) / 2
         assert torch.equal(shard, summed.chunk(ranks)[rank].to(wide)), dtype
         assert torch.equal(inside, summed[:-1].to(dtype)), dtype
         assert torch.equal(outside, inside)
-    return type(comm), sent[0]
+        # a gather, a reduction, two totals of two steps
+        values = NUMEL * (ranks - 1) * (2 + 2 * 2) if kind is MessageTransport else 0
+        assert abs(sum(sent) - dtype.itemsize * values) < 100
 
 
-def bytes_of_values(ranks: int) -> int:
-    """Return what is sent of the first dtype: a gather, a reduction, two totals of two steps."""
-    return 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)
-
-
+@MEDIA
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("medium", MEDIA)
+@on_ranks("ranks")
 def test_exchanges_are_right_in_every_dtype_and_send_values_or_nothing(
-    ranks: int, medium: str
+    ranks: int, environment: dict[str, str]
 ) -> None:
-    values = bytes_of_values(ranks) if medium == "messages" else 0
-    for kind, sent in run_ranks(ranks, exchanges_everything, environment=by(medium)):
-        assert kind is MEDIA[medium]
-        assert abs(sent - values) < 100
+    kind = MessageTransport if environment == MESSAGES else SameHostTransport
+    assert_exchanges(connect(), kind)
 
 
+@on_ranks(3)
 def test_one_rank_without_readable_memory_lets_all_send_values() -> None:
-    for kind, sent in run_ranks(3, exchanges_everything, (2,), DTYPES[:2]):
-        assert kind is MessageTransport
-        assert abs(sent - bytes_of_values(3)) < 100
+    hidden = mock.patch.object(shared_memory, "first_location", return_value=None)
+    with hidden if dist.get_rank() == 2 else contextlib.nullcontext():
+        comm = connect()
+    assert_exchanges(comm, dtypes=DTYPES[:2])
 
 
-def exchanges_without_memfd(ranks: tuple[int, ...]) -> type:
-    """ranks: those whose Python cannot make files in memory. Returns the kind of transport."""
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)])
+@on_ranks(3)
+def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...]) -> None:
     with contextlib.ExitStack() as stack:
         if dist.get_rank() in ranks:
             make = os.memfd_create
             stack.callback(setattr, os, "memfd_create", make)
             del os.memfd_create
             stack.enter_context(mock.patch.object(shared_memory, "_arena", shared_memory.Arena()))
-        return exchanges_everything(dtypes=DTYPES[:1])[0]
-
-
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)])
-def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...]) -> None:
-    assert run_ranks(3, exchanges_without_memfd, ranks) == [MessageTransport] * 3
-
-
-def runs_out_of_memory() -> str:
-    """The last rank gets no more shared memory after it has connected. Returns the error."""
-    comm = connect()
-    is_full = comm.rank == comm.ranks - 1
-    with no_room() if is_full else contextlib.nullcontext():
-        return message_of(lambda: gathered(comm, torch.ones(NUMEL), 4))
+        assert_exchanges(connect(), dtypes=DTYPES[:1])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", group_timeout=20)
 def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks(ranks: int) -> None:
-    expected = (
-        f"rank {ranks - 1} can get no more shared memory: no more file descriptors of this process "
-        "(ulimit -n)"
-    )
-    for message in run_ranks(ranks, runs_out_of_memory, group_timeout=20):
-        assert expected in message
+    """After it has connected."""
+    comm = connect()
+    with contextlib.ExitStack() as stack:
+        if comm.rank == ranks - 1:
+            full = mock.patch.object(shared_memory.Chunk, "take", return_value=None)
+            refused = OSError(24, "no descriptors")
+            stack.enter_context(full)
+            stack.enter_context(mock.patch.object(os, "memfd_create", side_effect=refused))
+        message = message_of(lambda: gathered(comm, torch.ones(NUMEL), 4))
+    assert f"rank {ranks - 1} can get no more shared memory: no more file descriptors" in message
 
 
-def sums_of_all_sizes() -> None:
+@MEDIA
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_sums_of_every_size_are_right_and_bit_equal_to_gloos_on_two_ranks(
+    ranks: int, environment: dict[str, str]
+) -> None:
     comm = connect()
     torch.manual_seed(comm.rank)
     for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
         total = all_reduced(comm, numbers(comm, numel, comm.rank), comm.new_tag())
-        expected = sum(from_0_to_4(numel, r) for r in range(comm.ranks)).float()
+        expected = sum(from_0_to_4(numel, r) for r in range(ranks)).float()
         assert torch.equal(total, expected), numel
-    for dtype in (torch.float32, torch.float64) if comm.ranks == 2 else ():
+    for dtype in (torch.float32, torch.float64) if ranks == 2 else ():
         buffer = comm.allocate(2 * NUMEL, dtype).copy_(torch.randn(2 * NUMEL, dtype=dtype))
         theirs, whole = torch.empty(NUMEL, dtype=dtype), buffer.clone()
         dist.reduce_scatter_tensor(theirs, buffer)
         dist.all_reduce(whole)
         assert torch.equal(reduced(comm, buffer, comm.new_tag(), dtype=dtype), theirs)
         assert torch.equal(all_reduced(comm, buffer, comm.new_tag()), whole)
-
-
-@pytest.mark.parametrize("medium", MEDIA)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_of_every_size_are_right_and_bit_equal_to_gloos_on_two_ranks(
-    ranks: int, medium: str
-) -> None:
-    run_ranks(ranks, sums_of_all_sizes, environment=by(medium))
 
 
 @on_ranks(2)
@@ -189,20 +155,6 @@ def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer(
         reduced(comm, buffer, 4)
     assert seen.written["copy_"] == [NUMEL, NUMEL]
     assert not {"empty_like", "clone", "_to_copy"} & seen.names.keys()
-
-
-def describes_its_gather_wrongly(word: int, value: int) -> str:
-    """Rank 1 replaces a word of its message. Returns the error."""
-    comm, words = connect(), peers.Message.words
-
-    def wrong_words(place: Any, message: torch.Tensor) -> list[int]:
-        told = words(place, message)
-        told[word] = value
-        return told
-
-    lies = mock.patch.object(peers.Message, "words", wrong_words)
-    with lies if comm.rank == 1 else contextlib.nullcontext():
-        return message_of(lambda: gathered(comm, numbers(comm, NUMEL, comm.rank), 4))
 
 
 @pytest.mark.parametrize(
@@ -217,12 +169,23 @@ def describes_its_gather_wrongly(word: int, value: int) -> str:
         (-2, 1 << 40, "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of"),
     ],
 )
+@on_ranks(2, group_timeout=20)
 def test_message_described_wrongly_raises_an_error_with_its_rank(
     word: int, value: int, expected: str
 ) -> None:
-    first, second = run_ranks(2, describes_its_gather_wrongly, word, value, group_timeout=20)
-    assert expected in first and "Waiting for tag 4 failed" in first
-    assert second.startswith("Waiting for")
+    """Rank 1 replaces a word of its message."""
+    comm, words = connect(), peers.Message.words
+
+    def wrong_words(place: Any, message: torch.Tensor) -> list[int]:
+        told = words(place, message)
+        told[word] = value
+        return told
+
+    lies = mock.patch.object(peers.Message, "words", wrong_words)
+    with lies if comm.rank == 1 else contextlib.nullcontext():
+        message = message_of(lambda: gathered(comm, numbers(comm, NUMEL, comm.rank), 4))
+    assert message.startswith("Waiting for")
+    assert comm.rank == 1 or (expected in message and "Waiting for tag 4 failed" in message)
 
 
 def test_peer_memory_checks_a_location_before_reading() -> None:
@@ -287,8 +250,10 @@ def test_block_is_reused_after_all_peers_have_read_it() -> None:
     assert shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address
 
 
-def sends_again_before_the_peer_has_read() -> list[float]:
-    """Rank 1 reads late. Returns the largest values of two gathers with one tag."""
+@MEDIA
+@on_ranks(2)
+def test_a_message_does_not_replace_one_that_was_not_read(environment: dict[str, str]) -> None:
+    """Rank 1 reads late."""
     comm, found = connect(), []
     store = dist.distributed_c10d._get_default_store()
     first, second = numbers(comm, NUMEL, 0), numbers(comm, NUMEL, 0) + 5
@@ -303,81 +268,68 @@ def sends_again_before_the_peer_has_read() -> list[float]:
         comm.end_gather(handle, "parameters")
         found.append(full.max().item())
     comm.settle("what was sent")
-    return found
+    assert found == [4.0, 9.0]
 
 
-@pytest.mark.parametrize("medium", MEDIA)
-def test_a_message_does_not_replace_one_that_was_not_read(medium: str) -> None:
-    found = run_ranks(2, sends_again_before_the_peer_has_read, environment=by(medium))
-    assert found == [[4.0, 9.0]] * 2
+def begun_gather(comm: Any, tag: int, own: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    full = torch.empty(2 * NUMEL)
+    return comm.begin_gather(own, full, full.chunk(2), tag), full
 
 
-def drains_what_is_under_way() -> bool:
+@MEDIA
+@on_ranks(2)
+def test_settle_ends_unfinished_gathers(environment: dict[str, str]) -> None:
     """A prefetch that no rank has waited for yet."""
     comm = connect()
-    own, full = numbers(comm, NUMEL, comm.rank), torch.empty(2 * NUMEL)
-    handle = comm.begin_gather(own, full, full.chunk(2), 4)
+    own = numbers(comm, NUMEL, comm.rank)
+    handle, full = begun_gather(comm, 4, own)
     comm.settle("what was sent")
     own.fill_(9.0)
     dist.barrier()
     comm.end_gather(handle, "parameters")
-    return bool((full.max() == 4.0).item())
-
-
-@pytest.mark.parametrize("medium", MEDIA)
-def test_settle_ends_unfinished_gathers(medium: str) -> None:
-    assert run_ranks(2, drains_what_is_under_way, environment=by(medium)) == [True] * 2
+    assert full.max() == 4.0
 
 
 # -- failures
 
 
-def does_not_read() -> str:
+@on_ranks(2)
+def test_error_names_a_rank_that_never_reads_a_message() -> None:
     """Rank 0 waits until its gather was read; rank 1 waits for another gather before it reads."""
     comm = connect()
-    own, full, other = (
-        numbers(comm, NUMEL, comm.rank),
-        torch.empty(2 * NUMEL),
-        torch.empty(2 * NUMEL),
-    )
+    own = numbers(comm, NUMEL, comm.rank)
 
     def step() -> None:
-        first = comm.begin_gather(own, full, full.chunk(2), 4)
+        first, _full = begun_gather(comm, 4, own)
         if comm.rank == 0:
             comm.end_gather(first, "the parameters of 'a'")
             comm.settle("what was sent")
-        second = comm.begin_gather(own, other, other.chunk(2), 8)
+        second, _other = begun_gather(comm, 8, own)
         comm.end_gather(second, "the parameters of 'b'")
 
-    return message_of(step)
-
-
-def test_error_names_a_rank_that_never_reads_a_message() -> None:
-    assert_alike(
-        run_ranks(2, does_not_read),
+    assert_circle(
+        message_of(step),
         "rank 0 waits for rank 1 to take the parameters of 'a'",
         "rank 1 waits for the parameters of 'b' from rank 0",
     )
 
 
-def reads_what_was_given_up() -> str:
+@on_ranks(2, group_timeout=20)
+def test_memory_of_a_failed_rank_is_not_used() -> None:
     comm = connect()
-    own, full = numbers(comm, NUMEL, comm.rank), torch.empty(2 * NUMEL)
-    handle = comm.begin_gather(own, full, full.chunk(2), 4)
+    own = numbers(comm, NUMEL, comm.rank)
+    handle, _full = begun_gather(comm, 4, own)
     dist.barrier()
     if comm.rank == 0:
         comm._table.close(has_failed=True)
         own.fill_(9.0)
     dist.barrier()
     if comm.rank == 0:
-        return message_of(lambda: comm.settle("what was sent"))
-    return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
-
-
-def test_memory_of_a_failed_rank_is_not_used() -> None:
-    first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20)
-    assert "the communication of rank 0 has failed" in second
-    assert first.startswith("Waiting for")
+        message = message_of(lambda: comm.settle("what was sent"))
+        assert message.startswith("Waiting for")
+    else:
+        message = message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
+        assert "the communication of rank 0 has failed" in message
 
 
 # -- blocks
@@ -427,20 +379,6 @@ def test_arena_merges_adjacent_free_ranges() -> None:
     assert mine.take(4 << 20, False) is not None
     assert len(mine.chunks) == 1
     assert len(mine.chunks[0].free) == 1
-
-
-def test_tensors_are_ordinary_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = shared_memory.Arena()
-    monkeypatch.setattr(shared_memory, "_arena", mine)
-
-    def refuse(*args: Any) -> None:
-        raise OSError("no descriptors")
-
-    monkeypatch.setattr(shared_memory, "Chunk", refuse)
-    assert shared_memory.first_location() is None
-    tensor = shared_memory.allocate(NUMEL, torch.float32, zero=True)
-    assert shared_memory.locate(tensor) is None
-    assert not tensor.any()
 
 
 def test_copies_of_a_block_are_ordinary_tensors() -> None:

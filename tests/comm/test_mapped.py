@@ -15,7 +15,7 @@ from fsdp_compat._comm.same_host.memory_files import PAGE_NBYTES
 from fsdp_compat._comm.same_host.peers import MappedFiles, map_shards
 from fsdp_compat.errors import UsageError
 from tests.support.collectives import connect
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 NUMEL = 3 * PAGE_NBYTES // 4
 
@@ -112,19 +112,17 @@ def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.Monk
     assert is_in_pages(1024, torch.float32) and not is_in_pages(512, torch.float32)
 
 
-def refuses_to_connect() -> str:
-    try:
+@on_ranks(2, environment={"FSDP_COMPAT_SAME_HOST": "none"})
+def test_an_unknown_way_to_exchange_messages_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected: 'mapped', 'counters', 'messages'") as caught:
         connect()
-    except UsageError as error:
-        return str(error)
-    return ""
+    assert "got:      'none'" in str(caught.value)
 
 
-def test_wrong_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for message in run_ranks(2, refuses_to_connect, environment={"FSDP_COMPAT_SAME_HOST": "none"}):
-        assert "expected: 'mapped', 'counters', 'messages'" in message
-        assert "got:      'none'" in message
-    for wrong in ("", "0", "-1", "1 MB"):
-        monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", wrong)
-        with pytest.raises(UsageError, match="not a number of bytes"):
-            is_in_pages(1, torch.float32)
+@pytest.mark.parametrize("wrong", ["", "0", "-1", "1 MB"])
+def test_the_smallest_mapped_shard_must_be_a_number_of_bytes(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", wrong)
+    with pytest.raises(UsageError, match="not a number of bytes"):
+        is_in_pages(1, torch.float32)

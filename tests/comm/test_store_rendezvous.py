@@ -3,7 +3,6 @@ ranks can go on afterwards."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -14,22 +13,19 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_compat import StateError
 from fsdp_compat._comm.divergence import deadlock, progress, status_store, store_rendezvous
 from fsdp_compat._comm.divergence.processes import Process
 from fsdp_compat._comm.divergence.status_store import Answer, MissingRanks, Post, StatusStore
 from fsdp_compat._comm.divergence.store_rendezvous import Attempt, StoreRendezvous
-from fsdp_compat._comm.divergence.waits import RENDEZVOUS, Activity, Report, Wait
+from fsdp_compat._comm.divergence.waits import Activity, Report, Wait
 from tests.support.simulation import RecordedStore, Simulation
 
 IDLE_S = 10.0  # the limit
 TIMEOUT_S = 600.0  # of the process group
 CONNECTIONS = "connections"  # the name of those that the calls would use
-
-
-class Model:
-    """What calls are about."""
 
 
 class Ranks:
@@ -43,20 +39,18 @@ class Ranks:
             StoreRendezvous(Activity(name, rank, members), self.stores[rank], TIMEOUT_S)
             for rank in members
         ]
-        self.models = Model(), Model()
-        for each, model in itertools.product(self.rendezvous, self.models):
-            each.number_of(model)
+        self.model = nn.Module()
+        for each in self.rendezvous:
+            each.number_of(self.model)
 
-    def call(
-        self, rank: int, name: str = "call", *, after_s: float = 0.0, model: int = 1
-    ) -> Callable[[], str]:
+    def call(self, rank: int, name: str = "call", *, after_s: float = 0.0) -> Callable[[], str]:
         """A function for the simulation: the error of the call, or ""."""
 
         def make() -> str:
             if after_s:
                 self.simulation.sleep(after_s)
             try:
-                self.rendezvous[rank].meet(f"{name}()", self.models[model - 1], CONNECTIONS)
+                self.rendezvous[rank].meet(f"{name}()", self.model, CONNECTIONS)
             except StateError as error:
                 return str(error)
             return ""
@@ -151,14 +145,6 @@ def test_waiting_does_not_grow_the_file_of_a_file_store(
     assert grown[2] == grown[1]
 
 
-def test_only_the_first_waiting_rank_asks_often(make: Callable[..., Ranks]) -> None:
-    ranks = make(3)
-    late, busy = ranks.call(2, after_s=30.0), ranks.answers(2, lambda: 0.0, 30.0)
-    assert ranks.simulation.run(ranks.call(0), ranks.call(1), late, busy)[:3] == [""] * 3
-    first, second = (ranks.stores[rank].calls.count("add") for rank in range(2))
-    assert first > 3 * second > 0
-
-
 # -- refusals
 
 
@@ -196,12 +182,6 @@ def test_rank_that_arrives_while_the_rendezvous_is_closed_is_told_its_own_call(
     ranks.assert_all_can_go_on()
 
 
-def test_the_same_call_of_different_models_is_refused(make: Callable[..., Ranks]) -> None:
-    ranks = make(2)
-    assert all(ranks.simulation.run(ranks.call(0, model=1), ranks.call(1, model=2)))
-    ranks.assert_all_can_go_on()
-
-
 def test_idle_rank_is_waited_for_up_to_the_limit(make: Callable[..., Ranks]) -> None:
     ranks, simulation = make(3), make(1).simulation
     for _ in range(2):  # the second time as the first
@@ -220,35 +200,37 @@ def test_idle_rank_is_waited_for_up_to_the_limit(make: Callable[..., Ranks]) -> 
     ranks.assert_all_can_go_on()
 
 
-def test_rank_that_makes_progress_is_waited_for(make: Callable[..., Ranks]) -> None:
-    ranks = make(2)
-    late, busy = ranks.call(1, after_s=400.0), ranks.answers(1, lambda: 0.0, 400.0)
-    assert ranks.simulation.run(ranks.call(0), late, busy)[:2] == ["", ""]
-
-
 def test_rank_that_makes_progress_is_waited_for_up_to_the_time_limit(
     make: Callable[..., Ranks],
 ) -> None:
     ranks = make(2)
+    late, busy = ranks.call(1, after_s=400.0), ranks.answers(1, lambda: 0.0, 400.0)
+    assert ranks.simulation.run(ranks.call(0), late, busy)[:2] == ["", ""]
+    started = ranks.simulation.now
     message, _ = ranks.simulation.run(ranks.call(0), ranks.answers(1, lambda: 0.0, 700.0))
     limit = "rank 1 has not arrived: the time limit of 600 s is over; it is at train.py:5"
     assert limit in message
-    assert ranks.simulation.now < 1000 + 702
+    assert ranks.simulation.now < started + 702
 
 
-def test_rank_whose_program_has_ended_is_not_waited_for(make: Callable[..., Ranks]) -> None:
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        (None, "rank 1 has not arrived: it has ended with KeyError: 'x'"),
+        (Report({1: "lost"}), "rank 1 has not arrived: its communication has failed (lost)"),
+    ],
+)
+def test_rank_whose_program_or_communication_has_ended_is_not_waited_for(
+    make: Callable[..., Ranks], report: Report | None, told: str
+) -> None:
     ranks = make(2)
-    ranks.status.answer(1, Answer(0, "has ended with KeyError: 'x'", 0.0, ended=True))
+    if report is None:
+        ranks.status.answer(1, Answer(0, "has ended with KeyError: 'x'", 0.0, ended=True))
+    else:
+        ranks.status.report_failure(CONNECTIONS, 1, report)
     (message,) = ranks.simulation.run(ranks.call(0))
-    assert "rank 1 has not arrived: it has ended with KeyError: 'x'" in message
+    assert told in message
     assert ranks.simulation.now < 1000 + 2 * store_rendezvous.ASK_S + 1
-
-
-def test_rank_whose_communication_has_failed_is_not_waited_for(make: Callable[..., Ranks]) -> None:
-    ranks = make(2)
-    ranks.status.report_failure(CONNECTIONS, 1, Report({1: "it is lost"}))
-    (message,) = ranks.simulation.run(ranks.call(0))
-    assert "rank 1 has not arrived: its communication has failed (it is lost)" in message
 
 
 def test_refused_rank_that_does_not_come_back_is_missed_by_late_ranks(
@@ -303,30 +285,20 @@ def test_ranks_of_different_groups_do_not_affect_each_other(make: Callable[..., 
     one.assert_all_can_go_on()
 
 
-# -- deadlock detection
-
-
-def search(rendezvous: StoreRendezvous, store: StatusStore, for_s: float) -> Callable[[], None]:
-    """A function for the simulation: the thread of deadlock.py."""
-    own = deadlock.Search()
-
-    def act() -> None:
-        end = store_rendezvous.time.monotonic() + for_s
-        while store_rendezvous.time.monotonic() < end:
-            own.look([rendezvous], store)
-            store_rendezvous.time.sleep(deadlock.LOOK_S)
-
-    return act
-
-
 def test_rank_that_waits_for_a_waiting_rank_ends_the_rendezvous(make: Callable[..., Ranks]) -> None:
     """Rank 1 waits for a message of rank 0, which waits for rank 1 in a rendezvous."""
-    ranks = make(2)
+    ranks, search = make(2), deadlock.Search()
     wait = Wait(1, (0,), CONNECTIONS, 4, 1, "rank 1 waits for the parameters of unit 'a'")
     ranks.status.post(1, Post(wait, {CONNECTIONS: {4: 1}}))
-    message, _ = ranks.simulation.run(
-        ranks.call(0, "state_dict"), search(ranks.rendezvous[0], ranks.status, 20.0)
-    )
+
+    def look() -> None:
+        """As the thread of deadlock.py."""
+        end = ranks.simulation.now + 20.0
+        while ranks.simulation.now < end:
+            search.look([ranks.rendezvous[0]], ranks.status)
+            ranks.simulation.sleep(deadlock.LOOK_S)
+
+    message, _ = ranks.simulation.run(ranks.call(0, "state_dict"), look)
     assert "rank 0 waits in state_dict() for the ranks [1], at train.py:1 in main()" in message
     assert "rank 1 waits for the parameters of unit 'a'" in message
     assert ranks.status.failure_of(ranks.rendezvous[0].activity.name) is None
@@ -334,45 +306,13 @@ def test_rank_that_waits_for_a_waiting_rank_ends_the_rendezvous(make: Callable[.
     ranks.assert_all_can_go_on()
 
 
-def test_waiting_rank_publishes_that_it_can_be_refused(make: Callable[..., Ranks]) -> None:
-    ranks = make(3)
-    seen: list[Post | None] = []
-
-    def look() -> None:
-        ranks.simulation.sleep(8.0)
-        seen.append(ranks.status.post_of(0))
-
-    late = [ranks.call(rank, after_s=9.0) for rank in (1, 2)]
-    thread = search(ranks.rendezvous[0], ranks.status, 12.0)
-    assert ranks.simulation.run(ranks.call(0), *late, thread, look)[:3] == [""] * 3
-    assert seen[0] is not None and seen[0].wait.can_be_refused
-    assert (seen[0].wait.tag, seen[0].wait.number, seen[0].wait.peers) == (RENDEZVOUS, 1, (1, 2))
-    assert ranks.rendezvous[0].activity.waiting is None
-
-
 # -- what a waiting rank makes of answers
 
 
-def inquire(*answers: Answer | None) -> list[tuple[str, bool]]:
-    """What a missing rank does after each answer. The first answer precedes the question."""
-    store, found = StatusStore(dist.HashStore()), []
-    missing = MissingRanks(store, CONNECTIONS)
-    for answer in answers:
-        if answer is not None:
-            store.answer(1, answer)
-        found.append(missing.ask(1))
-    return found
-
-
-def test_waiting_is_pointless_for_an_idle_rank_only(simulation: Simulation) -> None:
-    moving, idle = Answer(1, "is here", 5.0), Answer(2, "is there", 10.0)
-    first, second = inquire(moving, idle)
-    assert first == ("it is here", False)
-    assert second == ("it is there, and has made no progress for 10 s", True)
-
-
 def test_answer_to_an_earlier_question_does_not_count(simulation: Simulation) -> None:
-    assert inquire(Answer(0, "was idle", 99.0)) == [("it has not answered for 0 s", False)]
+    store = StatusStore(dist.HashStore())
+    store.answer(1, Answer(0, "was idle", 99.0))
+    assert MissingRanks(store, CONNECTIONS).ask(1) == ("it has not answered for 0 s", False)
 
 
 def test_silent_rank_is_waited_for_while_its_process_lives(simulation: Simulation) -> None:

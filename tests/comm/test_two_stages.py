@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import typing
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from fsdp_compat._comm.same_host import shared_memory
 from fsdp_compat._comm.two_stages import TwoStages
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import counting_sends
+from tests.engine.test_overlap import Mark
 from tests.support.collectives import all_reduced, connect, gathered, reduced
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.hosts import BY_HOST, BY_PLACE, hosts
@@ -132,9 +134,9 @@ def test_ranks_may_take_groups_in_other_orders(of_ranks: Sequence[int]) -> None:
         comm.settle("x")
 
 
-def _blocks_held() -> list[int]:
-    """Return how many blocks are held after each of some collectives that have ended."""
-    made, held, allocate = list[weakref.ref[Tensor]](), list[int](), shared_memory.allocate
+@on_ranks(4)
+def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
+    made, allocate = list[weakref.ref[Tensor]](), shared_memory.allocate
 
     def noted(*args: Any, **options: Any) -> Tensor:
         found = allocate(*args, **options)
@@ -151,30 +153,32 @@ def _blocks_held() -> list[int]:
         ):
             for tag in tags:
                 collective(comm, values, tag, settle=False)
-                held.append(sum(each() is not None for each in made))
+                assert sum(each() is not None for each in made) <= 2, "blocks held"
         comm.settle("x")
-        return held
-
-
-def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> None:
-    for held in run_ranks(4, _blocks_held):
-        assert max(held) <= 2, held
 
 
 # -- both front ends
+
+
+in_place_or_sent = pytest.mark.parametrize(
+    "environment", [COPIED, MESSAGES], ids=["in place", "sent"]
+)
 
 
 def _blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
-def _flat_trains(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
+@ORDERS
+@in_place_or_sent
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:4], ids=lambda strategy: strategy.name)
+@on_ranks(4)
+def test_flat_front_end_trains_as_unsharded(
+    strategy: ShardingStrategy, of_ranks: Sequence[int], environment: dict[str, str]
+) -> None:
     with hosts(of_ranks):
-        pair = make_pair(
-            _blocks,
-            replicas=2 if strategy is ShardingStrategy.HYBRID_SHARD else 1,
-            sharding_strategy=strategy,
-        )
+        replicas = 2 if strategy is ShardingStrategy.HYBRID_SHARD else 1
+        pair = make_pair(_blocks, replicas=replicas, sharding_strategy=strategy)
         for pattern in ("s", "ns"):
             pair.step(functools.partial(accumulates, pattern), as_a_user=True)
         before = {name: value.clone() for name, value in pair.model.state_dict().items()}
@@ -190,34 +194,21 @@ def _flat_trains(of_ranks: Sequence[int], strategy: ShardingStrategy) -> None:
 
 
 @ORDERS
-@pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])
-@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda strategy: strategy.name)
-def test_flat_front_end_trains_as_unsharded(
-    strategy: ShardingStrategy, of_ranks: Sequence[int], in_place: bool
+@in_place_or_sent
+@on_ranks(4)
+def test_fully_shard_trains_as_unsharded(
+    of_ranks: Sequence[int], environment: dict[str, str]
 ) -> None:
-    if strategy.name == "_HYBRID_SHARD_ZERO2":
-        strategy = ShardingStrategy.HYBRID_SHARD
-    run_ranks(4, _flat_trains, of_ranks, strategy, environment=COPIED if in_place else MESSAGES)
-
-
-def _fully_shard_trains(of_ranks: Sequence[int]) -> None:
     with hosts(of_ranks):
         pair = pair_of(_blocks, functools.partial(shard_all, library=OURS))
         for _ in range(2):
             pair.step()
         before = {name: whole(value).clone() for name, value in pair.model.state_dict().items()}
         pair.step()
-        set_model_state_dict(
-            pair.model, dict(before), options=StateDictOptions(full_state_dict=True)
-        )
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(pair.model, dict(before), options=options)
         for name, value in pair.model.state_dict().items():
             assert torch.equal(whole(value), before[name])
-
-
-@ORDERS
-@pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])
-def test_fully_shard_trains_as_unsharded(of_ranks: Sequence[int], in_place: bool) -> None:
-    run_ranks(4, _fully_shard_trains, of_ranks, environment=COPIED if in_place else MESSAGES)
 
 
 # -- ranks that use different units
@@ -251,36 +242,27 @@ def test_ranks_may_use_different_units(of_ranks: Sequence[int], strategy: Shardi
 
 # -- overlap
 
-EVENTS: list[str] = []
-
-
-class Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        EVENTS.append("computes")
-        return grad
-
 
 class Layer(nn.Linear):
+    events: typing.ClassVar[list[str]] = []
+
     def forward(self, x: Tensor) -> Tensor:
-        return Noted.apply(super().forward(x))
+        return Mark.apply(super().forward(x), self.events, "computes")
 
 
-def _events_of_backward(strategy: ShardingStrategy) -> list[str]:
-    """Return in which order layers compute their backward and sums leave the host."""
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(4)
+def test_gradients_leave_the_host_before_the_next_unit_computes(strategy: str) -> None:
+    """The order in which layers compute their backward and sums leave the host."""
     begin_reduce, begin_all_reduce = GlooTransport.begin_reduce, GlooTransport.begin_all_reduce
 
     def reduces(self: GlooTransport, *arguments: Any) -> Any:
         if "local rank" in self.name:
-            EVENTS.append("sends")
+            Layer.events.append("sends")
         return begin_reduce(self, *arguments)
 
     def all_reduces(self: GlooTransport, *arguments: Any) -> Any:
-        EVENTS.append("sends")
+        Layer.events.append("sends")
         return begin_all_reduce(self, *arguments)
 
     with (
@@ -291,17 +273,11 @@ def _events_of_backward(strategy: ShardingStrategy) -> list[str]:
         model = FullyShardedDataParallel(
             nn.Sequential(*(Layer(8, 8) for _ in range(3))),
             auto_wrap_policy=ModuleWrapPolicy({Layer}),
-            sharding_strategy=strategy,
+            sharding_strategy=ShardingStrategy[strategy],
         )
-        EVENTS.clear()
+        Layer.events.clear()
         model(torch.ones(2, 8)).sum().backward()
-        return EVENTS
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_gradients_leave_the_host_before_the_next_unit_computes(strategy: str) -> None:
-    for events in run_ranks(4, _events_of_backward, ShardingStrategy[strategy]):
-        assert events == ["computes", "sends"] * 3
+    assert Layer.events == ["computes", "sends"] * 3
 
 
 # -- bytes

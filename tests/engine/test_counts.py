@@ -1,4 +1,4 @@
-"""Exact costs of a step: collectives, bytes, copies, and memory in flight.
+"""Exact costs of a step: collectives, bytes and copies.
 
 The model is a root with its own parameters around six equal blocks, on two ranks. Sizes in
 elements, all padded to 4:
@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +26,7 @@ from fsdp_compat._comm.transport import VALUES, Kind
 from fsdp_compat._engine.checks import Checks
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 6
@@ -53,15 +53,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(x)))
-
-
-class Sent(NamedTuple):
-    """One rank's communication in a step: numbers of collectives and bytes by kind, and bytes that
-    were really sent."""
-
-    counts: dict[str, int]
-    nbytes: dict[str, int]
-    real_nbytes: int
 
 
 def wrapped(**options: Any) -> FullyShardedDataParallel:
@@ -158,48 +149,24 @@ def test_profilers_see_the_barriers_of_mapped_passes() -> None:
     assert sum(n for key, n in profiled(model).items() if key.endswith("::end_barrier")) == 4
 
 
-def sent_by_steps(
-    num_steps: int, strategy: str, mesh: tuple[int, int] | None = None, **options: Any
-) -> list[Sent]:
-    if mesh is not None:
-        options["device_mesh"] = init_device_mesh("cpu", mesh)
-    model = wrapped(sharding_strategy=ShardingStrategy[strategy], **options)
-    group = model._runtime.groups[0]
-    axes, found = (group.shard.traffic, group.replica.traffic), []
-    for _ in range(num_steps):
-        for traffic in axes:
-            traffic.clear()
-        real: list[int] = []
-        with counting_sends(real):
-            step(model)
-        counts = {kind.name: n for kind, n in (axes[0].counts + axes[1].counts).items()}
-        nbytes = {kind.name: n for kind, n in (axes[0].nbytes + axes[1].nbytes).items()}
-        found.append(Sent(counts, nbytes, sum(real)))
-    return found
-
-
 # -- collectives and bytes
 
 
-def sent(**kinds: tuple[int, int]) -> Sent:
-    """kinds: the collectives and bytes of each, all of which are really sent."""
-    counts = {kind: number for kind, (number, _) in kinds.items()}
-    nbytes = {kind: total for kind, (_, total) in kinds.items()}
-    return Sent(counts, nbytes, sum(nbytes.values()))
-
+Sent = dict[str, tuple[int, int]]  # collectives and bytes of one rank in a step, by kind
 
 ONCE = 4 * (BLOCKS * BLOCK_S + ROOT_S)
 WHOLE = 4 * (BLOCKS * BLOCK_FULL + ROOT_FULL)
 # the last block and the root stay unsharded; the first unit of backward is not known at first
 FIRST, TWICE = ONCE + 4 * BLOCKS * BLOCK_S, ONCE + 4 * (BLOCKS - 1) * BLOCK_S
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FULL = sent(GATHER=(12, TWICE), REDUCE=(7, ONCE))
-FULL_FIRST = sent(GATHER=(13, FIRST), REDUCE=(7, ONCE))
-GRAD_OP = sent(GATHER=(7, ONCE), REDUCE=(7, ONCE))
-NONE = sent(REPLICATE=(7, WHOLE))
-HYBRID = sent(GATHER=(12, TWICE), REDUCE=(7, ONCE), REPLICATE=(7, ONCE))
+FULL = {"GATHER": (12, TWICE), "REDUCE": (7, ONCE)}
+FULL_FIRST = {"GATHER": (13, FIRST), "REDUCE": (7, ONCE)}
+HALF = {"GATHER": (12, TWICE // 2), "REDUCE": (7, ONCE)}
+GRAD_OP = {"GATHER": (7, ONCE), "REDUCE": (7, ONCE)}
+NONE = {"REPLICATE": (7, WHOLE)}
+HYBRID = {**FULL, "REPLICATE": (7, ONCE)}
 # shards of 52 and 24 elements, sent to two peers
-OF_THREE = sent(GATHER=(12, 8 * (11 * 52 + 24)), REDUCE=(7, 8 * (BLOCKS * 52 + 24)))
+OF_THREE = {"GATHER": (12, 8 * (11 * 52 + 24)), "REDUCE": (7, 8 * (BLOCKS * 52 + 24))}
 
 
 @pytest.mark.parametrize(
@@ -211,24 +178,32 @@ OF_THREE = sent(GATHER=(12, 8 * (11 * 52 + 24)), REDUCE=(7, 8 * (BLOCKS * 52 + 2
         (2, "SHARD_GRAD_OP", {}, GRAD_OP, GRAD_OP),
         (2, "NO_SHARD", {}, NONE, NONE),
         (4, "HYBRID_SHARD", {"mesh": (2, 2)}, None, HYBRID),
-        (
-            2,
-            "FULL_SHARD",
-            {"mixed_precision": MIXED},
-            None,
-            sent(GATHER=(12, TWICE // 2), REDUCE=(7, ONCE)),
-        ),
+        (2, "FULL_SHARD", {"mixed_precision": MIXED}, None, HALF),
         # a block has 135 elements
         (2, "FULL_SHARD", {"keep_units_below": 135}, None, FULL),
         (2, "FULL_SHARD", {"keep_units_below": 136}, None, GRAD_OP),
     ],
 )
+@on_ranks("ranks", environment=MESSAGES)
 def test_full_shard_gathers_units_twice_and_other_strategies_once_or_never(
     ranks: int, strategy: str, options: dict[str, Any], first: Sent | None, later: Sent
 ) -> None:
-    for found in run_ranks(ranks, sent_by_steps, 3, strategy, **options, environment=MESSAGES):
-        assert found[1:] == [later] * 2
-        assert first is None or found[0] == first
+    if "mesh" in options:
+        options["device_mesh"] = init_device_mesh("cpu", options.pop("mesh"))
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy], **options)
+    group = model._runtime.groups[0]
+    axes, found = (group.shard.traffic, group.replica.traffic), []
+    for _ in range(3):
+        for traffic in axes:
+            traffic.clear()
+        real: list[int] = []
+        with counting_sends(real):
+            step(model)
+        counts, nbytes = axes[0].counts + axes[1].counts, axes[0].nbytes + axes[1].nbytes
+        assert sum(real) == sum(nbytes.values())
+        found.append({kind.name: (n, nbytes[kind]) for kind, n in counts.items()})
+    assert found[1:] == [later] * 2
+    assert first is None or found[0] == first
 
 
 @on_ranks(2)
@@ -263,14 +238,6 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def operations_of_a_step(**options: Any) -> tuple[dict[str, int], dict[str, list[int]]]:
-    model = wrapped(**options)
-    step(model)
-    with Operations() as seen:
-        model(torch.ones(2, WIDTH)).float().pow(2).mean().backward()
-    return dict(seen.names), dict(seen.written)
-
-
 BANNED = {
     "cat",
     "_chunk_cat",
@@ -283,44 +250,38 @@ BANNED = {
 SHARDS = [ROOT_S] + [BLOCK_S] * 11
 
 
+def operations_of_the_second_step(**options: Any) -> Operations:
+    model = wrapped(**options)
+    step(model)
+    with Operations() as seen:
+        model(torch.ones(2, WIDTH)).float().pow(2).mean().backward()
+    return seen
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, environment=MESSAGES)
 def test_step_copies_shards_and_gradients_once_and_divides_shards(use_orig_params: bool) -> None:
     elements = 6 + 6 + 54 + 9 + 54 + 6, 36 + 6 + 18 + 3  # without padding
-    for names, written in run_ranks(
-        2, operations_of_a_step, use_orig_params=use_orig_params, environment=MESSAGES
-    ):
-        assert BANNED & names.keys() == set()
-        # Each original parameter gets a view of its unit's gradient.
-        assert names.get("split_with_sizes", 0) == (7 if use_orig_params else 0)
-        assert sorted(written["copy_"]) == SHARDS
-        assert sorted(written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
-        assert sorted(written["div_"]) == [ROOT_S] + [BLOCK_S] * 6
-        assert max(written["zero_"]) <= 19  # gaps between parameters, never a buffer
+    seen = operations_of_the_second_step(use_orig_params=use_orig_params)
+    assert BANNED & seen.names.keys() == set()
+    # Each original parameter gets a view of its unit's gradient.
+    assert seen.names["split_with_sizes"] == (7 if use_orig_params else 0)
+    assert sorted(seen.written["copy_"]) == SHARDS
+    assert sorted(seen.written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
+    assert sorted(seen.written["div_"]) == [ROOT_S] + [BLOCK_S] * 6
+    assert max(seen.written["zero_"]) <= 19  # gaps between parameters, never a buffer
 
 
+@on_ranks(2, environment=MESSAGES)
 def test_gather_casts_the_shard_before_sending() -> None:
-    for _, written in run_ranks(
-        2, operations_of_a_step, mixed_precision=MIXED, environment=MESSAGES
-    ):
-        casts = written["_to_copy"]
-        assert sorted(n for n in casts if n in (ROOT_S, BLOCK_S)) == SHARDS
-        assert max(casts) == BLOCK_S
-        assert sorted(written["copy_"]) == SHARDS
+    seen = operations_of_the_second_step(mixed_precision=MIXED)
+    casts = seen.written["_to_copy"]
+    assert sorted(n for n in casts if n in (ROOT_S, BLOCK_S)) == SHARDS
+    assert max(casts) == BLOCK_S
+    assert sorted(seen.written["copy_"]) == SHARDS
 
 
 # -- one rank
-
-
-class Table(nn.Module):
-    """A small parameter and one with its own hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(LARGE, 1))
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.bias * (self.table + 1).mean()
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -345,7 +306,9 @@ def test_one_rank_copies_nothing_and_parameters_alias_the_shard(use_orig_params:
 
 @on_ranks(1)
 def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
-    model = wrapped(module=nn.Sequential(Block(), Table(), Block()), use_orig_params=True)
+    rows = LARGE // WIDTH + 1  # of weights that have hooks of their own
+    layers = nn.Linear(WIDTH, rows), nn.Linear(rows, WIDTH)
+    model = wrapped(module=nn.Sequential(Block(), *layers, Block()), use_orig_params=True)
     made: dict[int, torch.Tensor | None] = {}
     for group in model._runtime.groups:
         keys = [id(sharded) for sharded, _ in group.store.sharded_params]
@@ -356,13 +319,10 @@ def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
     with Operations() as seen:
         model(torch.ones(2, WIDTH)).pow(2).mean().backward()
     parameters = list(model.parameters())
-    assert len(parameters) == 14
+    assert len(parameters) == 16
     assert made.keys() == {id(parameter) for parameter in parameters}
     assert all(parameter.grad is made[id(parameter)] for parameter in parameters)
     assert {"copy_", "_foreach_copy_", "div_"} & seen.names.keys() == set()
-
-
-# -- memory in flight
 
 
 # -- checks before a forward

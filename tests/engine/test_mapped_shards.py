@@ -199,10 +199,12 @@ def zero(parameters: Iterable[Tensor]) -> None:
         parameter.data.zero_()
 
 
+@pytest.mark.parametrize("when", ["early", "late"])
+@on_ranks(2, environment=MAPPED)
 @torch.no_grad()
-def writes_while_the_other_computes(when: str) -> tuple[bool, bool]:
-    """Rank 0 writes to its shard as soon as its forward has ended, or late, before it begins.
-    Return whether rank 1 was in forward then, and whether it has computed with the right values."""
+def test_shards_are_written_only_between_the_passes_of_all_ranks(when: str) -> None:
+    """Rank 0 writes to its shard as soon as its forward has ended, or late, before it begins. Rank
+    1 is not in forward then, and computes with the right values."""
     store = dist.distributed_c10d._get_default_store()
     model, x, is_early, seen = wide(1), torch.ones(1, WIDTH), when == "early", [False]
     before = model(x)  # the first forward decides what is mapped, together
@@ -225,22 +227,17 @@ def writes_while_the_other_computes(when: str) -> tuple[bool, bool]:
         zero(model.parameters())
         found = model(x)
     dist.barrier()
-    return seen[0], torch.equal(found, before if is_early else model(x))
+    assert not seen[0]
+    assert torch.equal(found, before if is_early else model(x))
 
 
-@pytest.mark.parametrize("when", ["early", "late"])
-def test_shards_are_written_only_between_the_passes_of_all_ranks(when: str) -> None:
-    found = run_ranks(2, writes_while_the_other_computes, when, environment=MAPPED)
-    assert found == [(False, True)] * 2
-
-
-def differentiates_twice_while_the_other_writes() -> tuple[bool, bool]:
-    """Rank 0 writes to its shard as soon as it has the first derivative. Return whether rank 1 has
-    computed the second one after that, and with the values from before."""
+@on_ranks(2, environment=MAPPED)
+def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
+    """Rank 0 writes to its shard as soon as it has the first derivative, and rank 1 computes the
+    second one after that."""
     store = dist.distributed_c10d._get_default_store()
-    model = wide(1)
+    model, found = wide(1), []
     sharded = list(model.parameters())
-    found, late = [], False
     for turn in range(2):
         x = torch.ones(1, WIDTH, requires_grad=True)
         [first] = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
@@ -248,15 +245,10 @@ def differentiates_twice_while_the_other_writes() -> tuple[bool, bool]:
             zero(sharded)
             store.set("written", "1")
         elif turn == 1:
-            late = met("written")
+            assert met("written")
         found.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
     dist.barrier()
-    return late, torch.equal(*found)
-
-
-def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
-    found = run_ranks(2, differentiates_twice_while_the_other_writes, environment=MAPPED)
-    assert found == [(False, True), (True, True)]
+    assert torch.equal(*found)
 
 
 # -- moves of shards
@@ -543,9 +535,10 @@ def test_nothing_is_left_mapped_after_the_model() -> None:
 # -- ranks that part
 
 
-def evaluates_where_one_rank_raises() -> str:
-    """Rank 1 alone raises in forward, where no rank waits for another one's unit."""
-    model = wide()
+@on_ranks(2, environment=MAPPED)
+def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
+    """Where no rank waits for another one's unit."""
+    model, message = wide(), ""
     model(torch.ones(2, WIDTH))
     if dist.get_rank() == 1:
         model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
@@ -553,15 +546,10 @@ def evaluates_where_one_rank_raises() -> str:
         with contextlib.suppress(ZeroDivisionError):
             model(torch.ones(2, WIDTH))
     except StateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
-    first, second = run_ranks(2, evaluates_where_one_rank_raises, environment=MAPPED)
-    assert "Waiting for the end of a forward of" in first
-    assert "rank 1 has left with an exception" in first
-    assert not second
+        message = str(error)
+    if dist.get_rank() == 0:
+        assert "Waiting for the end of a forward of" in message
+        assert "rank 1 has left with an exception" in message
 
 
 @on_ranks(3, environment=MAPPED)

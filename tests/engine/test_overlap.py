@@ -421,13 +421,6 @@ def test_order_does_not_depend_on_which_parameters_have_gradients(
         assert run_ranks(1, logs, 3, without_tokens=index, **options) == [all_used]
 
 
-def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
-    ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=None)
-    following = [pair for pair in itertools.pairwise(log) if pair[0].startswith("gather ")]
-    assert following
-    assert all(other == one.replace("gather", "arrived") for one, other in following)
-
-
 REPLICAS = {
     ShardingStrategy.NO_SHARD: """
         backward 2; allreduce 2; backward 1; goes on 2; allreduce 1

@@ -56,11 +56,6 @@ def test_cut_into_boxes_returns_expected_boxes(
     assert cut_into_boxes(shape, part) == boxes
 
 
-@pytest.mark.parametrize(("sizes", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0), 0)])
-def test_numel_of_a_box(sizes: tuple[int, ...], numel: int) -> None:
-    assert Box((0,) * len(sizes), sizes).numel == numel
-
-
 @given(made=shapes_and_parts())
 def test_a_few_contiguous_boxes_cover_the_part_exactly_once_in_memory_order(
     made: tuple[tuple[int, ...], Interval],

@@ -8,19 +8,14 @@ from hypothesis import strategies as st
 
 from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec, flat_layout
 from fsdp_compat._layout.transfer import Run, runs_of_part, same_parts
+from tests.layout.test_flat import layouts
 
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
     """A random layout, the index of one of its parameters, and a part of that parameter."""
-    sizes = draw(
-        st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5)
-    )
-    ranks, align = draw(st.integers(1, 9)), draw(st.sampled_from([1, 4]))
-    layout = flat_layout(
-        [f"p{index}" for index in range(len(sizes))], sizes, ranks=ranks, align=align
-    )
-    index = draw(st.integers(0, len(sizes) - 1))
+    layout, _ = draw(layouts().filter(lambda made: bool(made[0].params)))
+    index = draw(st.integers(0, len(layout.params) - 1))
     ends = sorted(draw(st.tuples(*[st.integers(0, layout.params[index].numel)] * 2)))
     return layout, index, Interval(*ends)
 

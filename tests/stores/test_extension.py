@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compat._engine.storage import GroupMemory
-from fsdp_compat._stores.extension import Context, ExtensionStore, has_extension
+from fsdp_compat._stores.extension import Context, ExtensionStore
 from fsdp_compat._stores.placement import RowPlacement
 from fsdp_compat.errors import StateError, TypeUsageError, UsageError
 from tests.support.engine_build import CPU, members_of
@@ -74,16 +74,6 @@ class OneMethod(Weight):
     fsdp_post_all_gather: Any = property()  # an AttributeError
 
 
-class Plain(torch.Tensor):
-    """Operations on it return plain tensors inside a DTensor."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise NotImplementedError
-
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-
 class Changing(Weight):
     size = 1
 
@@ -114,35 +104,46 @@ class Model(nn.Module):
         self.up.note = "mine"
 
 
-def _stores(model: nn.Module, ranks: int, dtype: torch.dtype | None = None) -> list[ExtensionStore]:
+def _of(weight: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    return model
+
+
+def _stores(
+    model: nn.Module, ranks: int, dtype: torch.dtype | None = None, dim: int | None = 0
+) -> list[ExtensionStore]:
+    context = Context("mesh", "policy", CPU, dtype)
+    placements = [RowPlacement(dim) for _ in model.parameters()]
     return [
         ExtensionStore(
-            members_of(model),
-            [RowPlacement(0 if p.dim() else None) for p in model.parameters()],
-            rank=rank,
-            ranks=ranks,
-            device=CPU,
-            context=Context("mesh", "policy", CPU, dtype),
+            members_of(model), placements, rank=rank, ranks=ranks, device=CPU, context=context
         )
         for rank in range(ranks)
     ]
 
 
-def _gathered(stores: list[ExtensionStore]) -> torch.Tensor:
+def _gather(stores: list[ExtensionStore], memory: GroupMemory) -> None:
     for store in stores:
         assert store.has_extension
         store.pack()
-    return torch.cat([store.shard for store in stores])
+    memory.allocate()
+    memory.all_gather_output.copy_(torch.cat([store.shard for store in stores]))
+    memory.fill_unsharded_params()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("cls", [Weight, OldWeight])
+@pytest.mark.parametrize(
+    ("cls", "first_call"), [(Weight, "mesh (4, 3) Model policy"), (OldWeight, "old mesh")]
+)
+@pytest.mark.parametrize("ranks", [1, 7])
 def test_what_the_subclass_sends_becomes_the_unsharded_parameter(
-    ranks: int, cls: type[Weight]
+    ranks: int, cls: type[Weight], first_call: str
 ) -> None:
     model = Model(cls)
     values = [parameter.values.clone() for parameter in model.parameters()]
+    Weight.calls.clear()
     stores = _stores(model, ranks)
+    assert Weight.calls[0] == first_call
     memory = GroupMemory(stores[0], ranks, torch.uint8, CPU)
     assert memory.resident_nbytes == 0
     for scale in (1.0, 3.0):
@@ -151,9 +152,7 @@ def test_what_the_subclass_sends_becomes_the_unsharded_parameter(
                 for local, _ in store.sharded_params:
                     assert isinstance(local, cls)
                     local.mul_(scale)
-        memory.allocate()
-        memory.all_gather_output.copy_(_gathered(stores))
-        memory.fill_unsharded_params()
+        _gather(stores, memory)
         for value, param in zip(values, memory.unsharded_params, strict=True):
             value.mul_(scale)
             assert torch.equal(param, _dequantised(value))
@@ -165,21 +164,6 @@ def test_what_the_subclass_sends_becomes_the_unsharded_parameter(
     assert stores[0].sharded_params[0].parameter.note == "mine"
 
 
-def test_fewer_bytes_travel() -> None:
-    stores = _stores(Model(), 2)
-    rows = 2 + 4
-    assert stores[0].numel == -(-(2 * 3 + 4 * 5 + rows * 4) // 16) * 16
-    assert stores[0].numel < 4 * (2 * 3 + 4 * 5)
-
-
-def test_the_first_method_is_told_where_it_is() -> None:
-    Weight.calls.clear()
-    _stores(Model(), 2)
-    assert Weight.calls[0] == "mesh (4, 3) Model policy"
-    _stores(Model(OldWeight), 2)
-    assert Weight.calls[-1] == "old mesh"
-
-
 def test_unsharded_parameters_have_the_dtype_of_the_policy() -> None:
     stores = _stores(Model(), 2, torch.bfloat16)
     memory = GroupMemory(stores[0], 2, torch.uint8, CPU)
@@ -187,75 +171,40 @@ def test_unsharded_parameters_have_the_dtype_of_the_policy() -> None:
     assert stores[0].reduce_form().dtype == torch.float32
 
 
-def test_gradients_travel_as_rows() -> None:
-    stores = _stores(Model(), 2)
-    forms = [store.reduce_form() for store in stores]
-    gradients = [torch.randn(4, 3), torch.randn(8, 5)]
-    buffer = torch.empty(2 * forms[0].numel)
-    assert forms[0].can_pack_grads
-    forms[0].pack_grads(buffer.view(2, -1), gradients)
-    for index, gradient in enumerate(gradients):
-        parts = [form.grads(own)[index] for form, own in zip(forms, buffer.chunk(2), strict=True)]
-        assert torch.equal(torch.cat(parts), gradient)
-
-
 def test_a_new_local_tensor_is_seen_and_taken() -> None:
     model = Model()
     [store] = _stores(model, 1)
-    for (param, _), (name, _) in zip(
-        store.sharded_params, list(model.named_parameters()), strict=True
-    ):
-        setattr(model, name, param)
+    for slot in store.shown(None):
+        setattr(slot.module, slot.attribute, slot.parameter)
     assert store.is_intact()
     model.up = nn.Parameter(Weight(torch.full((4, 3), 2.0)))
     assert store.adopt()
     memory = GroupMemory(store, 1, torch.uint8, CPU)
-    memory.allocate()
-    memory.all_gather_output.copy_(_gathered([store]))
-    memory.fill_unsharded_params()
+    _gather([store], memory)
     assert torch.equal(memory.unsharded_params[0], torch.full((4, 3), 2.0))
+
+
+# -- what is refused
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((0, 2), 0), ((), None), ((2, 3), 1)])
 def test_parameters_that_cannot_be_padded_are_refused(
     shape: tuple[int, ...], dim: int | None
 ) -> None:
-    parameter = nn.Parameter(Weight(torch.ones(shape)))
-    model = nn.Module()
-    model.weight = parameter
     with pytest.raises(UsageError, match="cannot be cut like this"):
-        ExtensionStore(
-            members_of(model),
-            [RowPlacement(dim)],
-            rank=0,
-            ranks=2,
-            device=CPU,
-            context=Context("mesh", "policy", CPU, None),
-        )
+        _stores(_of(Weight(torch.ones(shape))), 2, dim=dim)
 
 
-def test_a_subclass_with_one_of_the_methods_is_refused() -> None:
-    with pytest.raises(UsageError, match="fsdp_post_all_gather"):
-        _stores(Model(OneMethod), 2)
-
-
-def test_other_sizes_than_before_are_refused() -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(Changing(torch.ones(4, 2)))
-    [store, _] = _stores(model, 2)
+def test_other_sizes_than_before_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    [store, _] = _stores(_of(Changing(torch.ones(4, 2))), 2)
     assert store.has_extension
-    Changing.size = 2
-    try:
-        with pytest.raises(StateError, match="different tensors than before"):
-            store.pack()
-    finally:
-        Changing.size = 1
+    monkeypatch.setattr(Changing, "size", 2)
+    with pytest.raises(StateError, match="different tensors than before"):
+        store.pack()
 
 
 def test_an_unsharded_parameter_of_another_shape_is_refused() -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(Changing(torch.ones(8, 2)))
-    [store, _] = _stores(model, 2)
+    [store, _] = _stores(_of(Changing(torch.ones(8, 2))), 2)
     with pytest.raises(TypeUsageError, match="fsdp_post_all_gather"):
         GroupMemory(store, 2, torch.uint8, CPU)
 
@@ -268,7 +217,6 @@ def test_checkpoints_of_sections_and_partial_gathers_are_refused() -> None:
         store.partial_rows(None, 0, 2, [])
 
 
-def test_only_such_subclasses_have_an_extension() -> None:
-    assert has_extension(Weight(torch.ones(2, 2)))
-    assert not has_extension(torch.ones(2, 2))
-    assert not has_extension(torch.ones(2, 2).as_subclass(Plain))
+def test_a_subclass_with_one_of_the_methods_is_refused() -> None:
+    with pytest.raises(UsageError, match="fsdp_post_all_gather"):
+        _stores(Model(OneMethod), 2)

@@ -147,10 +147,6 @@ def shard(
     mesh: Mesh,
     *,
     reshard_after_forward: bool = True,
-    forward_prefetch: bool = False,
-    backward_prefetch: Prefetch = Prefetch.PRE,
-    precision: Precision | None = None,
-    allow_unused_units: bool = False,
 ) -> Runtime:
     """Shard ``module`` in place over stores of ``kind``: it and every module of ``unit_classes``
     become units. Collective."""
@@ -161,22 +157,11 @@ def shard(
     }
     owned = assign_owners(module, list(named), (), ())
     units = {
-        m: make_unit(
-            kind,
-            m,
-            mesh,
-            owned[m],
-            reshard_after_forward=reshard_after_forward,
-            precision=precision,
-        )
+        m: make_unit(kind, m, mesh, owned[m], reshard_after_forward=reshard_after_forward)
         for m in reversed(named)  # as a front end does: inner ones first
     }
     for unit in units.values():
         attach_unit(unit)
     ordered = [units[m] for m in named]
-    return Runtime(
-        ordered[0],
-        ordered,
-        list(named.values()),
-        RuntimeOptions(forward_prefetch, backward_prefetch, allow_unused_units),
-    )
+    options = RuntimeOptions(False, Prefetch.PRE, False)
+    return Runtime(ordered[0], ordered, list(named.values()), options)
