@@ -15,6 +15,7 @@ from .. import _torch_private
 from .mesh import Axis, is_in_python
 from .transport import (
     VALUES,
+    ByRank,
     Handle,
     Kind,
     Transport,
@@ -29,14 +30,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class BackendTransport(Transport):
-    """Uses the backend's own asynchronous collectives. On a stream device a wait orders streams and
-    does not block the CPU."""
+    """Uses the backend's asynchronous collectives. A wait on a stream device only orders
+    streams."""
 
     has_tags = False
 
     def __init__(self, axis: Axis, device: torch.device, small: torch.device | None = None) -> None:
         """device: with its index, because otherwise all ranks of a host would use the first one.
-        small: the device of small collectives, if it is another one."""
+        small: the device of small collectives, if another."""
         super().__init__(axis, device)
         self.values_device = small or device
         assert axis.group is not None
@@ -83,9 +84,7 @@ class BackendTransport(Transport):
             first = f"Waiting for {what} failed."
             raise communication_error(first, got, self.rank, self.members) from error
 
-    def begin_gather(
-        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
-    ) -> Handle:
+    def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         if own.dtype is not full.dtype or own.device != full.device:
             # cast and move it into this rank's segment, and send it from there
             own = segments[self.rank].copy_(own, non_blocking=True)
@@ -96,7 +95,7 @@ class BackendTransport(Transport):
     def end_gather(self, handle: Handle, what: str) -> None:
         handle.held[0].wait()
 
-    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
         return Handle([], (total,), (self._start_reduce(total, buffer), buffer))
@@ -111,8 +110,7 @@ class BackendTransport(Transport):
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
         handle.held[0].wait()
-        (total,) = handle.received
-        total = total if total.dtype is dtype else total.to(dtype)
+        total = handle.received[0].to(dtype)
         return total if divisor is None else total.div_(divisor)
 
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
@@ -129,8 +127,7 @@ class BackendTransport(Transport):
 
 
 class PythonGroupTransport(BackendTransport):
-    """Uses torch's public collectives, which call the methods of a process group written in Python.
-    The calls of BackendTransport look for a backend in C++, which such a group lacks."""
+    """Uses torch's public collectives: BackendTransport's calls need a backend in C++."""
 
     def _start_gather(self, full: Tensor, own: Tensor) -> dist.Work:
         return _start_gather_in_python(self.group, full, own)
@@ -158,8 +155,7 @@ def gather_in_group(group: dist.ProcessGroup, own: Tensor) -> Tensor:
 
 
 def _defines(group: dist.ProcessGroup, *methods: str) -> bool:
-    """True if the class of a process group overrides one of these methods of dist.ProcessGroup,
-    which look for a backend in C++."""
+    """True if the class of a process group overrides a method that needs a backend in C++."""
     return any(
         getattr(type(group), name, None) is not getattr(dist.ProcessGroup, name, None)
         for name in methods
@@ -167,8 +163,7 @@ def _defines(group: dist.ProcessGroup, *methods: str) -> bool:
 
 
 def _start_gather_in_python(group: dist.ProcessGroup, full: Tensor, own: Tensor) -> dist.Work:
-    """Start an all-gather over a process group written in Python: into one tensor if the group
-    supports it, else into a list, which every group supports."""
+    """Start an all-gather into one tensor if the group supports it, else into a list, as all do."""
     if full.dtype.is_complex:
         full, own = torch.view_as_real(full), torch.view_as_real(own)
     if _defines(group, "all_gather_single", "_allgather_base"):

@@ -4,17 +4,15 @@
 
     single_rank.py   an axis of one rank: nothing is sent
     same_host/       gloo on CPU, all ranks on one host: they read each other's memory
-    messages.py      gloo on CPU, other ranks: values are sent
-    two_stages.py    gloo on CPU, several hosts with several ranks each: over hosts by messages.py,
-                     and within each host
+    gloo.py          gloo on CPU, other ranks: values are sent
+    two_stages.py    gloo on CPU, several hosts with several ranks each: over hosts by gloo.py, and
+                     within each host
     backend.py       every other backend: its own collectives; and process groups written in Python
 
-Their base class, ``Transport``, is in transport.py. Those for gloo have a tag per group and kind,
-so that ranks in different orders get an error instead of each other's data, and
-divergence/deadlock.py watches their waits.
-
-The environment variable FSDP_COMPAT_SAME_HOST, which must be the same on all ranks, limits what
-ranks of one host do: with ``counters`` no shards are mapped, with ``messages`` values are sent."""
+Those for gloo have a tag per group and kind, so that ranks in different orders get an error instead
+of each other's data, and divergence/deadlock.py watches their waits. FSDP_COMPAT_SAME_HOST, the
+same on all ranks, limits ranks of one host: ``counters`` maps no shards, ``messages`` sends
+values."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_private
 from .backend import BackendTransport, PythonGroupTransport
 from .environment import same_host
-from .gloo import GlooTransport
+from .gloo import GlooTransport, MessageTransport
 from .gloo_connections import GlooConnections
 from .mesh import Axis, axis_of, is_in_python
-from .messages import MessageTransport
 from .single_rank import SingleRank
 from .transport import Transport
 from .two_stages import TwoStages, hosts_of
@@ -40,11 +38,10 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport
 
 
 def communicator(axis: Axis, device: torch.device) -> Transport:
-    """Return the communicator for tensors of ``device`` along an axis: one per process group,
-    shared by all units.
+    """Return the communicator for tensors of ``device`` along an axis: one per process group.
+    Raises StateError if communication along the axis has failed before.
 
-    Collective: every rank of the axis, at the first call (gloo connects then). Raises StateError if
-    communication along the axis has failed before.
+    Collective: every rank of the axis, at the first call (gloo connects then).
     """
     if axis.group is None:
         return SingleRank(axis, device)
@@ -67,8 +64,7 @@ def _transport(axis: Axis, group: dist.ProcessGroup, device: torch.device) -> Tr
 
 
 def _over_gloo(axis: Axis, device: torch.device, part: str = "") -> GlooTransport:
-    """Connect the ranks of an axis. Collective; all ranks get the same kind of transport. part:
-    names these ranks, if the axis's process group has others."""
+    """Collective. Connect the ranks of an axis, by one kind of transport. part: names them."""
     limit = same_host()
     assert axis.group is not None
     values = MessageTransport(axis, device, GlooConnections(axis, axis.group, part))
@@ -80,9 +76,8 @@ def _over_gloo(axis: Axis, device: torch.device, part: str = "") -> GlooTranspor
     return connect(axis, values, maps=limit == "mapped") or values
 
 
-def allocate_shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros [numel] on the CPU for a shard, in memory like that of ``Transport.allocate``:
-    shards are made before their ranks are connected."""
+def allocate_shard(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros [numel] for a shard in memory like a transport's, before one is connected."""
     if same_host() == "messages":
         return torch.zeros(numel, dtype=dtype, device="cpu")
     from .same_host import shared_memory
@@ -90,9 +85,9 @@ def allocate_shard(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return shared_memory.allocate(numel, dtype, zero=True)
 
 
-def max_in_group(group: dist.ProcessGroup, value: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the elementwise maximum of ``value`` over all ranks, on the device of ``value``, which
-    the group need not support. Collective. what: names the value in errors."""
+def max_in_group(group: dist.ProcessGroup, value: Tensor, what: str) -> Tensor:
+    """Return the elementwise maximum of ``value`` over all ranks, on its device, which the group
+    need not support. Collective."""
     axis = axis_of(group)
     if axis.ranks == 1:
         return value

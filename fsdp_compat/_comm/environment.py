@@ -1,5 +1,5 @@
-"""The environment variables of communication, which must be the same on all ranks. An invalid value
-raises UsageError."""
+"""The environment variables of communication, the same on all ranks. An invalid one is a
+UsageError."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def warn_after_s() -> float:
 
 
 def quiet_s() -> float:
-    """Return how often the store is polled while no rank asks and nothing waits. A question is
-    answered before the asking rank would warn, or give this one up."""
+    """Return how often the store is polled while no rank asks and nothing waits: often enough to
+    answer before the asking rank would warn, or give this one up."""
     with contextlib.suppress(UsageError):  # raised by the call that needs the limits
         return min(10.0, idle_limit_s(), (warn_after_s() or 30.0) / 3)
     return 10.0

@@ -1,6 +1,5 @@
-"""The common part of the transports for gloo on CPU: each rank exchanges messages with every other.
-
-messages.py and same_host/transport.py decide how values reach the peers."""
+"""The transports for gloo on CPU: each rank exchanges messages with every other. How values reach
+the peers is decided by MessageTransport, which sends them, and same_host/transport.py."""
 
 from __future__ import annotations
 
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from .divergence.waits import COLLECTIVE
 from .gloo_connections import OverConnections, fails_if_interrupted
-from .transport import VALUES, Handle, Kind, as_bytes
+from .transport import VALUES, ByRank, Handle, Kind, as_bytes
 
 _CHUNK_NUMEL = 1 << 17  # summed at a time, per thread: stays in the cache until it is divided
 
 
 class GlooTransport(OverConnections):
-    """Exchanges messages with tags. Sent tensors are kept until ``settle`` and must not change
-    before."""
+    """Exchanges messages with tags. Sent tensors must not change until ``settle``."""
 
     reads_later = True
     all_reduce_steps = 1
@@ -27,9 +25,9 @@ class GlooTransport(OverConnections):
     # -- a message: ``_start``, then ``_parts`` or ``_fill``, then ``_finish``
 
     @abc.abstractmethod
-    def _start(self, sent: Tensor, tag: int, into: Sequence[Tensor] | None = None) -> Handle:
-        """Send each rank its part of ``sent``, which follows from the tag's kind (Kind), and
-        receive every rank's part in ``into[rank]``; None: in new memory, or read in place."""
+    def _start(self, sent: Tensor, tag: int, into: ByRank | None = None) -> Handle:
+        """Send each rank its part of ``sent``, by the tag's kind, and receive every rank's part in
+        ``into[rank]``; None: in new memory, or read in place."""
 
     @abc.abstractmethod
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
@@ -58,7 +56,6 @@ class GlooTransport(OverConnections):
         return connections.begin(tag)
 
     def _end(self, handle: Handle, what: str) -> None:
-        """Wait for the works of a message."""
         connections = self.connections
         if connections.gloo is None:
             connections.require_open()
@@ -99,9 +96,7 @@ class GlooTransport(OverConnections):
         connections.wait(connections.post((), sends, VALUES, what), message, what)
 
     @fails_if_interrupted
-    def begin_gather(
-        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
-    ) -> Handle:
+    def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         if tag != VALUES:
             self.traffic.add(Kind.GATHER, own.numel() * full.itemsize * (self.ranks - 1))
         # not sent from `full`, which may be freed before slow peers have received
@@ -120,7 +115,7 @@ class GlooTransport(OverConnections):
             self._finish(handle, what)
 
     @fails_if_interrupted
-    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         self.traffic.add(Kind.REDUCE, segments[self.rank].nbytes * (self.ranks - 1))
         return self._start(buffer, tag + Kind.REDUCE)
 
@@ -183,11 +178,8 @@ class GlooTransport(OverConnections):
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], total: Tensor, divisor: Tensor | None) -> None:
-    """Sum ``parts`` in rank order into ``total``, which may be one of them, and divide by
-    ``divisor``: the same bits on every rank.
-
-    Computes in fp32 or wider: in bf16, 256 + 1 is 256.
-    """
+    """Sum ``parts`` in rank order into ``total``, which may be one of them, in fp32 or wider, and
+    divide by ``divisor``: the same bits on every rank."""
     numel, wide = total.numel(), torch.promote_types(total.dtype, torch.float32)
     # a separate accumulator, unless the first addition may overwrite ``total``
     separate = total.dtype != wide or any(part.data_ptr() == total.data_ptr() for part in parts[2:])
@@ -210,3 +202,39 @@ def sum_in_rank_order(parts: Sequence[Tensor], total: Tensor, divisor: Tensor | 
             result.div_(divisor)
         if separate:
             chunk.copy_(result)
+
+
+class MessageTransport(GlooTransport):
+    """Sends values over gloo's connections, where ranks are on several hosts."""
+
+    def _start(self, sent: Tensor, tag: int, into: ByRank | None = None) -> Handle:
+        connections, outgoing = self.connections, self._outgoing(sent, tag % len(Kind))
+        own = outgoing[self.rank]
+        if into is None:
+            into = [own if r == self.rank else torch.empty_like(own) for r in range(self.ranks)]
+        number = self._begin(tag)
+        works = connections.post(
+            [(into[source], source) for source, _ in connections.peers],
+            [(outgoing[target], target) for _, target in connections.peers],
+            tag,
+            connections.names.get(tag, "parameters or gradients"),
+        )
+        receives, sends = works[: self.ranks - 1], works[self.ranks - 1 :]
+        connections.sent[tag, number] = sends, sent, (tag, number, 0)
+        message = tag, number, len(receives)
+        handle = connections.unfinished[tag] = Handle(receives, into, sent, message)
+        return handle
+
+    def _outgoing(self, sent: Tensor, kind: int) -> list[Tensor]:
+        """Return what is sent to each rank, out of ``sent``."""
+        if kind == Kind.GATHER:
+            return [sent] * self.ranks
+        slices = self._slices(sent)
+        return [slices[self.rank]] * self.ranks if kind == Kind.REPLICATE_BACK else slices
+
+    def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
+        self._end(handle, what)
+        return [own if r == self.rank else handle.received[r] for r in range(self.ranks)]
+
+    def _fill(self, handle: Handle, what: str) -> None:
+        self._end(handle, what)

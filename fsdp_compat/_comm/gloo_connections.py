@@ -13,6 +13,7 @@ from threading import get_ident
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
@@ -44,7 +45,7 @@ Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
 
 def fails_if_interrupted(method: Method) -> Method:
     """Let communication fail if an exception interrupts the method: no rank could know what was
-    sent and what was read. Profilers see the call, even where nothing is sent."""
+    sent and read. Profilers see the call."""
     name = f"fsdp_compat::{getattr(method, '__name__', '')}"
 
     @functools.wraps(method)
@@ -81,21 +82,18 @@ class OverConnections(Transport):
 
 
 class GlooConnections(Waiter):
-    """The connections between the ranks of an axis, and the messages in flight on them.
+    """The connections between the ranks of an axis, and the messages in flight on them, which an
+    exception may leave behind: gloo delivers in order, so a message whose receive buffer was freed
+    blocks every later one between the two ranks.
 
-    The messages are kept here because an exception in other code may leave them behind. gloo
-    delivers in order: a message whose receive buffer was freed blocks every later one between the
-    two ranks.
-
-    Every wait has the time limit of the process group, which gloo's point-to-point waits ignore.
-    After a failed wait, or an exception in the middle of an exchange, no rank can know which
-    messages have arrived. So communication fails for good: all connections of the process are
-    closed (``deadlock.give_up``), and every later use raises.
+    Every wait has the time limit of the process group, which gloo ignores. After a failed wait, or
+    an exception in the middle of an exchange, no rank can know which messages have arrived. So
+    communication fails for good: all connections of the process are closed (``deadlock.give_up``).
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, part: str = "") -> None:
-        """Collective: the ranks of the axis. part: names these ranks, if the group has others.
-        Raises UsageError for an invalid environment variable."""
+        """Collective: the ranks of the axis. part: names these ranks. Raises UsageError for an
+        invalid environment variable."""
         warn_after_s()
         name = f"{group.group_name}/{part}" if part else str(group.group_name)
         self.activity = Activity(name, axis.rank, axis.members)
@@ -136,8 +134,7 @@ class GlooConnections(Waiter):
         return bool(self.sent or self.unfinished)
 
     def require_open(self) -> None:
-        """Raise StateError if the connections were closed, or are about to be, because their
-        process group was destroyed."""
+        """Raise StateError if the connections were closed, or their process group was destroyed."""
         if self.gloo is not None and self.is_alive:
             return
         if not self._failure:
@@ -152,8 +149,7 @@ class GlooConnections(Waiter):
         )
 
     def require_thread(self) -> None:
-        """Raise StateError if another thread is in the middle of an exchange. Threads may take
-        turns between passes."""
+        """Raise StateError if another thread is in the middle of an exchange."""
         activity, thread = self.activity, get_ident()
         if thread != activity.thread and (activity.waiting is not None or self.awaits_readers):
             raise StateError.of(
@@ -199,8 +195,8 @@ class GlooConnections(Waiter):
 
     def post(
         self,
-        receives: Iterable[tuple[torch.Tensor, int]],
-        sends: Iterable[tuple[torch.Tensor, int]],
+        receives: Iterable[tuple[Tensor, int]],
+        sends: Iterable[tuple[Tensor, int]],
         tag: int,
         what: str,
     ) -> list[Work]:
@@ -215,8 +211,7 @@ class GlooConnections(Waiter):
         return works
 
     def _name(self, message: MessageId, what: str) -> str:
-        """Return the name of what is waited for. Flushed messages were gathered under another
-        name."""
+        """Return the name of what is waited for; flushed messages were gathered under another."""
         tag, _, num_receives = message
         return what if num_receives else self.names.get(tag % ACK_TAG, what)
 
@@ -229,8 +224,7 @@ class GlooConnections(Waiter):
         waiting: Waiting | None = None,
         cause: str = "",
     ) -> typing.NoReturn:
-        """Fail because of a failed wait, and raise a StateError with the reason. cause: in words;
-        "": derived from ``error``."""
+        """Raise a StateError because of a failed wait. cause: in words; "": from ``error``."""
         activity = self.activity
         wait = self.describe(waiting or ((COLLECTIVE, 0, 0), 0, ""))  # by default for all peers
         is_lost = False
@@ -254,8 +248,7 @@ class GlooConnections(Waiter):
         raise communication_error(first, got, activity.rank, activity.members, culprit) from error
 
     def abandon(self, what: str, error: BaseException) -> None:
-        """Fail because an exception of other code, usually an interrupt, came in the middle of an
-        exchange."""
+        """Fail because an exception, usually an interrupt, came in the middle of an exchange."""
         if not self._is_closed:
             rank = self.activity.global_rank
             name = type(error).__name__

@@ -1,4 +1,4 @@
-"""CPU memory: the bytes of tensors, whole pages, huge pages, and returning freed pages to the
+"""CPU memory: the bytes of tensors, whole and huge pages, and returning freed pages to the
 system."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .environment import map_from_nbytes
 
@@ -24,25 +25,20 @@ _HUGEPAGE = 14  # of madvise
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Request huge pages for newly allocated CPU memory, which makes the first write to it several
-    times faster. Does nothing where the system has none."""
+    """Request huge pages for new CPU memory, to which the first write is faster then."""
     start, end = -(-address // HUGE_NBYTES), (address + nbytes) // HUGE_NBYTES
     if start < end and _madvise is not None:
         _madvise(start * HUGE_NBYTES, (end - start) * HUGE_NBYTES, _HUGEPAGE)
 
 
 def give_back_freed() -> None:
-    """Return freed CPU pages to the system.
-
-    glibc keeps freed memory that lies between blocks in use. Unsharded parameters that are
-    allocated and freed while shards are created leave such holes, each slightly too small for the
-    next parameter. Together they can grow as large as the model.
-    """
+    """Return freed CPU pages to the system: glibc keeps those between blocks in use. Unsharded
+    parameters that are freed while shards are created leave holes as large as the model."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without a copy; they keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
@@ -51,12 +47,9 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(held).cast("B")
 
 
-def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage is no larger than the tensor. Writers copy
-    tensors with a larger storage.
-
-    tensor: contiguous; a tensor that is not on the CPU is returned unchanged.
-    """
+def of_its_own_size(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory whose storage is no larger: writers copy tensors with a
+    larger one. tensor: contiguous; returned unchanged if it is not on the CPU."""
     if (
         tensor.device.type != "cpu"
         or tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -67,8 +60,7 @@ def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
-    """Return the length of a CPU shard [numel] with its padding: to whole pages, if it is large
-    enough to be mapped. The same on all ranks."""
+    """Return [numel] padded to whole pages, if a CPU shard is large enough to be mapped."""
     if numel * dtype.itemsize < map_from_nbytes():
         return numel
     page_numel = mmap.PAGESIZE // dtype.itemsize
@@ -76,7 +68,6 @@ def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
 
 
 def is_in_pages(numel: int, dtype: torch.dtype) -> bool:
-    """True if shards [numel] are large enough to be mapped and consist of whole pages. The same on
-    all ranks."""
+    """True if shards [numel] are large enough to be mapped and consist of whole pages."""
     nbytes = numel * dtype.itemsize
     return nbytes >= map_from_nbytes() and nbytes % mmap.PAGESIZE == 0

@@ -1,5 +1,4 @@
-"""The two mesh axes of a unit: the ranks that split one copy of its parameters, and the
-copies."""
+"""The two mesh axes of a unit: the ranks that split one copy of its parameters, and the copies."""
 
 from __future__ import annotations
 
@@ -56,16 +55,14 @@ class Mesh:
 
 
 def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return ``group``, or the default one; raises UsageError if torch.distributed is not
-    initialised."""
+    """Return ``group``, or the default one; raises UsageError if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError.of(
             "torch.distributed is not initialised.",
             expected="a default process group before a module is wrapped",
             got="no default process group",
             where="this process",
-            fix="call torch.distributed.init_process_group('gloo') on CPU, or 'nccl' on CUDA, "
-            "first",
+            fix="first call torch.distributed.init_process_group('gloo'), or 'nccl' on CUDA",
         )
     found = dist.group.WORLD if group is None else group
     if found is not None and is_in_python(found) and not _torch_private.is_registered(found):
@@ -76,8 +73,7 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             expected="one over all ranks, or one made by torch.distributed.new_group",
             got=f"a {type(found).__name__} of {found.size()} ranks that was made directly",
             where=f"process_group=, global rank {dist.get_rank()}",
-            fix="register its backend with torch.distributed.Backend.register_backend, and "
-            "make it with new_group",
+            fix="make it with new_group, after torch.distributed.Backend.register_backend",
         )
     if found is not None and not _torch_private.is_registered(found):
         raise UsageError.of(
@@ -104,8 +100,7 @@ def not_a_member() -> UsageError:
 
 
 def is_in_python(group: dist.ProcessGroup) -> bool:
-    """True for a process group whose collectives are methods of a Python class, without a backend
-    in C++."""
+    """True for a process group written in Python, without a backend in C++."""
     return type(group) is not dist.ProcessGroup
 
 
@@ -117,8 +112,7 @@ def axis_of(group: dist.ProcessGroup) -> Axis:
 
 
 def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
-    """Return the process group with a name and these members. Raises UsageError if there is
-    none."""
+    """Return the process group with a name and these members, or raise UsageError."""
     if name is None:
         return None
     the_group(None)
@@ -167,8 +161,7 @@ def mesh_from_group(group: dist.ProcessGroup | None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> Mesh:
-    """Return the mesh of the same ranks, each with a whole copy. ``mesh`` has one replica or one
-    shard rank."""
+    """Return the mesh of the same ranks, along one axis of ``mesh``, each with a whole copy."""
     if mesh.shard.ranks > 1 and mesh.replica.ranks > 1:
         raise ValueError("a mesh of two real axes has no single group to replicate over")
     return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard, one_group=True)
@@ -184,15 +177,13 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
             expected="a shard group and a replica group that share only this rank",
             got=f"global ranks {named(sorted(both))} in both",
             where=f"process_group=, global rank {dist.get_rank()}",
-            fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), "
-            "which makes both groups",
+            fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
         )
     return mesh
 
 
 def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the 1-D mesh of this rank along the first dimension of ``mesh``, for strategies other
-    than the hybrid ones."""
+    """Return the 1-D mesh of this rank along the first dimension of ``mesh``."""
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
@@ -203,11 +194,8 @@ def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
-    """Return the mesh of a hybrid strategy: a 1-D mesh is one replica; a 2-D mesh is (replica,
-    shard), as in torch.
-
-    strategy: its name, for errors.
-    """
+    """Return the mesh of a hybrid strategy, as in torch: a 1-D mesh is one replica, a 2-D mesh is
+    (replica, shard). strategy: its name."""
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
@@ -232,11 +220,7 @@ _node_groups: weakref.WeakKeyDictionary[
 
 def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return (shard group, replica group): split within each node of ``ranks_per_node``, and
-    replicate across nodes.
-
-    Collective: every rank of the default group, at the first call; later calls return the same
-    groups.
-    """
+    replicate across nodes. Collective: every rank of the default group, at the first call."""
     default = the_group(None)
     world = dist.get_world_size(default)
     if world % ranks_per_node:

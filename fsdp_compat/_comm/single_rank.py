@@ -8,15 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .transport import Handle, Transport
+from .transport import ByRank, Handle, Transport
 
 
 class SingleRank(Transport):
     """Every result is this rank's own value."""
 
-    def begin_gather(
-        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
-    ) -> Handle:
+    def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         full.copy_(own, non_blocking=True)
         handle = Handle([])
         if full.device.type not in ("cpu", "meta"):  # the end may come on another stream
@@ -31,7 +29,7 @@ class SingleRank(Transport):
     def gather_now(self, own: Tensor, what: str, tag: int = 0) -> Tensor:
         return own
 
-    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         return Handle([])
 
     def end_reduce(

@@ -61,12 +61,18 @@ class Work(typing.Protocol):
         """Return False if the wait was aborted. Raises RuntimeError if it has failed."""
 
 
+class ByRank(typing.Protocol):
+    """A tensor per rank."""
+
+    def __getitem__(self, rank: int, /) -> Tensor: ...
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Handle:
     """A message in flight."""
 
     works: list[Work]  # to wait for
-    received: Sequence[Tensor] = ()  # the tensors that the message is received into
+    received: ByRank = ()  # the tensors that the message is received into
     held: typing.Any = None  # what must stay alive until the works have completed
     message: MessageId = (0, 0, 0)
     divisor: Tensor | None = None  # of the sum of an all-reduce
@@ -98,12 +104,11 @@ class Transport(abc.ABC):
     Every method is a collective of the axis, except ``allocate``, ``settle``, ``new_tag``,
     ``addresses``, ``unfinished_gather`` and ``require_working``.
 
-    ``what`` names the thing that is waited for, for error messages. A wait that fails raises
-    StateError, and so does every later use: all communication of this process has failed then. Only
-    ``settle`` returns at once, because nothing is left to wait for.
+    ``what`` names what is waited for, for errors. A wait that fails raises StateError, and so does
+    every later use: all communication of this process has failed then. Only ``settle`` returns at
+    once, because nothing is left to wait for.
 
-    A transport holds no reference to the axis's process group, because it is cached for as long as
-    that group lives.
+    A transport holds no reference to the axis's process group: it is cached as long as that lives.
     """
 
     # Messages are matched by tags, in whatever order ranks send them. Without tags all ranks must
@@ -147,20 +152,15 @@ class Transport(abc.ABC):
         return make(numel, dtype=dtype, device=self.device)
 
     def settle(self, what: str, only_reductions: bool = False) -> None:  # noqa: B027 (a default)
-        """Wait until everything that this rank has sent may be overwritten. only_reductions: wait
-        only for what finished reductions have sent."""
+        """Wait until everything that this rank has sent may be overwritten; only_reductions: only
+        what finished reductions have sent."""
 
     # -- parameters
 
     @abc.abstractmethod
-    def begin_gather(
-        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
-    ) -> Handle:
-        """Send ``own`` [S], in the dtype of ``full``, to all ranks; receive into ``full``
-        [ranks * S], whose views by rank are ``segments``.
-
-        own: of any dtype and device. It must not change before ``settle``.
-        """
+    def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
+        """Send ``own`` [S], of any dtype and device, to all ranks; receive into ``full`` [ranks *
+        S], whose views by rank are ``segments``. ``own`` must not change before ``settle``."""
 
     @abc.abstractmethod
     def end_gather(self, handle: Handle, what: str) -> None:
@@ -197,8 +197,7 @@ class Transport(abc.ABC):
         return self._by_rank(values, what).amax(0)
 
     def gather_objects(self, value: object) -> list[typing.Any]:
-        """Return every rank's picklable ``value``, in rank order. For plans and errors, not for
-        large tensors."""
+        """Return every rank's picklable ``value``, in rank order. Not for large tensors."""
         packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
         what, device = "what each rank holds", self.values_device
         sizes = self._by_rank(torch.tensor(len(packed), device=device), what).tolist()
@@ -228,23 +227,19 @@ class Transport(abc.ABC):
     # -- gradients
 
     @abc.abstractmethod
-    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
 
     def continue_reduce(self, handle: Handle, dtype: torch.dtype, tag: int, what: str) -> Handle:
-        """Take one of the ``reduce_steps`` of a reduction, and return its new handle. dtype: of
-        the sum."""
+        """Take one of the ``reduce_steps``, and return the new handle. dtype: of the sum."""
         return handle
 
     @abc.abstractmethod
     def end_reduce(
         self, handle: Handle, own: Tensor, dtype: torch.dtype, what: str, divisor: Tensor | None
     ) -> Tensor:
-        """Return the sum [S] over the ranks as a new tensor of ``dtype``, divided by ``divisor``.
-
-        own: this rank's segment. The buffer may be freed afterwards, because the transport keeps
-        what it sends; but it must not be written to before ``settle``.
-        """
+        """Return the sum [S] as a new tensor of ``dtype``, divided by ``divisor``. own: this rank's
+        segment. The buffer may be freed then, but not written to before ``settle``."""
 
     @abc.abstractmethod
     def begin_all_reduce(self, total: Tensor, tag: int, divisor: Tensor | None = None) -> Handle:
@@ -252,8 +247,8 @@ class Transport(abc.ABC):
         get the same bits."""
 
     def continue_all_reduce(self, handle: Handle, total: Tensor, tag: int, what: str) -> Handle:
-        """Take one of the ``all_reduce_steps`` of an all-reduce, and return its new handle. Every
-        group has taken a step before any group takes the one after."""
+        """Take one of the ``all_reduce_steps``, and return the new handle. Every group has taken a
+        step before any group takes the one after."""
         return handle
 
     @abc.abstractmethod
@@ -285,8 +280,7 @@ class Transport(abc.ABC):
 
 
 def are_alike(value: str, communicators: Sequence[Transport], what: str) -> bool:
-    """True if all ranks of these axes have the same ``value``: they exchange a digest.
-    Collective."""
+    """Collective. True if all ranks of these axes have the same ``value``, by its digest."""
     digest = hashlib.sha256(value.encode()).digest()[:_DIGEST_NBYTES]
     # the maximum of the complements gives the minimum: if both equal this rank's bytes, all ranks
     # have the same
@@ -298,8 +292,7 @@ def are_alike(value: str, communicators: Sequence[Transport], what: str) -> bool
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the bytes of contiguous tensors, except empty ones: backends do not know
-    every dtype."""
+    """Return the bytes of non-empty contiguous tensors: backends do not know every dtype."""
     return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
@@ -317,8 +310,8 @@ def group_destroyed() -> StateError:
 def communication_error(
     first: str, got: str, rank: int, members: tuple[int, ...], culprit: int | None = None
 ) -> StateError:
-    """Return the error for a failed wait. first: a sentence that names what was waited for.
-    culprit: the global rank that failed first, if known."""
+    """Return the error for a failed wait. first: its first sentence. culprit: the global rank that
+    failed first, if known."""
     look = "look for a rank that raised or skipped a unit"
     if culprit is not None:
         look = f"look at rank {culprit}'s own error first; without one, it skipped a unit or step"

@@ -10,13 +10,11 @@ stages is the one that sends less over the network:
     all-reduce       reduce-scatter near; all-reduce far, of a slice; all-gather near
 
 So sums are taken within each host in rank order, in fp32 or wider, and rounded to the dtype of the
-buffer, which is that of the messages; then over hosts, in the order of their first ranks. The bits
-of a sum depend on which ranks share a host, and are the same on all ranks.
+messages; then over hosts. Their bits, the same on all ranks, depend on which ranks share a host.
 
-The order of calls. The second stage of an all-gather begins when this rank ends it, and waits until
-the other ranks of the host end it. Ranks that use different units begin their all-gathers in one
-order, but may end them in another, so a gather ends the earlier ones first. A step of a reduction
-waits only for what every rank has begun in the step before."""
+The second stage of an all-gather begins when this rank ends it, and waits until the other ranks of
+the host end it, perhaps in another order: so a gather ends the earlier ones first. A step of a
+reduction waits only for what every rank has begun in the step before."""
 
 from __future__ import annotations
 
@@ -26,11 +24,10 @@ import torch
 from torch import Tensor
 
 from .divergence.processes import Process
-from .gloo import GlooTransport
+from .gloo import GlooTransport, MessageTransport
 from .gloo_connections import OverConnections, fails_if_interrupted
 from .mesh import Axis
-from .messages import MessageTransport
-from .transport import Handle
+from .transport import ByRank, Handle
 
 
 class _Pending(Handle):
@@ -80,9 +77,7 @@ class TwoStages(OverConnections):
         return self._gathers.get(tag)
 
     @fails_if_interrupted
-    def begin_gather(
-        self, own: Tensor, full: Tensor, segments: Sequence[Tensor], tag: int
-    ) -> Handle:
+    def begin_gather(self, own: Tensor, full: Tensor, segments: ByRank, tag: int) -> Handle:
         if tag in self._gathers and not self.has_failed:  # left by an exception
             self.end_gather(self._gathers[tag], "parameters")
         staged = self._near.allocate(self._num_hosts * own.numel(), full.dtype)
@@ -114,7 +109,7 @@ class TwoStages(OverConnections):
         del self._gathers[tag]
 
     @fails_if_interrupted
-    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
+    def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
         grid = self._by_host_and_local_rank(buffer)
         staged = self._staged(buffer.numel(), buffer.dtype)
         staged.view(grid.transpose(0, 1).shape).copy_(grid.transpose(0, 1))
@@ -206,8 +201,7 @@ class TwoStages(OverConnections):
         return full.view(per_host, hosts, size).transpose(0, 1)
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for what the ranks of this host sum. Memory of earlier sums can be reused
-        once no peer reads it."""
+        """Return memory for what the ranks of this host sum, reused once no peer reads it."""
         self._near.settle("gradients that this rank has sent", only_reductions=True)
         return self._near.allocate(numel, dtype)
 
@@ -221,8 +215,8 @@ class TwoStages(OverConnections):
 
 
 def hosts_of(whole: GlooTransport) -> list[list[int]] | None:
-    """Return the ranks of an axis by host and local rank, if they exchange in two stages: several
-    hosts with equally many ranks, numbered host by host or round-robin over hosts. Collective."""
+    """Collective. Return the ranks of an axis by host and local rank, if they exchange in two
+    stages: several hosts with equally many ranks, numbered host by host or round-robin."""
     if whole.ranks < 4:
         return None
     own = Process.own()

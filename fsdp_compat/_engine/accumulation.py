@@ -1,20 +1,20 @@
-"""Gradients of sharded parameters: how reduced gradients accumulate in ``.grad``, and how zero_grad
-is detected while gradients accumulate without communication (no_sync).
+"""``.grad`` of sharded parameters: how reduced gradients accumulate in it, and how zero_grad is
+detected while gradients accumulate without communication (no_sync).
 
-After a backward inside no_sync the gradients are in the group's reduce buffer, not in ``.grad``.
-``.grad`` is set to zeros where it is None, so that ``zero_grad`` finds something to clear, and the
-state of each ``.grad`` is noted. Before the next backward, gradients that were replaced since are
-dropped from the buffer, and those that were zeroed are zeroed in it."""
+After a backward inside no_sync the gradients are in the reduce buffer. ``.grad`` is set to zeros
+where it is None, so that ``zero_grad`` finds something to clear, and each ``.grad`` is recorded.
+Before the next backward, gradients that were replaced since are dropped from the buffer, and those
+that were zeroed are zeroed in it."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
+import typing
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .behavior import ReduceAxes
@@ -25,11 +25,8 @@ _grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
 _GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RecordedGrad:
-    """The ``.grad`` of a sharded parameter after a backward without communication."""
-
-    grad: torch.Tensor
+class _Recorded(typing.NamedTuple):
+    grad: Tensor
     version: int
 
 
@@ -43,32 +40,28 @@ class ShardedGrads:
         grad_dtype: torch.dtype | None,
         is_dtensor: bool,
     ) -> None:
-        """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: the sharded parameters are
-        DTensors. Their gradients stay None until a reduction, even after a backward without
-        communication, and for unused parameters; users' hooks run after each accumulation."""
+        """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: ``.grad`` of DTensors stays None
+        until a reduction and for unused parameters; users' hooks run after each accumulation."""
         self._dtype, self._is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
-        # Positions of parameters that this rank has no part of: they never have gradients here, and
-        # optimizers keep no state for them. DTensors have empty gradients instead.
+        # Parameters that this rank has no part of never have gradients here, nor optimizer state.
+        # DTensors have empty gradients instead.
         self._absent = frozenset(
             position
             for position, (param, indices) in enumerate(store.sharded_params)
             if not (is_dtensor or param.numel())
-            and any(map(torch.Tensor.numel, map(unsharded_params.__getitem__, indices)))
+            and any(map(Tensor.numel, map(unsharded_params.__getitem__, indices)))
         )
         self.num_held = len(self._params) - len(self._absent)  # that this rank has a part of
-        self.recorded: list[
-            _RecordedGrad | None
-        ] = []  # by position; None: does not require gradients
+        self.recorded: list[_Recorded | None] = []  # None: does not require gradients
         if grad_dtype is not None:
             for param in self._params:
                 grad, param.grad = param.grad, None  # an existing gradient is converted
                 param.grad_dtype = grad_dtype
                 param.grad = None if grad is None else grad.to(grad_dtype)
 
-    def accumulate(self, grads: Sequence[torch.Tensor | None], axes: ReduceAxes, what: str) -> None:
-        """Assign reduced gradients, one per sharded parameter, or add them to existing
-        gradients."""
+    def accumulate(self, grads: Sequence[Tensor | None], axes: ReduceAxes, what: str) -> None:
+        """Assign reduced gradients, one per sharded parameter, or add them to existing ones."""
         params, is_dtensor = self._params, self._is_dtensor
         if self._absent:
             grads = [
@@ -96,7 +89,7 @@ class ShardedGrads:
                 self._run_hooks((param,), axes, what)
 
     def _run_hooks(self, params: Sequence[nn.Parameter], axes: ReduceAxes, what: str) -> None:
-        """Run the user's post-accumulate hooks, which may read and write gradients at once."""
+        """Run the user's post-accumulate hooks, which may read and write gradients."""
         if _torch_private.have_post_accumulate_hooks(params):
             axes.settle(what)
             _torch_private.run_post_accumulate_hooks(params)
@@ -114,11 +107,8 @@ class ShardedGrads:
     # -- accumulation without communication
 
     def record(self) -> None:
-        """Note every ``.grad`` after a backward without communication: see the head of this file.
-
-        Even parameters of which this rank has no part get a gradient until the next reduction, so
-        that zero_grad clears the same gradients on all ranks.
-        """
+        """Record every ``.grad`` after a backward without communication. Even parameters of which
+        this rank has no part get one, so that zero_grad clears the same on all ranks."""
         self.recorded = []
         if self._is_dtensor:
             return
@@ -129,7 +119,7 @@ class ShardedGrads:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=self._dtype)
             grad = param.grad
-            self.recorded.append(_RecordedGrad(grad, grad._version))
+            self.recorded.append(_Recorded(grad, grad._version))
 
     def take_cleared(self) -> tuple[list[int], list[int]]:
         """Return the positions of sharded parameters whose gradients were replaced or set to None

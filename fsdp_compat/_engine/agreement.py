@@ -1,9 +1,9 @@
 """Compares the models of all ranks before anything is sent: if they differed, messages would not
 have the lengths that receivers expect, or ranks would wait for each other.
 
-Only ranks that share a unit's parameters compare it: names, shapes, dtypes and ``requires_grad`` of
-the parameters, their order, and the settings that decide what is sent. They exchange a digest, one
-message per mesh axis, and search for the first difference if digests differ."""
+Ranks that share a unit's parameters exchange a digest of names, shapes, dtypes, ``requires_grad``,
+order, and the settings that decide what is sent, and search for the first difference if digests
+differ."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ def require_all_alike(parts: Iterable[tuple[Mesh, torch.device, Facts]], where: 
 
 
 def require_alike(facts: Facts, mesh: Mesh, device: torch.device, where: str) -> None:
-    """Raise UsageError, on all ranks of a mesh, if their facts differ. Collective.
-
-    device: of the units. where: the model, for the error.
-    """
+    """Raise UsageError, on all ranks of a mesh, if their facts differ. Collective."""
     axes = [axis for axis in (mesh.shard, mesh.replica) if axis.ranks > 1]
     if not axes or device.type == "meta":  # a simulation: tensors have no values
         return
@@ -99,8 +96,8 @@ def _gathered(value: Any, mesh: Mesh, communicators: Iterable[Transport]) -> dic
 
 
 def _difference(facts: Mapping[int, str], before: Facts) -> str:
-    """Return where ranks differ. facts: the first that differ, by global rank. before: the ones
-    that agree."""
+    """Return where ranks differ. facts: the first that differ, by rank. before: those that
+    agree."""
     by_fact: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         by_fact.setdefault(fact, []).append(rank)

@@ -3,14 +3,13 @@
 One event ends a unit's backward, *post-backward*: start the reduction, reshard the parameters. It
 needs no hooks on inputs and no counts of outstanding calls. Every forward call has two ticks, its
 begin and its end. At the first pre-backward of a call c, post-backward runs for every unit whose
-calls all began after c ended, and at the end of backward for the rest. This is right because
-autograd runs ready nodes newest first: when the gradient of a call's output is complete, everything
-recorded after that output has run.
+calls all began after c ended, and at the end of backward for the rest: autograd runs ready nodes
+newest first, so when the gradient of a call's output is complete, everything recorded after that
+output has run.
 
 Where autograd has a thread for each device, that holds for the nodes of one device only. There
-post-backward also waits for the gradients of the calls' inputs: what a call computed from them, on
-whatever device, has run then. Both depend on the graph alone, never on which parameters have
-gradients, so that all ranks reduce their units in one order whatever their data use."""
+post-backward also waits for the gradients of the calls' inputs. Both depend on the graph alone,
+never on which parameters have gradients, so that all ranks reduce their units in one order."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from .checks import Checks
 from .communicators import Communicators
 from .device import ComputeStreams, side_stream
 from .events import Event
-from .gathering import Gathering
+from .gathering import Gathering, Prefetch, RuntimeOptions
 from .gradients import Gradients, InFlightReductions
 from .group import Group
 from .mapped_shards import Pass
@@ -66,18 +65,16 @@ class BackwardRunner:
         gathering: Gathering,
         checks: Checks,
         streams: ComputeStreams | None,
-        max_inflight_reductions: int,
-        prefetches_late: bool,
+        options: RuntimeOptions,
     ) -> None:
-        """streams: None for a device without streams. prefetches_late: a unit's all-gather starts
-        when it is needed, but before the previous unit's gradients are sent."""
+        """streams: None for a device without streams."""
         self._units, self._communicators, self._checks = units, communicators, checks
         self._gathering, self._streams = gathering, streams
-        self._prefetches_late = prefetches_late and not self._allow_unused_units
+        is_fixed_order = options.allow_unused_units
+        self._prefetches_late = options.backward_prefetch is Prefetch.POST and not is_fixed_order
         self._side = side_stream(units[0].options.device, "reduce")
-        self.reductions = InFlightReductions(
-            None if self._allow_unused_units else max_inflight_reductions, self._side is not None
-        )
+        limit = None if is_fixed_order else options.max_inflight_reductions
+        self.reductions = InFlightReductions(limit, self._side is not None)
         self._every: list[Gradients] = []  # of all units, in order
         self.sync = True  # False inside no_sync
         self.reduces_on_finalize = False  # reductions start in ``begin_finalize``, not in backward
@@ -108,8 +105,7 @@ class BackwardRunner:
         return self.is_open and not has_task
 
     def _backward(self) -> Backward:
-        """Return the Backward of this graph task. It begins at the first pre-backward or the first
-        gradient."""
+        """Return the Backward of this graph task, which begins with its first hook."""
         current = self._current()
         if current is None:
             if self.is_open:
@@ -134,21 +130,18 @@ class BackwardRunner:
         return current
 
     def _join(self, side: bool = False) -> None:
-        """Order the current stream after the engine's work so far. side: also after that on the
-        side stream."""
+        """Order the current stream after the engine's work, with ``side`` on both streams."""
         if self._streams is not None:
             self._streams.join()
         if side and self._side is not None:
             self._side.join()
 
     def _on_side(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that enqueues work on the side stream, if there is one."""
         return _HERE if self._side is None else self._side.work()
 
     def pre_backward(self, call: Call, unit: Unit) -> None:
         """Handle a complete gradient of one of the call's outputs: everything recorded after the
-        call has run (where autograd has a thread per device: everything on this device).
-        Collective."""
+        call has run (on this device, where autograd has a thread per device). Collective."""
         if call.summoned or unit.view.summoned:
             raise StateError.of(
                 "Backward reached a forward that ran inside summon_full_params.",
@@ -156,8 +149,7 @@ class BackwardRunner:
                 "parameters that it shows",
                 got="a backward through a forward inside it",
                 where=unit.label,
-                fix="leave the context before the forward; for evaluation inside it use "
-                "torch.no_grad()",
+                fix="leave the context before the forward, or evaluate with torch.no_grad()",
             )
         backward = self._current() or self._backward()
         if call.seen_by == backward.serial:  # several outputs, one event
@@ -189,8 +181,7 @@ class BackwardRunner:
 
     @staticmethod
     def _has_calls_left(unit: Unit, backward: Backward) -> bool:
-        """True if the running graph has yet to reach calls of the unit: gradients of parameters
-        that they use are complete only afterwards."""
+        """True if the running graph has yet to reach calls of the unit: gradients are missing."""
         for reference in unit.behavior.calls_in_graphs:
             call = reference()
             if call is not None and call.seen_by != backward.serial and call.runs_now():
@@ -204,8 +195,7 @@ class BackwardRunner:
         group.gradients.take_large(index, param)
 
     def _post_backward(self, unit: Unit, backward: Backward, at_end: bool = False) -> None:
-        """Collective. Reshard and start the reduction. A later gradient starts another reduction,
-        which adds."""
+        """Collective. Reshard and start the reduction. Later gradients start another, to add."""
         if self._streams is not None:
             self._streams.join()
         if unit.calls:
@@ -255,8 +245,7 @@ class BackwardRunner:
         return self._on_side()
 
     def _end(self, backward: Backward) -> None:
-        """End the graph task: run post-backward for the remaining units, and finish every
-        reduction. Collective."""
+        """Collective. End the graph task: the remaining post-backwards, and all reductions."""
         self._join(side=True)
         with torch.no_grad():
             self._gathering.end_backward()
@@ -292,9 +281,8 @@ class BackwardRunner:
             self._step_optimizers(backward)
 
     def _reduce_rest(self, backward: Backward) -> None:
-        """Collective; sends one byte per group where ranks may use different units. Reduce what
-        post-backward has left, in one order on all ranks: zeros for groups that only other ranks
-        used, or where the user asked for them. Groups that no rank used keep ``.grad`` None."""
+        """Collective. Reduce what post-backward has left, in one order on all ranks: zeros for
+        groups that only other ranks used, or where the user asked for them."""
         every = self._every
         used = [gradients in backward.reduced or gradients.have_come for gradients in every]
         if self._allow_unused_units and self.sync:
@@ -346,8 +334,7 @@ class BackwardRunner:
             self._communicators.flush("gradients that this rank has sent")
 
     def _step_optimizers(self, backward: Backward) -> None:
-        """Run the optimizers that step in backward, at its end: no rank reads the shards any more,
-        and all gradients are complete."""
+        """Run optimizers that step in backward: gradients are complete, no rank reads shards."""
         self.steps = True
         try:
             for gradients in self._every:

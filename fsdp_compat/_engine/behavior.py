@@ -1,5 +1,5 @@
-"""How a unit behaves, which the user may change at any time, even before the unit exists; and how
-its gradients are reduced, and over which ranks."""
+"""How a unit behaves, which users may change at any time, even before the unit exists; and how its
+gradients are reduced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .._comm.transport import Transport
 from .device import ON_DEVICE, OffloadPolicy
@@ -20,11 +20,8 @@ from .user_changes import Freshness
 
 
 class CommHook(typing.NamedTuple):
-    """A user's function that sums and averages gradients.
-
-    Where gradients are scattered it is called with (state, flat gradient [ranks * S], empty output
-    [S]), otherwise with (state, flat gradient [S]), which it changes in place. It also divides.
-    """
+    """A user's function that averages gradients: called with (state, flat gradient [ranks * S],
+    empty output [S]) or, if they are not scattered, with (state, flat gradient [S]), in place."""
 
     state: Any
     function: Callable[..., Any]
@@ -40,27 +37,25 @@ class CustomReduceScatter(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReducePolicy:
-    """How the gradients of a unit are reduced. The user may replace it at any time; a reduction
-    uses the policy that it finds when it starts."""
+    """How the gradients of a unit are reduced. The user may replace it, for later reductions."""
 
     sync: bool = True  # backward reduces gradients
     over_replicas: bool = True  # False: sums over the shard axis are kept for a later backward
     divide_by: float | None = None  # None: the number of ranks
     rounds_first: bool = False  # rounds sums to the dtype of the reduction before dividing them
-    # False: no gradient for parameters that no rank has used. Marks sent with the gradients tell
-    # all ranks which these are (ReduceForm.marks).
+    # False: no gradient for parameters that no rank has used, by marks (ReduceForm.marks).
     keeps_unused: bool = True
     reduces_unused: bool = False  # zeros, also where a unit has no gradients at all
     hook: CommHook | None = None  # replaces the sum over the shard axis; with one_group, over both
     custom: CustomReduceScatter | None = None
     # Gets the reduced gradient shard [S] in the dtype of the reduction, and may change it.
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_stream: torch.Stream | None = None  # of the hook; None: that of reductions
 
     @functools.cached_property
     def finds_unused(self) -> bool:
-        """True if parameters that no rank has used are found by their marks. A user's hook may sum
-        over further ranks: it sees no marks, and all parameters get gradients."""
+        """True if unused parameters are found by marks. A user's hook may sum over further ranks:
+        it sees no marks, and all parameters get gradients."""
         return not (self.keeps_unused or self.reduces_unused or self.all_reduce_hook is not None)
 
 
@@ -69,8 +64,8 @@ class Behavior:
     """How one unit behaves: what the user may change, and state that only such units need."""
 
     reshard_after_forward: bool = True
-    # With reshard_after_forward: each of so many ranks keeps its rows of the unsharded parameters
-    # after forward, and backward all-gathers only among them; 0: among all ranks.
+    # With reshard_after_forward: ranks that each keep rows of the unsharded parameters after
+    # forward, and all-gather only among them in backward; 0: all ranks gather again.
     partial_ranks: int = 0
     partial_mesh: Any = None  # a 2-D DeviceMesh (outer, partial_ranks)
     reshard_after_backward: bool = True
@@ -91,11 +86,11 @@ class Behavior:
     num_holders: int = -1  # of the unsharded parameters' memory, see Unit.watch_holders
     fewest_holders: int = 0  # ever seen; 0: not counted yet
     has_views: bool = False  # the user holds views of unsharded parameters: memory is not freed
-    # None: the unit is unsharded only inside forward and backward, and between them if it is kept;
-    # modules show sharded parameters in between.
+    # None: the unit is unsharded only inside and between forward and backward, and modules show
+    # sharded parameters in between.
     freshness: Freshness | None = None
-    # Without tags: weak references to the calls of which graphs exist. A backward must pass all of
-    # them before the unit is reduced.
+    # Without tags: weak references to calls with graphs. A backward must pass all of them before
+    # the unit is reduced.
     calls_in_graphs: list[Any] = dataclasses.field(default_factory=list)
     # Of a unit of several modules: those not called yet in this pass.
     modules_to_run: set[nn.Module] = dataclasses.field(default_factory=set)
@@ -103,8 +98,7 @@ class Behavior:
 
 @dataclasses.dataclass(frozen=True)
 class ReduceAxes:
-    """The axes that a group's gradients are reduced over, first the shard axis, then the replica
-    axis, with a tag each; and how they are offloaded then."""
+    """The axes that a group's gradients are reduced over, in this order, with a tag each."""
 
     shard: Transport
     replica: Transport
@@ -136,14 +130,12 @@ class ReduceAxes:
 class Divisor:
     """The divisor of sums."""
 
-    __slots__ = ("is_exact", "tensor", "value")
-
     def __init__(self, value: float) -> None:
         self.value = value
         self.is_exact = math.frexp(value)[0] == 0.5  # a power of two: division does not round
-        # None: 1. A 0-d CPU tensor, because torch would build one from a number in every call. In
-        # fp32 if that is exact: most sums have this dtype, and a cast would cost as much again.
-        self.tensor: torch.Tensor | None = None
+        # None: 1. A 0-d CPU tensor, because torch would build one from a number in every call; in
+        # fp32 if that is exact, as are most sums, because a cast would cost as much again.
+        self.tensor: Tensor | None = None
         if value != 1:
             self.tensor = torch.tensor(value, dtype=torch.float32, device="cpu")
             if self.tensor.item() != value:

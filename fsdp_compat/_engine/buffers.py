@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtypes import ComputeDtype
@@ -18,23 +18,20 @@ _dtypes_before: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class CastBuffers:
     """The floating-point buffers of one unit's modules, cast to the dtype of computation.
 
-    Buffers are identified by module and name. The tensor objects stay the same, so code that shares
-    a buffer keeps sharing it. The exact values are kept for evaluation in full precision and for
-    state dicts, which lose nothing to the cast.
+    The tensor objects stay the same, so code that shares a buffer keeps sharing it. The exact
+    values are kept for evaluation in full precision and for state dicts.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """Cast the buffers of ``modules`` (not those of their submodules) now, before the first
-        forward."""
+        """Cast the buffers of ``modules`` (without submodules), before the first forward."""
         self._dtype, self._modules = dtype, list(modules)
         self._current = ComputeDtype.EVAL
         self._slots: list[tuple[nn.Module, str, torch.dtype]] = []  # (module, name, exact dtype)
-        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # (cast buffer, exact values)
+        self._exact: list[tuple[Tensor, Tensor]] = []  # (cast buffer, exact values)
         self._find_buffers()
         self.follow(ComputeDtype.TRAIN)
 
     def _find_buffers(self) -> None:
-        """Record the current buffers and their exact dtypes."""
         self._slots = [
             (module, name, _dtypes_before.get(buffer, buffer.dtype))
             for module in self._modules
@@ -54,8 +51,7 @@ class CastBuffers:
             self.follow(before)
 
     def follow(self, dtype: ComputeDtype) -> None:
-        """TRAIN: cast to the dtype of computation. EVAL: back to the exact dtypes, for evaluation
-        in full precision and for loading."""
+        """TRAIN: cast to the dtype of computation. EVAL: back to the exact dtypes."""
         if dtype is self._current:
             return
         self._current = dtype
@@ -77,7 +73,7 @@ class CastBuffers:
                     self._exact.append((buffer, exact))
                     _dtypes_before[buffer] = before
 
-    def in_full(self) -> dict[tuple[int, str], torch.Tensor]:
+    def in_full(self) -> dict[tuple[int, str], Tensor]:
         """Return copies of the exact buffers, by (id of the module, name)."""
         if self._current is ComputeDtype.EVAL:
             return {}
@@ -85,7 +81,7 @@ class CastBuffers:
             (id(module), name): value.clone() for (module, name, _), value in self._exact_values()
         }
 
-    def _exact_values(self) -> Iterator[tuple[tuple[nn.Module, str, torch.dtype], torch.Tensor]]:
+    def _exact_values(self) -> Iterator[tuple[tuple[nn.Module, str, torch.dtype], Tensor]]:
         for slot in self._slots:
             module, name, before = slot
             buffer = module._buffers.get(name)

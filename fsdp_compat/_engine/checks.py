@@ -4,15 +4,13 @@ an error that says what to do.
 What a write to a parameter means, however ranks exchange data:
 
 - To an unsharded parameter, by any means (``.data``, numpy, in place): it changes temporary values
-  of this rank until the unit is resharded, after its forward and after its backward. Units that
-  stay unsharded in between (the root, and all with SHARD_GRAD_OP) are resharded after backward
-  only. With one rank, or NO_SHARD, the parameter is the shard, and the write is permanent.
+  of this rank until the unit is resharded, after forward (not the root, nor with SHARD_GRAD_OP) and
+  after backward. With one rank, or NO_SHARD, the parameter is the shard: the write is permanent.
 - To a sharded parameter between steps: it takes effect in the next forward.
 - To a sharded parameter between a forward and its backward: as in plain torch, an error if autograd
-  sees it (optimizer steps, in-place operations). ``follow_writes`` tells autograd, which raises if
-  the graph has saved the parameter; a unit that stays unsharded always raises, because it has the
-  values of forward. A write that autograd does not see, as by ``.data``, takes effect if the unit
-  is gathered again, and is not allowed if it stays unsharded.
+  sees it (optimizer steps, in-place operations) and the graph has saved the parameter
+  (``follow_writes``), or if the unit stays unsharded. A write that autograd does not see, as by
+  ``.data``, takes effect if the unit is gathered again, and is not allowed otherwise.
 - Units of ``fully_shard`` compute in backward with the current values of sharded parameters: they
   are gathered again (Freshness)."""
 
@@ -24,6 +22,7 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .. import _torch_private
@@ -40,12 +39,10 @@ _NONES = itertools.repeat(None)
 
 
 class ExternalChanges:
-    """Whether the user has changed anything since the last ``record``: one comparison for all
-    units, by a few calls of C functions.
+    """Whether the user has changed anything since the last ``record``, by a few C calls.
 
-    Nothing has changed if gradients of small unsharded parameters are None, requires_grad is the
-    same, and sharded and unsharded parameters have the same memory. Then units need not be checked
-    one by one, which would cost a dozen calls each.
+    If gradients of small unsharded parameters are None, and requires_grad and the memory of
+    parameters are the same, units need not be checked one by one, which costs a dozen calls each.
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
@@ -76,9 +73,9 @@ class ExternalChanges:
         return list(map(_version, self._written_params))
 
     def follow_writes(self) -> set[Group]:
-        """Tell autograd which unsharded parameters have changed with the sharded ones since the
-        last call, so that it refuses backward through graphs that have saved them, as in plain
-        torch. Return the changed groups. Writes by ``.data`` or numpy are not seen."""
+        """Tell autograd which unsharded parameters have changed with the sharded ones, so that it
+        refuses backward through graphs that have saved them. Return the changed groups. Writes by
+        ``.data`` or numpy are not seen."""
         before, self._versions = self._versions, self._count_writes()
         if before == self._versions:
             return set()
@@ -152,11 +149,8 @@ class Checks:
                     hooks.on_gradient_of_param(unit, group, index, param)
 
     def _require_values(self) -> None:
-        """Raise UsageError, on all ranks, if a tensor that came from the meta device has no values
-        yet.
-
-        Collective: one byte, once, because values may be missing on one rank only.
-        """
+        """Raise UsageError, on all ranks, if some rank has a tensor from the meta device without
+        values. Collective: one byte, once."""
         missing, names = [], []
         for unit in self._units:
             for name, read in unit.uninitialised:
@@ -186,11 +180,8 @@ class Checks:
 
     def before_backward(self) -> None:
         """Raise AssertedStateError if parameters that stay unsharded from forward to backward were
-        written to or given other memory in between.
-
-        Other units gather the new values again; but autograd refuses backward if the graph has
-        saved parameters that were written to (``follow_writes``).
-        """
+        written to or given other memory in between. For others autograd refuses backward if the
+        graph has saved what was written to (``follow_writes``)."""
         written = self.changes.follow_writes()
         moved = self.changes.sharded.changed()
         for unit in self._units:
@@ -219,7 +210,7 @@ class Checks:
 
 
 def require_own(units: Iterable[Unit]) -> None:
-    """Raise StateError if parameters were replaced. Values written by `.data =` between steps take
+    """Raise StateError if parameters were replaced. Values set by `.data =` between steps take
     effect from now on."""
     for unit in units:
         unit.view.require_own()
@@ -227,11 +218,8 @@ def require_own(units: Iterable[Unit]) -> None:
             group.store.check(group.name)
 
 
-def refuse_meta(
-    fn: Callable[[torch.Tensor], torch.Tensor], shards: Iterable[torch.Tensor], where: str
-) -> None:
-    """Raise StateError if ``fn``, which a module is about to apply to its tensors, moves shards to
-    the meta device."""
+def refuse_meta(fn: Callable[[Tensor], Tensor], shards: Iterable[Tensor], where: str) -> None:
+    """Raise StateError if ``fn``, about to be applied, moves shards to the meta device."""
     for dtype, device in {(shard.dtype, shard.device) for shard in shards if not shard.is_meta}:
         if fn(torch.empty(0, dtype=dtype, device=device)).is_meta:
             raise StateError.of(
@@ -239,8 +227,7 @@ def refuse_meta(
                 expected="a device with memory",
                 got=f"a move of shards from {str(device)!r} to 'meta'",
                 where=where,
-                fix="delete the model to free its memory, or build it on the meta device, then "
-                "shard it",
+                fix="delete it to free its memory, or build it on the meta device, then shard it",
             )
 
 
@@ -257,8 +244,7 @@ def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoR
 
 def _refuse_change(group: Group, expected: str, got: str, fix: str) -> typing.NoReturn:
     raise AssertedStateError.of(
-        "Parameters were changed between forward and backward, but backward uses the values of "
-        "forward.",
+        "Parameters were changed between forward and backward, which uses the values of forward.",
         expected=expected,
         got=got,
         where=group.name,
@@ -268,13 +254,12 @@ def _refuse_change(group: Group, expected: str, got: str, fix: str) -> typing.No
 
 def _refuse_unreduced(group: Group, index: int) -> typing.NoReturn:
     group.gradients.discard()
+    shape = tuple(group.unsharded_params[index].shape)
     raise StateError.of(
         "A gradient bypassed FSDP's hooks and was never reduced across ranks.",
         expected="backward from the outputs of a unit's forward, or from tensors that its "
         "modules keep as attributes",
-        got=f"a gradient on parameter {index} "
-        f"(shape {tuple(group.unsharded_params[index].shape)}) left by an earlier backward",
+        got=f"a gradient on parameter {index} (shape {shape}) left by an earlier backward",
         where=group.name,
-        fix="return the tensor that the loss is computed from from forward, or keep it as an "
-        "attribute of a module of the unit",
+        fix="compute the loss from what forward returns, or from attributes of the unit's modules",
     )

@@ -30,8 +30,7 @@ class Communicators:
         self._offloads = [group.offload for group in groups if group.offload.is_offloaded]
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Collective. Return for each flag, one byte, whether it is set on any rank. what: names
-        them in errors."""
+        """Collective. Return for each flag, one byte, whether it is set on any rank."""
         values = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         for communicator in self._communicators:
             values = communicator.any_of(values, what)
@@ -39,8 +38,8 @@ class Communicators:
 
     def flush(self, what: str, in_graph: bool = False) -> None:
         """Wait until everything that this rank has sent, or copied to the host, has arrived.
-        what: names it in errors. in_graph: leave copies of offloaded shards to the backward that
-        follows, because waiting for them here would stall the host until the device is done."""
+        in_graph: leave copies of offloaded shards to the backward that follows, because a wait for
+        them would stall the host until the device is done."""
         for communicator in self._communicators:
             communicator.settle(what)
         if not in_graph:

@@ -2,14 +2,12 @@
 
 Unsharded parameters are allocated and freed on the computing stream, which waits for their
 all-gathers. Hence an unused prefetch is freed only after it has arrived, and ``record_stream`` is
-never needed. If a program computes on several streams (forward on one, backward on another), these
-are joined: work on the stream of the engine's last call comes before work on the stream of the
-current call.
+never needed. If a program computes on several streams, each waits for the one of the engine's last
+call.
 
-Work that need not run on the computing stream is enqueued on side streams (``SideStream``): casts
-and copies of shards before their all-gathers on one, all work on gradients on the other. Each waits
-for the computing stream before it is used, so an all-gather sends the optimizer's latest values,
-and uses the memory that it allocates in its own order."""
+Two side streams (``SideStream``) take work that need not run on the computing stream: casts and
+copies of shards before their all-gathers, and all work on gradients. Each waits for the computing
+stream before it is used, so an all-gather sends the optimizer's latest values."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 
 class ComputeStreams:
@@ -29,8 +28,7 @@ class ComputeStreams:
         self._last: torch.Stream | None = None
 
     def join(self) -> None:
-        """Order work enqueued from now on after all work that the runtime has enqueued. The CPU
-        does not wait."""
+        """Order work enqueued from now on after all that the runtime has enqueued."""
         current = torch.accelerator.current_stream(self._device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
@@ -52,7 +50,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device=device)
-        self._held: list[torch.Tensor] = []
+        self._held: list[Tensor] = []
         self._read: torch.Event | None = None  # after the last read of the held tensors
 
     @contextlib.contextmanager
@@ -66,9 +64,8 @@ class SideStream:
         with self._stream:
             yield
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Inside ``work``: keep tensors that were allocated on the computing stream, and that work
-        enqueued here reads, until ``release``."""
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Inside ``work``: keep tensors of the computing stream that it reads until ``release``."""
         if torch.accelerator.current_stream(self._device) == self._stream:
             self._held += tensors
             self._read = self._stream.record_event()
@@ -89,7 +86,7 @@ class SideStream:
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
-def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
+def read_later(values: Tensor) -> Callable[[], list[float]]:
     """Start to copy values to the host. The returned function waits for them."""
     if not has_streams(values.device):
         return typing.cast("Callable[[], list[float]]", values.tolist)
@@ -106,16 +103,15 @@ def read_later(values: torch.Tensor) -> Callable[[], list[float]]:
 
 @functools.cache
 def side_stream(device: torch.device, use: typing.Literal["gather", "reduce"]) -> SideStream | None:
-    """Return the stream of a device that sends shards (gather), or the one that collects, reduces
-    and accumulates gradients (reduce); None if it has no streams."""
+    """Return the device's stream that sends shards (gather) or handles gradients (reduce), if
+    any."""
     return SideStream(device) if has_streams(device) else None
 
 
 def run_on(
-    stream: torch.Stream, function: Callable[[torch.Tensor], object], tensor: torch.Tensor
+    stream: torch.Stream, function: Callable[[Tensor], object], tensor: Tensor
 ) -> Callable[[], None]:
-    """Run ``function(tensor)`` on ``stream``, after all work of the current stream. Returns
-    ``_mark`` of ``stream``."""
+    """Run ``function(tensor)`` on ``stream`` after the current stream. Return ``_mark`` of it."""
     stream.wait_stream(torch.accelerator.current_stream(stream.device))
     with stream:
         function(tensor)
@@ -123,8 +119,7 @@ def run_on(
 
 
 def _mark(stream: torch.Stream) -> Callable[[], None]:
-    """Return a function that makes the current stream of its caller wait for all work enqueued on
-    ``stream`` so far, and for nothing later."""
+    """Return a function that lets its caller's stream wait for the work on ``stream`` so far."""
     done = stream.record_event()
     return lambda: torch.accelerator.current_stream(stream.device).wait_event(done)
 
@@ -134,13 +129,12 @@ class OffloadPolicy:
 
     is_offloaded = False  # True: to the CPU; the shard itself is never computed with
 
-    def to_compute(self, own: torch.Tensor) -> torch.Tensor:
+    def to_compute(self, own: Tensor) -> Tensor:
         """Return ``own``, which lives where the shard does, on the computing device."""
         return own
 
-    def to_host(self, total: torch.Tensor) -> torch.Tensor:
-        """Move ``total`` from the computing device to where the shard lives. The result may be read
-        after ``wait_readers``."""
+    def to_host(self, total: Tensor) -> Tensor:
+        """Return ``total`` where the shard lives, to be read after ``wait_readers``."""
         return total
 
     def was_read(self) -> None:
@@ -151,8 +145,7 @@ class OffloadPolicy:
 
 
 class OnHost(OffloadPolicy):
-    """Shards and gradients, and so the optimizer, live on the CPU. The same copies are made if the
-    CPU is also the computing device."""
+    """Shards and gradients live on the CPU, and are copied even if that is the computing device."""
 
     is_offloaded = True
 
@@ -160,12 +153,12 @@ class OnHost(OffloadPolicy):
         self._device, self._has_streams = device, has_streams(device)
         self._last: dict[int, torch.Event] = {}  # by stream: after its last read or copy
 
-    def to_compute(self, own: torch.Tensor) -> torch.Tensor:
+    def to_compute(self, own: Tensor) -> Tensor:
         copy = own.to(self._device, non_blocking=True, copy=True)
         self.was_read()
         return copy
 
-    def to_host(self, total: torch.Tensor) -> torch.Tensor:
+    def to_host(self, total: Tensor) -> Tensor:
         copy = torch.empty(
             total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams
         )

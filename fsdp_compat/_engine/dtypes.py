@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class ComputeDtype(enum.IntEnum):
@@ -32,15 +33,15 @@ def is_packed(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or dtype.itemsize == 1
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a uint8 view of a tensor of one-byte elements, so that copies keep every bit pattern;
-    a tensor of larger elements is returned unchanged."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a uint8 view of a tensor of one-byte elements, so that copies keep every bit pattern,
+    and any other tensor unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors of nested tuples, lists, sets, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -53,10 +54,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``value`` with its tensors changed; containers keep their types, and one in which
-    nothing changes is kept itself."""
-    if isinstance(value, torch.Tensor):
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``value`` with its tensors changed, in the same containers or, unchanged, itself."""
+    if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         items = {key: map_tensors(item, change) for key, item in value.items()}
@@ -92,16 +92,13 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``.
+    """Return ``value`` with its tensors on ``device``. Copies to the CPU may be read, and their
+    sources on the CPU overwritten, at once: copies from pinned memory wait for the device."""
 
-    Tensors moved to the CPU may be read, and their sources on the CPU overwritten, at once: a copy
-    from memory that is not pinned has read it when it returns, without waiting for the device.
-    """
-    return map_tensors(
-        value,
-        lambda t: (
-            t
-            if t.device == device
-            else t.to(device, non_blocking=t.device.type == "cpu" and not t.is_pinned())
-        ),
-    )
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        is_pageable = tensor.device.type == "cpu" and not tensor.is_pinned()
+        return tensor.to(device, non_blocking=is_pageable)
+
+    return map_tensors(value, moved)

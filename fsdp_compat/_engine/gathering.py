@@ -1,13 +1,13 @@
 """When units are unsharded: on use, ahead of use (prefetching), and for other ranks.
 
 Ranks that use different units all-gather all units in one fixed order, so that a rank that skips a
-unit still serves it to the others. A rank gathers each unit before it needs a later one, at the
-latest when the pass ends. A method that calls units a different number of times on each rank runs
-in *rounds*: a round gathers every unit once, and a rank that has finished keeps serving the others'
-rounds."""
+unit still serves it to the others. A method that calls units a different number of times on each
+rank runs in *rounds*: a round gathers every unit once, and a rank that has finished keeps serving
+the others' rounds."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,11 +27,20 @@ class Prefetch(enum.Enum):
     PRE = enum.auto()  # while the current unit computes: two units are unsharded
 
 
-class Order:
-    """The units in the order in which the last pass used them.
+@dataclasses.dataclass(frozen=True)
+class RuntimeOptions:
+    """The user's options for the root, resolved."""
 
-    A wrong guess costs an all-gather, never correctness, as long as all ranks guess alike.
-    """
+    forward_prefetch: bool
+    backward_prefetch: Prefetch
+    allow_unused_units: bool  # ranks may use different units
+    # Units whose gradients may still be in flight when another unit begins to collect gradients.
+    max_inflight_reductions: int = 0
+
+
+class Order:
+    """The units in the order of the last pass. A wrong guess costs an all-gather, never
+    correctness, as long as all ranks guess alike."""
 
     def __init__(self) -> None:
         self._last: list[Unit] = []
@@ -56,8 +65,8 @@ class Order:
 def end_gathers(
     units: Sequence[Unit], communicators: Communicators, in_graph: bool = False
 ) -> None:
-    """End a pass: reshard units that were gathered for other ranks or on a wrong guess, and flush,
-    because the user may write to the shards after the pass (in_graph: after its backward)."""
+    """End a pass: reshard units gathered for other ranks or on a wrong guess, and flush, because
+    the user may write to shards after the pass (in_graph: after its backward)."""
     for unit in units:
         if unit.residency is Residency.UNSHARDING:
             unit.reshard()
@@ -68,17 +77,11 @@ class Rounds:
     """The fixed order of all-gathers where ranks may use different units."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        communicators: Communicators,
-        forward_order: Order,
-        allow_unused_units: bool,
+        self, units: Sequence[Unit], communicators: Communicators, order: Order, is_always: bool
     ) -> None:
-        """allow_unused_units: in every pass, not only in methods that run in rounds."""
-        self._units, self._communicators = units, communicators
-        self._forward_order = forward_order
-        self.allow_unused_units = allow_unused_units
-        self.is_fixed_order = allow_unused_units  # also True while a method runs in rounds
+        """order: of forward. is_always: in every pass, not only in methods that run in rounds."""
+        self._units, self._communicators, self._forward_order = units, communicators, order
+        self.allow_unused_units = self.is_fixed_order = is_always
         self._caller: Unit | None = None  # whose method runs in rounds
         self._inside: list[Unit] = []  # the units that this method may use
 
@@ -93,8 +96,7 @@ class Rounds:
         return self._inside or self._units
 
     def around(self, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Run in rounds until ``end``. Return a function that calls ``method`` and then serves
-        rounds until all ranks have finished."""
+        """Run in rounds until ``end``. Return ``method`` extended to serve the other ranks."""
 
         def until_all_ranks_are_done(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -145,8 +147,7 @@ class Rounds:
             unit.reshard()  # one unit at a time; using it later begins another round
 
     def _next_round(self, is_running: bool) -> bool:
-        """Collective. End a round, in which every unit was gathered once. If the method still runs
-        on some rank, begin another round and return True."""
+        """Collective. End a round; begin another, and return True, if the method still runs."""
         end_gathers(self._units, self._communicators)
         [again] = self._communicators.any_rank(
             [is_running], "the end of a method that ranks run in rounds"
@@ -164,32 +165,34 @@ class Gathering:
         units: Sequence[Unit],
         communicators: Communicators,
         streams: ComputeStreams | None,
-        forward_prefetch: bool,
-        backward_prefetch: Prefetch,
-        allow_unused_units: bool,
+        options: RuntimeOptions,
     ) -> None:
         """streams: None for a device without streams."""
         self._units, self._communicators, self._streams = units, communicators, streams
         self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
-        self.rounds = Rounds(units, communicators, self.forward_order, allow_unused_units)
-        self._prefetches_forward = forward_prefetch
-        self._prefetches_backward = backward_prefetch is Prefetch.PRE
+        self.rounds = Rounds(units, communicators, self.forward_order, options.allow_unused_units)
+        self._prefetches_forward = options.forward_prefetch
+        self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         # The unit that backward will need first, judging by the previous backward; it is not
         # resharded after forward.
         self._first_in_backward: Unit | None = None
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
-        """Collective. Unshard ``unit`` and show it; prefetch the next one. backward: also for a
-        recomputed forward."""
+        """Collective. Unshard and show ``unit``; prefetch. backward: also in recomputations."""
         if self._streams is not None:
             self._streams.join()
         order = self.backward_order if backward else self.forward_order
         rounds = self.rounds
         if rounds.is_fixed_order:
             rounds.gather_before(unit, order)
-        if unit.behavior.freshness is not None:
-            self._reshard_stale(unit)
+        if (
+            unit.behavior.freshness is not None
+            and unit.residency is Residency.UNSHARDED
+            and not unit.view.shows_unsharded
+            and not unit.is_fresh
+        ):  # kept since forward, but the user has changed the sharded parameters, now shown
+            unit.reshard()
         if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
             unit.unshard(dtype)
         following = order.advance(unit)
@@ -205,20 +208,8 @@ class Gathering:
         elif unit.behavior.freshness is not None:
             unit.view.keep_showing_unsharded()
 
-    @staticmethod
-    def _reshard_stale(unit: Unit) -> None:
-        """Reshard a unit that was kept since forward if the user has changed the sharded
-        parameters, which modules have shown since."""
-        if (
-            unit.residency is Residency.UNSHARDED
-            and not unit.view.shows_unsharded
-            and not unit.is_fresh
-        ):
-            unit.reshard()
-
     def _prefetch(self, unit: Unit, following: Unit | None, backward: bool) -> None:
-        """Collective. Start the all-gathers of the units that the user has listed or, without a
-        list, of the unit that was used next in the last pass."""
+        """Collective. Start to gather the units that the user has listed, or ``following``."""
         behavior = unit.behavior
         listed = behavior.backward_prefetch if backward else behavior.forward_prefetch
         if listed:
@@ -243,7 +234,7 @@ class Gathering:
         """End the last running call of ``unit``. in_graph: backward will use it."""
         behavior, keeps = unit.behavior, in_graph and not self.rounds.is_fixed_order
         if behavior.freshness is None:
-            # In a fixed order no unit is kept, so that ranks gather the same units again.
+            # In a fixed order none is kept, so that ranks gather the same units again.
             if keeps and (
                 not behavior.reshard_after_forward
                 or unit is self._first_in_backward
@@ -265,8 +256,8 @@ class Gathering:
             unit.reshard()
 
     def begin_forward(self) -> None:
-        """Collective if mapped shards may be read. A method that runs in rounds is one pass,
-        because ranks may make different numbers of calls in it."""
+        """Collective if mapped shards may be read. A method that runs in rounds is one pass: ranks
+        may make different numbers of calls in it."""
         is_inside = self.rounds.is_in_method and self.mapped.is_open(Pass.FORWARD)
         if not is_inside and self._reads_shards():
             self.mapped.begin(Pass.FORWARD)
@@ -274,8 +265,8 @@ class Gathering:
         self._first_in_backward = self.backward_order.first_after_root()
 
     def _reads_shards(self) -> bool:
-        """False if parameters are already unsharded in memory of their own. Such a pass sends
-        nothing, so ranks may make different numbers of them."""
+        """False if parameters are unsharded in memory of their own. Such a pass sends nothing, so
+        ranks may make different numbers of them."""
         return any(
             unit.residency is not Residency.UNSHARDED or unit.is_mapped
             for unit in self._units
@@ -309,6 +300,5 @@ class Gathering:
         self.rounds.gather_rest(self.backward_order)
 
     def forget_backward(self) -> None:
-        """After a backward that raised: ranks may have stopped at different units, so that they
-        would guess differently."""
+        """After a backward that raised, perhaps at different units on each rank."""
         self.backward_order = Order()

@@ -7,25 +7,22 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from .. import _torch_private
 from .._comm.transport import Transport
 from .group import Group
 
 
-def gradients_of(group: Group) -> Sequence[torch.Tensor]:
-    """Return tensors, if possible a single one, that hold the gradients of all sharded parameters
-    of a group."""
+def gradients_of(group: Group) -> Sequence[Tensor]:
+    """Return tensors, if possible one, that hold all gradients of a group's sharded parameters."""
     grads = [param.grad for param, _ in group.store.sharded_params if param.grad is not None]
     return packed(group, grads)
 
 
-def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the reduced gradient [S] if ``grads`` are all of a group's gradients and still views
-    of it; otherwise ``grads``.
-
-    The padding of [S] is zero, unless a user's hook has reduced.
-    """
+def packed(group: Group, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the reduced gradient [S], whose padding is zero, if ``grads`` are all of a group's
+    gradients and still views of it; otherwise ``grads``."""
     of_group = group.gradients
     if (
         len(grads) < 2
@@ -44,22 +41,21 @@ def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
 
 
 def norm_of(
-    sharded: Sequence[tuple[Group, Sequence[torch.Tensor]]],
-    whole: Iterable[torch.Tensor],
+    sharded: Sequence[tuple[Group, Sequence[Tensor]]],
+    whole: Iterable[Tensor],
     norm_type: float,
     device: torch.device,
-) -> torch.Tensor:
-    """Return the norm of the gradients of sharded groups and of ``whole``, gradients that every
-    rank holds whole: 0-d, in fp32 (fp64 for fp64 parameters).
+) -> Tensor:
+    """Return the norm of the gradients of sharded groups and of ``whole``, which every rank holds
+    whole: 0-d, in fp32 (fp64 for fp64 parameters). norm_type: positive, or inf.
 
-    Collective: all ranks, with the same groups; one all-reduce per shard axis. norm_type: positive,
-    or inf.
+    Collective: all ranks, with the same groups; one all-reduce per shard axis.
     """
     whole = list(whole)
     # Those of the parameters, because ranks do not know each other's gradients.
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    by_axes: dict[tuple[int, ...], tuple[list[Transport], list[torch.Tensor]]] = {(): ([], whole)}
+    by_axes: dict[tuple[int, ...], tuple[list[Transport], list[Tensor]]] = {(): ([], whole)}
     for group, grads in sharded:
         axes = [axis for axis in (group.shard, *group.tensor_parallel) if axis.ranks > 1]
         by_axes.setdefault(tuple(id(axis) for axis in axes), (axes, []))[1].extend(grads)
@@ -73,13 +69,10 @@ def norm_of(
 
 
 def dtype_of_norm(
-    sharded: Iterable[tuple[Group, Sequence[torch.Tensor]]], whole: Iterable[torch.Tensor]
+    sharded: Iterable[tuple[Group, Sequence[Tensor]]], whole: Iterable[Tensor]
 ) -> torch.dtype:
-    """Return the dtype that torch gives the norm of these gradients: the promotion of theirs; fp32
-    without gradients.
-
-    Includes groups of which this rank has no part, so that all ranks return the same.
-    """
+    """Return the dtype that torch gives the norm of these gradients, their promotion, on all ranks,
+    even without a part of some groups; fp32 without gradients."""
     dtypes = [grad.dtype for grad in whole]
     for group, grads in sharded:
         if grads:
@@ -91,8 +84,7 @@ def dtype_of_norm(
     return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
 
-def _norm_over_ranks(axis: Transport, local: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all ranks of an axis. Collective."""
+def _norm_over_ranks(axis: Transport, local: Tensor, norm_type: float) -> Tensor:
     what = "the norm of the gradients"
     if not math.isinf(norm_type):
         return axis.sum_of(local.pow(norm_type), what).pow(1 / norm_type)
@@ -103,7 +95,7 @@ def _norm_over_ranks(axis: Transport, local: torch.Tensor, norm_type: float) -> 
     return torch.where(any_nan > 0, math.nan, largest)
 
 
-def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+def clip_by_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale ``grads``, whose norm is ``norm``, in place to a norm of at most ``max_norm``."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for (device, dtype), tensors in _by_kind(grads).items():
@@ -111,8 +103,8 @@ def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
 
 
 def _local_norm(
-    grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+    grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return the norm of local gradients. Empty ones, which the inf norm rejects, count as zero."""
     norms = [
         norm.to(device, dtype)
@@ -126,10 +118,8 @@ def _local_norm(
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _by_kind(
-    grads: Iterable[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         found.setdefault((grad.device, grad.dtype), []).append(grad)
     return found

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .accumulation import ShardedGrads
@@ -23,8 +23,8 @@ from .reduce import DirectGradBuffer, GradBuffer, Left, ReduceBuffer, Reduction
 from .storage import GroupMemory
 from .store import ParamStore, ReduceForm
 
-# Elements. Parameters of at least this size have a hook each, which moves the gradient as it comes;
-# gradients of smaller ones are moved together in post-backward.
+# Parameters with so many elements have a hook each, which moves the gradient as it comes; gradients
+# of smaller ones are moved together in post-backward.
 LARGE = 65536
 
 
@@ -118,8 +118,7 @@ class Gradients:
         return any(param.requires_grad for param, _ in self._store.sharded_params)
 
     def set_hook(self, hook: CommHook) -> None:
-        """Let the user's hook sum and average gradients from now on. Must not be called while
-        gradients are received."""
+        """Let the user's hook sum and average gradients. Only while none are received."""
         self._behavior.reduction = dataclasses.replace(self.policy, hook=hook)
         self._buffer, self.received = None, ()  # the next buffer does not divide
 
@@ -132,8 +131,7 @@ class Gradients:
             self._put([index], [grad])
 
     def collect(self) -> None:
-        """Move the gradients of the small parameters, which autograd left in ``.grad``, to the
-        buffer."""
+        """Move the gradients of the small parameters from ``.grad`` to the buffer."""
         params, indices, nones = self.small
         grads = list(map(_grad, params))
         if not any(map(operator.is_not, grads, nones)):
@@ -146,13 +144,12 @@ class Gradients:
         consume(map(setattr, params, _GRAD, nones))
         self._put(indices, grads)
 
-    def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
+    def _put(self, indices: list[int], grads: list[Tensor]) -> None:
         if not self.received:
             self.limit_in_flight()
         if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
         buffer, originals = self._buffer, grads
-        # The other trainable parameters are looked at once, when the reduction starts.
         if buffer is None or not buffer.indices.issuperset(indices):
             buffer = self._buffer_for(indices)
         if any(map(_is_sparse, grads)) or (
@@ -164,8 +161,8 @@ class Gradients:
             self._side.hold(originals)
 
     def _buffer_for(self, indices: Collection[int]) -> GradBuffer:
-        """Return a buffer for all trainable parameters, ``indices``, and parameters with received
-        gradients, even if frozen since. Collective if a reduction is in flight."""
+        """Return a buffer for trainable parameters, ``indices``, and received gradients, even of
+        parameters frozen since. Collective if a reduction is in flight."""
         before = self._buffer
         form = self._store.reduce_form(itertools.chain(indices, self.received))
         if before is not None and before.form is form:
@@ -222,12 +219,9 @@ class Gradients:
     # -- at other times
 
     def clear(self) -> None:
-        """Before a backward: clear the received gradients that zero_grad has cleared since a
-        backward without communication.
-
-        The set of received gradients decides what is reduced, so it must not depend on values,
-        which differ between ranks: zeroed gradients stay received.
-        """
+        """Before a backward: clear received gradients that zero_grad has cleared since a backward
+        without communication. Zeroed gradients stay received: what is reduced must not depend on
+        values, which differ between ranks."""
         if self._buffer is None or not self.sharded.recorded:
             return
         replaced, zeroed = self.sharded.take_cleared()
@@ -237,8 +231,7 @@ class Gradients:
             self._buffer.drop(self._store.sharded_params[position].unsharded_params)
 
     def discard(self) -> None:
-        """After a backward that raised: wait for the reduction in flight, and drop all gradients
-        that were not accumulated."""
+        """After a backward that raised: end the reduction in flight, drop other gradients."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
             if not self.axes.shard.has_failed and not self.axes.replica.has_failed:
@@ -252,11 +245,8 @@ class Gradients:
 
     def bypassed_hooks(self) -> int | None:
         """Return the index of a small parameter whose gradient bypassed all hooks, or None."""
-        params, indices, _ = self.small
-        return next(
-            (index for index, param in zip(indices, params, strict=True) if param.grad is not None),
-            None,
-        )
+        pairs = zip(self.small.indices, self.small.params, strict=True)
+        return next((index for index, param in pairs if param.grad is not None), None)
 
 
 class InFlightReductions:
@@ -264,15 +254,13 @@ class InFlightReductions:
 
     def __init__(self, limit: int | None, frees_at_once: bool) -> None:
         """limit: units whose buffers may be in flight when another unit's buffer takes memory;
-        None: any number. frees_at_once: a side stream waits for the reductions, so that it can
-        reuse buffers as soon as they have been enqueued."""
+        None: any number. frees_at_once: a side stream waits, and can reuse enqueued buffers."""
         self._limit, self._frees_at_once = limit, frees_at_once
-        # Ranks with unused parameters may reduce units in different orders, and must not wait in
-        # between.
+        # Ranks with unused parameters may reduce units in different orders: they must not wait.
         self.is_unlimited = False
         self._units: collections.deque[list[Gradients]] = collections.deque()
-        # Older units whose buffers are freed: the rest of their reductions, over replicas, advances
-        # by one stage during each later unit's backward.
+        # Older units with freed buffers: their reductions over replicas advance by one stage
+        # during each later unit's backward.
         self._rest: list[Gradients] = []
 
     def start(self, unit: list[Gradients]) -> None:
@@ -294,20 +282,17 @@ class InFlightReductions:
             self._free_buffers(0)
 
     def limit_in_flight(self) -> None:
-        """Collective. Before another buffer takes memory: free the oldest buffers until no more
-        than the limit are in flight."""
+        """Collective. Before another buffer takes memory: free the oldest beyond the limit."""
         if self._limit is not None and not self.is_unlimited:
             self._free_buffers(self._limit)
 
     def _free_buffers(self, limit: int) -> None:
-        """Free all but ``limit`` buffers."""
         while len(self._units) > limit:
             freed = _advance(self._units.popleft(), Left.SUM)
             self._rest = _advance(self._rest, Left.WAIT) + freed  # what older units have sent
 
     def finish(self) -> None:
-        """Collective. Finish all reductions, stage by stage: every group completes a stage before
-        any group begins the next."""
+        """Collective. Finish all reductions, stage by stage for all groups together."""
         groups = list(itertools.chain(self._rest, *self._units))
         reductions = [gradients.reduction for gradients in groups if gradients.reduction]
         while unfinished := [each for each in reductions if each.left not in (None, Left.READ)]:
@@ -324,8 +309,8 @@ class InFlightReductions:
 
 
 def _advance(groups: Iterable[Gradients], *stages: Left) -> list[Gradients]:
-    """Collective. Advance reductions whose next stage is one of ``stages``, and accumulate the
-    results of complete ones. Return the groups with unfinished reductions."""
+    """Collective. Advance reductions whose next stage is in ``stages``, accumulate complete ones,
+    and return the groups with unfinished ones."""
     left = []
     for gradients in groups:
         reduction = gradients.reduction

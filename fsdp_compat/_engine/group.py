@@ -1,14 +1,17 @@
-"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer."""
+"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer; and
+backward's all-gathers of a group among fewer ranks."""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .. import _torch_private
 from .._comm.communicator import communicator
-from .._comm.mesh import Mesh
+from .._comm.mesh import Mesh, axis_of
 from .._comm.transport import Handle, Transport
 from ..errors import AssertedStateError
 from . import events
@@ -17,15 +20,85 @@ from .device import ON_DEVICE, OffloadPolicy, OnHost, side_stream
 from .dtypes import ComputeDtype, Precision
 from .events import Event
 from .gradients import Gradients, is_large
-from .partial import PartialShard
-from .storage import GroupMemory
+from .storage import GroupMemory, Segments, Storage
 from .store import ParamStore
 from .user_changes import RequiresGrad
 
 
+class PartialShard:
+    """The rows of one group's unsharded parameters that each of n ranks keeps after forward, so
+    that only these n have to gather again."""
+
+    def __init__(
+        self, store: ParamStore, memory: GroupMemory, mesh: typing.Any, device: torch.device
+    ) -> None:
+        """Collective over the last dimension of a 2-D ``mesh``, once per process group."""
+        axis = axis_of(mesh.get_group(1))
+        self.communicator: Transport = communicator(axis, device)
+        self._tag = self.communicator.new_tag()
+        self._memory = memory
+        memory.allocate_params()  # an empty storage cannot be viewed
+        rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks, memory.unsharded_params)
+        memory.free()
+        self._storage = Storage(rows.full)
+        self._segments = Segments(rows.full, axis.ranks)
+        self._storage.free()
+        self._held: Tensor | None = None  # [numel]
+        self._all_gather: Handle | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._held is not None
+
+    @property
+    def resident_nbytes(self) -> int:
+        return (0 if self._held is None else self._held.nbytes) + self._storage.resident_nbytes
+
+    def hold(self) -> list[nn.Parameter]:
+        """Copy this rank's rows of the unsharded parameters. Return parameters to show."""
+        full, ranks = self._rows.full, self.communicator.ranks
+        held = full.new_zeros(full.numel() // ranks)
+        params = self._rows.params(held)
+        # `.data`: the copy is not part of a graph.
+        parts = [_torch_private.local_part(param).data for param in params]
+        _torch_private.copy_together(parts, self._rows.own_rows)
+        self._held = held
+        return params
+
+    def begin_gather(self) -> None:
+        """Collective. Start the all-gather among the n ranks."""
+        assert self._held is not None
+        self._storage.allocate()
+        self._all_gather = self.communicator.begin_gather(
+            self._held, self._rows.full, self._segments, self._tag
+        )
+
+    def end_gather(self, what: str) -> None:
+        """Collective. Fill the unsharded parameters, and drop the rows."""
+        self._wait(what)
+        self._memory.allocate_params()
+        if self._rows.copies[0]:
+            _torch_private.copy_together(*self._rows.copies)
+        self.drop(what)
+
+    def drop(self, what: str) -> None:
+        """Forget the rows. Collective if an all-gather is in flight."""
+        if self._all_gather is None:
+            # An exception may have come before the handle was stored here.
+            self._all_gather = self.communicator.unfinished_gather(self._tag)
+        if not self.communicator.has_failed:
+            self._wait(what)
+        self._all_gather = self._held = None
+        self._storage.free()
+
+    def _wait(self, what: str) -> None:
+        if self._all_gather is not None:
+            self.communicator.end_gather(self._all_gather, what)
+            self._all_gather = None
+
+
 class Group:
-    """Runtime state of one parameter group: its buffers, in-flight collectives and received
-    gradients. It knows no layout."""
+    """One parameter group's buffers, in-flight collectives and received gradients."""
 
     def __init__(
         self,
@@ -37,11 +110,8 @@ class Group:
         reshard_after_forward: bool = True,
         behavior: Behavior | None = None,
     ) -> None:
-        """Collective over the mesh, once per process group (see ``communicator``).
-
-        offload: the shard is on the CPU. reshard_after_forward: of the unit. behavior: of the unit,
-        if the user may change it; sharded parameters are DTensors then.
-        """
+        """Collective over the mesh, once per process group. offload: the shard is on the CPU.
+        behavior: of the unit, if the user may change it; sharded parameters are DTensors then."""
         self.store, self.device, self.behavior = store, device, behavior
         self.offload: OffloadPolicy = OnHost(device) if offload else ON_DEVICE
         # One per dtype computed in: see `use_dtype`.
@@ -65,19 +135,14 @@ class Group:
             one_group=mesh.one_group,
             is_hybrid=mesh.is_hybrid,
         )
-        # Gradients of large parameters are moved to the reduce buffer as they come. But if backward
-        # begins with all units unsharded, a buffer wider than the parameters is not allocated
-        # before the first unit is resharded: post-backward moves them. A side stream moves all
-        # gradients together.
+        # Gradients of large parameters are moved to the reduce buffer as they come; on a side
+        # stream all together. If backward begins with all units unsharded, post-backward moves
+        # them: a buffer wider than the parameters must not be allocated before the first reshard.
         streamed = side_stream(device, "reduce") is None and (
             reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         )
-        large = {
-            param
-            for memory in self.memories
-            for param in memory.unsharded_params
-            if streamed and is_large(param)
-        }
+        params = [param for memory in self.memories for param in memory.unsharded_params]
+        large = {param for param in params if streamed and is_large(param)}
         self.gradients = Gradients(store, self.memories, axes, large, precision, device, behavior)
         self.partial: PartialShard | None = None  # the front end sets it
         self.requires_grad = RequiresGrad(store, self.memories, large)
@@ -103,9 +168,12 @@ class Group:
         ]
 
     def set_name(self, name: str) -> None:
-        """Set the name of the unit, which errors of this group mention."""
-        self.name = name
-        self.gradients.what = f"the gradients of {name}"
+        """Set the name of the unit, for errors."""
+        self.name, self.gradients.what = name, f"the gradients of {name}"
+
+    @property
+    def _what(self) -> str:
+        return f"the parameters of {self.name}"
 
     # -- parameters
 
@@ -164,16 +232,16 @@ class Group:
         if self.partial is not None and self.partial.is_held:
             self.partial.end_gather(self._what)
             return
-        if self.memory.mapped_copy is not None and self.memory.mapped_copy.is_due:
-            self.memory.copy_mapped()
+        memory, mapped = self.memory, self.memory.mapped_copy
+        if mapped is not None and mapped.is_due:
+            memory.copy_out(mapped.copy)
             return
         self._end_all_gather()
-        if self.memory.has_copies:
-            self.memory.fill_unsharded_params()
+        if memory.has_copies:
+            memory.fill_unsharded_params()
 
     def reshard(self, is_in_flight: bool = False) -> None:
-        """Free the unsharded parameters. is_in_flight: their all-gather may not have ended; then
-        collective."""
+        """Free the unsharded parameters. Collective if their all-gather may be in flight."""
         if self.partial is not None and self.partial.is_held:
             self.partial.drop(self._what)
         if self.behavior is not None:
@@ -187,12 +255,8 @@ class Group:
             self._all_gather = None
         self.memory.free()
 
-    @property
-    def _what(self) -> str:
-        return f"the parameters of {self.name}"
-
     def hold_partial(self) -> list[nn.Parameter]:
-        """Copy rows of the unsharded parameters for an all-gather among fewer ranks, free the
+        """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the
         parameters, and return those to show instead."""
         assert self.partial is not None
         params = self.partial.hold()
@@ -200,7 +264,6 @@ class Group:
         return params
 
     def _end_all_gather(self) -> None:
-        """Wait for the all-gather, if one is in flight."""
         if self._wait_for_custom is not None:
             self._wait_for_custom()
             self._wait_for_custom = None
@@ -208,9 +271,9 @@ class Group:
             self.shard.end_gather(self._all_gather, self._what)
             self._all_gather = None  # only now: if the wait raises, memory is still received into
 
-    def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
+    def gather_full(self, own: Tensor | None = None) -> Tensor:
         """Gather every rank's ``own`` [S], by default the shard; return [ranks * S], in new memory
-        unless there is one rank. Collective. Does not touch buffers of forward and backward."""
+        unless there is one rank. Collective."""
         own = self.store.shard if own is None else own
         events.tell(Event.STATE, self.name)
         full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
@@ -226,17 +289,12 @@ class Group:
                 memory.restore_views(self.store, moved)
                 shape = tuple(memory.unsharded_params[moved[0]].shape)
                 raise AssertedStateError.of(
-                    "An unsharded parameter was given other memory, which the next all-gather "
-                    "would ignore.",
-                    expected="changes by `.data =` between steps only, not from forward until "
-                    "backward has ended",
+                    "An unsharded parameter was given other memory, which all-gathers ignore.",
+                    expected="changes by `.data =` between steps only",
                     got=f"other memory for parameter {moved[0]} (shape {shape})",
                     where=self.name,
-                    fix="change it between steps, in place inside summon_full_params; this "
-                    "change was dropped",
+                    fix="change it in place inside summon_full_params; this change was dropped",
                 )
-
-    # -- gradients
 
     @property
     def resident_nbytes(self) -> int:
@@ -248,9 +306,7 @@ class Group:
         )
 
 
-def _gather_by_custom(
-    behavior: Behavior, own: torch.Tensor, memory: GroupMemory, rank: int
-) -> None:
+def _gather_by_custom(behavior: Behavior, own: Tensor, memory: GroupMemory, rank: int) -> None:
     """All-gather ``own`` [S], cast if need be, by the user's function. Collective."""
     custom, full = behavior.custom_all_gather, memory.all_gather_output
     output = custom.allocate((full.numel(),), dtype=full.dtype, device=full.device)

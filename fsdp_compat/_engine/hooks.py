@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,36 +28,33 @@ class _CastAround:
         self._input_dtype: torch.dtype | None = None
 
     def before(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         self._input_dtype = next(
             (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None
         )
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return output if self._input_dtype is None else cast_floats(output, self._input_dtype)
 
 
-def cast_around(module: torch.nn.Module) -> None:
-    """Let a module compute in its own dtype, whatever its inputs are, and return its outputs in the
-    dtype of the inputs."""
+def cast_around(module: nn.Module) -> None:
+    """Let a module compute in its own dtype, and return its outputs in the dtype of its inputs."""
     cast = _CastAround(_own_dtype(module))
     module.register_forward_pre_hook(cast.before, with_kwargs=True)
     module.register_forward_hook(cast.after)
 
 
-def cast_again(module: torch.nn.Module) -> None:
-    """If ``cast_around`` was called for a module, let it compute in its current dtype from now
-    on."""
+def cast_again(module: nn.Module) -> None:
+    """After ``cast_around``: let the module compute in its current dtype from now on."""
     for hook in module._forward_hooks.values():
         cast = getattr(hook, "__self__", None)
         if isinstance(cast, _CastAround):
             cast.dtype = _own_dtype(module)
 
 
-def _own_dtype(module: torch.nn.Module) -> torch.dtype:
-    """Return the floating-point dtype of a module's own parameters and buffers."""
+def _own_dtype(module: nn.Module) -> torch.dtype:
     tensors = (*module.parameters(), *module.buffers())
     return next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
 
@@ -65,13 +62,12 @@ def _own_dtype(module: torch.nn.Module) -> torch.dtype:
 WITH_FAST_PATH = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
 
 
-def _nothing(module: torch.nn.Module, args: Any) -> None:
+def _nothing(module: nn.Module, args: Any) -> None:
     pass
 
 
-def without_fast_path(module: torch.nn.Module) -> None:
-    """Keep a module of ``WITH_FAST_PATH`` from reading its submodules' parameters without calling
-    them, as it does in evaluation."""
+def without_fast_path(module: nn.Module) -> None:
+    """Keep a module of ``WITH_FAST_PATH`` from reading its submodules' parameters directly."""
     if isinstance(module, torch.nn.TransformerEncoder):
         module.use_nested_tensor = False
     else:
@@ -79,11 +75,10 @@ def without_fast_path(module: torch.nn.Module) -> None:
 
 
 def guard_state_dicts(unit: Unit) -> None:
-    """Let modules of the unit refuse state_dict and load_state_dict calls that did not come through
-    the front end: these would treat parts of parameters as whole ones.
+    """Let modules of the unit refuse state_dict and load_state_dict calls from outside the front
+    end, which would treat parts of parameters as whole ones.
 
-    The hooks look the unit up by the module, because they are copied with it, and a copy may belong
-    to another unit or to none.
+    The hooks look up units: they are copied with modules, and a copy may belong to another or none.
     """
     for module in unit.view.modules():
         if module not in _guarded:
@@ -97,16 +92,16 @@ def guard_state_dicts(unit: Unit) -> None:
 _guarded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _before_taking(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+def _before_taking(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     _require_state_dict(module, "state_dict")
 
 
-def before_loading(module: torch.nn.Module, *_: Any) -> None:
+def before_loading(module: nn.Module, *_: Any) -> None:
     """The load_state_dict hook that ``guard_state_dicts`` registers."""
     _require_state_dict(module, "load_state_dict")
 
 
-def _require_state_dict(module: torch.nn.Module, method: str) -> None:
+def _require_state_dict(module: nn.Module, method: str) -> None:
     for reference in _guarded.get(module, ()):
         unit = reference()
         if unit is not None:
@@ -114,9 +109,9 @@ def _require_state_dict(module: torch.nn.Module, method: str) -> None:
 
 
 def on_state_dicts(
-    module: torch.nn.Module,
-    before_taking: Callable[[torch.nn.Module], None],
-    before_loading: Callable[[torch.nn.Module, dict[str, Any], str], None],
+    module: nn.Module,
+    before_taking: Callable[[nn.Module], None],
+    before_loading: Callable[[nn.Module, dict[str, Any], str], None],
     after_loading: Callable[[], None],
 ) -> None:
     """Call ``before_taking(module)`` before the module's part of a state dict is taken,
@@ -130,13 +125,10 @@ def on_state_dicts(
 
 
 def on_assignment(
-    callback: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter | None],
+    callback: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None],
 ) -> RemovableHandle:
     """Call ``callback(module, name, parameter)`` whenever a parameter is assigned to any module; it
-    returns the parameter to assign instead, or None.
-
-    Changes nn.Module for the whole process. The undo: remove() of the returned handle.
-    """
+    returns the parameter to assign instead, or None. Undone by remove() of the returned handle."""
     return torch.nn.modules.module.register_module_parameter_registration_hook(callback)  # type: ignore[arg-type]
 
 
@@ -153,10 +145,10 @@ def around_method(cls: type, name: str, ours: Callable[..., Any]) -> Callable[[]
     return functools.partial(setattr, cls, name, original)
 
 
-def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
+def on_gradient_of_output(tensor: Tensor, call: Call) -> None:
     """Run pre-backward of a call when the gradient of one of its outputs is complete."""
 
-    def hook(grad: torch.Tensor) -> None:
+    def hook(grad: Tensor) -> None:
         unit = call.unit or call.hold_unit()
         assert unit.runtime is not None
         unit.runtime.backward.pre_backward(call, unit)
@@ -167,19 +159,18 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
 def on_gradients_of_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Track which inputs of a call are in the graph, and when their gradients are complete in
-    backward. Return the inputs to use instead.
+    """Track which inputs of a call are in the graph, and when their gradients are complete. Return
+    the inputs to use instead.
 
     Each tensor is replaced by an alias, because the gradient of the tensor itself is complete only
-    when all calls with this input have run, such as all layers of a decoder. Containers are left
-    alone, because forward may change them.
+    when all calls with this input have run. Containers are left alone: forward may change them.
     """
-    aliases: dict[int, torch.Tensor] = {}
+    aliases: dict[int, Tensor] = {}
 
     def watched(value: Any) -> Any:
         if id(value) in aliases:
             return aliases[id(value)]
-        if type(value) is torch.Tensor and _can_be_watched(value):
+        if type(value) is Tensor and _can_be_watched(value):
             alias = aliases[id(value)] = value.view_as(value)
             alias.__dict__.update(value.__dict__)
             value = alias
@@ -191,7 +182,7 @@ def on_gradients_of_inputs(
 
     reference = weakref.ref(call)  # the tensor may outlive it
 
-    def hook(grad: torch.Tensor) -> None:
+    def hook(grad: Tensor) -> None:
         call = reference()
         if call is not None:
             call.inputs_left -= 1
@@ -199,16 +190,13 @@ def on_gradients_of_inputs(
     return tuple(map(watched, args)), {name: watched(value) for name, value in kwargs.items()}
 
 
-def _can_be_watched(tensor: torch.Tensor) -> bool:
+def _can_be_watched(tensor: Tensor) -> bool:
     return tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Parameter) -> None:
     """Let ``on_gradient`` move the gradient of a large unsharded parameter once it is accumulated.
-
-    The hook holds weak references only: the group owns the parameter, and cycles through autograd
-    hooks are invisible to the garbage collector.
-    """
+    The hook holds weak references: the garbage collector does not see cycles through it."""
     unit_reference, group_reference = weakref.ref(unit), weakref.ref(group)
 
     def hook(param: nn.Parameter) -> None:

@@ -1,10 +1,9 @@
-"""Passes over units that read every rank's mapped shard (_comm/same_host/peers.py): parameters view
-the mapping, or are copied out of it.
+"""Passes over units that read every rank's mapped shard: parameters view it, or are copied out of
+it.
 
 Such a unit sends nothing and waits for nothing when it is unsharded. Instead there is a barrier at
 both ends of a pass: after the first, all shards have the values that the pass reads; after the
-second, no rank reads them any more, and they may be written to. Outside a pass, where users of
-fully_shard may unshard units, units are all-gathered."""
+second, they may be written to. Outside a pass units are all-gathered."""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ class Pass(enum.IntEnum):
 
 @dataclasses.dataclass
 class _Axis:
-    """The mapped groups along one axis."""
-
     communicator: Transport
     groups: list[Group]
     tag: int
@@ -40,7 +37,6 @@ class _Axis:
     versions: Sequence[int] = ()  # of all ranks, this one first
 
     def addresses(self) -> tuple[object, ...]:
-        """Return a value that changes when this rank's shards have moved."""
         return self.communicator.addresses([group.store.shard for group in self.groups])
 
 
@@ -104,11 +100,8 @@ class MappedShards:
             ]
 
     def end(self, which: Pass, has_raised: bool = False) -> None:
-        """Collective. Wait until no rank reads shards any more in the pass.
-
-        Raises StateError, for good, if the pass has raised on another rank only: no rank would
-        wait for a unit that the other one has not used.
-        """
+        """Collective. Wait until no rank reads shards any more in the pass. Raises StateError, for
+        good, if only another rank has raised: none would wait for units that it did not use."""
         self.stop_reading(which, has_raised)
         what = f"the end of a {which.name.lower()} of {self._label}"
         for axis, handle in self._open.pop(which, ()):
@@ -151,12 +144,10 @@ class MappedShards:
     def _refuse(self, refusal: str) -> typing.NoReturn:
         raise StateError.of(
             "Shards that have moved, for example because a process forked, cannot be mapped again.",
-            expected="as many file descriptors and mappings, and as much address space, as before "
-            "on all ranks",
+            expected="as many file descriptors and mappings, and as much address space, as before",
             got=refusal,
             where=self._label,
-            fix="raise the limit that is named, or set FSDP_COMPAT_SAME_HOST=counters on all "
-            "ranks: nothing is mapped then",
+            fix="raise the named limit, or set FSDP_COMPAT_SAME_HOST=counters on all ranks",
         )
 
 
@@ -178,8 +169,8 @@ def _can_map(group: Group) -> bool:
 
 
 def _views(group: Group) -> bool:
-    """True if the parameters view the mapped shards. Otherwise they are copied out of them, because
-    they are cast, are not contiguous in them, or may be kept by the user while shards change."""
+    """True if parameters view the mapped shards. They are copied out of them if they are cast, are
+    not contiguous there, or may be kept by the user while shards change."""
     return (
         group.behavior is None
         and not group.memories[0].has_copies

@@ -1,5 +1,5 @@
-"""What the modules of a unit show: sharded parameters between uses, unsharded ones during
-computation."""
+"""What a unit's modules show: sharded parameters between uses, unsharded ones in computation. And
+other attributes of theirs: marks, and tensors that forward leaves (``self.aux_loss = ...``)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import contextlib
 import itertools
 import typing
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from ..errors import StateError
@@ -22,12 +22,8 @@ from .store import ModuleSlot
 
 
 class ModuleView:
-    """The parameters that one unit's modules show.
-
-    This is separate from which memory is resident: modules show unsharded parameters only inside
-    forward, and from pre-backward to post-backward. A freed parameter is never shown, because
-    reading it would read freed memory.
-    """
+    """The parameters that one unit's modules show, whatever memory is resident: unsharded ones only
+    inside forward, and from pre-backward to post-backward. A freed parameter is never shown."""
 
     def __init__(
         self,
@@ -36,8 +32,7 @@ class ModuleView:
         sharded: Sequence[ModuleSlot],
         is_guarded: bool = True,
     ) -> None:
-        """Show the sharded parameters. unsharded: one list of slots per ComputeDtype. is_guarded:
-        see ParamStore."""
+        """Show the sharded parameters. unsharded: by ComputeDtype. is_guarded: see ParamStore."""
         self._unit = weakref.ref(unit)
         self._from_partial: _Swap | None = None  # while rows of unsharded parameters are shown
         self.shows_unsharded = False
@@ -108,8 +103,7 @@ class ModuleView:
             self._placeholders.arm_parts()
 
     def keep_showing_unsharded(self) -> None:
-        """Put unsharded parameters, shown since an earlier pass, back where other code has put
-        sharded ones (torch.func.functional_call restores what it found)."""
+        """Show unsharded parameters where torch.func.functional_call has put sharded ones."""
         if self._to_sharded.foreign() is not None:
             self._exchange_around_others(self._to_unsharded)
 
@@ -127,9 +121,8 @@ class ModuleView:
             self._from_partial = None
 
     def _exchange_around_others(self, swap: _Swap) -> None:
-        """Make the swap where ``exchange`` refused, because the user has set an attribute over a
-        placeholder or torch.func.functional_call has restored an outdated parameter. Refuse it if
-        a slot holds anything else."""
+        """Make a swap that ``exchange`` refused, because the user has set an attribute over a
+        placeholder or functional_call has restored an old parameter; refuse anything else."""
         foreign = swap.foreign(but_new=not self._placeholders.is_guarded)
         if foreign is not None:
             self._refuse_foreign(foreign)
@@ -178,8 +171,7 @@ class ModuleView:
         self.summoned = False
 
     def keep_order(self) -> None:
-        """Restore the order of parameter names after a swap, and update the lists that RNNs keep of
-        their weights."""
+        """Restore the order of parameter names, and the lists of weights that RNNs keep."""
         for module, order in self._orders:
             _reorder(_torch_private.parameters_of(module), order)
         for rnn in self._rnns:
@@ -192,8 +184,7 @@ class ModuleView:
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
-        """A context in which absent attributes are meta tensors, for code that reads shapes, as
-        ``repr`` does."""
+        """A context in which absent attributes are meta tensors, for ``repr`` and the like."""
         put = []
         if not self.shows_unsharded:
             self._placeholders.disarm()
@@ -214,8 +205,7 @@ class ModuleView:
     # -- checks
 
     def require_state_dict(self, module: nn.Module, method: str) -> None:
-        """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would see
-        flat or partial parameters."""
+        """Raise StateError where a module's own method would see flat or partial parameters."""
         if self.in_state_dict or self.summoned:
             return
         raise StateError.of(
@@ -225,8 +215,7 @@ class ModuleView:
             "summon_full_params",
             got=f"{method}() of a {type(module).__name__}",
             where=self._label,
-            fix=f"call {method}() on the wrapper: its names are those of the module before "
-            "wrapping",
+            fix=f"call {method}() on the wrapper, whose names are those from before wrapping",
         )
 
     def require_own(self) -> None:
@@ -259,8 +248,6 @@ class ModuleView:
 
 
 class _Slot(typing.NamedTuple):
-    """One attribute in a swap of sharded and unsharded parameters."""
-
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]  # of the module
     attribute: str
@@ -270,8 +257,6 @@ class _Slot(typing.NamedTuple):
 
 class _Swap:
     """A swap of sharded and unsharded parameters, for all slots by a few calls of C functions."""
-
-    __slots__ = ("_new", "_old", "_present", "exchange", "slots")
 
     def __init__(
         self,
@@ -337,3 +322,49 @@ def _reorder(parameters: dict[str, nn.Parameter | None], order: Sequence[str]) -
     if list(items) != list(parameters):
         parameters.clear()
         parameters.update(items)
+
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_INTERNAL = frozenset((*nn.Module().__dict__, *_MARKS))
+
+
+def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Mark a unit's modules, except ignored ones, as torch does; before the unit is constructed.
+
+    Dynamo reads the marks, and so does transformers' generate, to keep ranks together. Always with
+    use_orig_params=True: Dynamo refuses the other, but forward sees unsharded parameters here.
+    """
+    for child in module.modules():
+        if child not in ignored and _MARKS[0] not in child.__dict__:
+            attributes = dict(child.__dict__)
+            child.__dict__.clear()
+            # The marks go first, out of the way of the attributes that a forward looks up.
+            child.__dict__.update(dict.fromkeys(_MARKS, True), **attributes)
+
+
+class TensorAttributes:
+    """The tensor attributes of modules and their submodules."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        # (attributes of a module, number of the first ones that are nn.Module's own)
+        found = (m for module in modules for m in module.modules() if _keeps_attributes(m))
+        self._holders = [
+            (m.__dict__, sum(1 for _ in itertools.takewhile(_INTERNAL.__contains__, m.__dict__)))
+            for m in found
+        ]
+
+    def present(self) -> list[Tensor]:
+        """Return the tensors that the modules hold now."""
+        return [
+            value
+            for attributes, start in self._holders
+            if len(attributes) > start
+            for value in itertools.islice(attributes.values(), start, None)
+            if isinstance(value, Tensor)
+        ]
+
+
+def _keeps_attributes(module: nn.Module) -> bool:
+    """False for torch's own layers and for wrappers, whose forward leaves no tensors on them:
+    searching them all would cost more than swapping parameters."""
+    return type(module).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])

@@ -14,8 +14,7 @@ from .. import _torch_private
 
 @dataclasses.dataclass(frozen=True)
 class ParamSlots:
-    """Where modules hold an original parameter, and its names. Does not hold the parameter
-    itself."""
+    """Where modules hold an original parameter, and its names, but not the parameter itself."""
 
     slots: tuple[tuple[nn.Module, str], ...]  # (module, attribute); several if it is tied
     # Relative to the module that was traversed; several per slot if a module is shared.
@@ -54,11 +53,9 @@ def assign_owners(
     closed: Collection[nn.Module],
 ) -> dict[nn.Module, list[OrigParam]]:
     """Return the parameters of each unit: a parameter belongs to the lowest unit that can be called
-    and contains all its uses.
+    and contains all its uses, and so is unsharded in each of them.
 
-    That unit is unsharded whenever any of the uses runs. Gathering the parameter in a unit per use
-    would double the bytes and split its gradient over several reductions. skip: parameters that are
-    not managed. closed: modules that are not entered because they are sharded already.
+    skip: parameters that are not managed. closed: modules that are sharded already.
     """
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     slots: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
@@ -97,8 +94,7 @@ def assign_owners(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for modules that are never called, such as nn.ModuleList and nn.ParameterList: their
-    parameters would never be unsharded."""
+    """False for modules that are never called (nn.ModuleList), and so would never be unsharded."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -1,12 +1,11 @@
 """Placeholders that modules show instead of sharded parameters: any use of one raises an error that
 names the parameter and says what to do instead.
 
-With use_orig_params=False an attribute has no value while its unit is sharded, and a placeholder
-stands in for it. With use_orig_params=True the attribute is the user's own parameter, which holds a
-part. Outside forward the part may be read and written, but the module cannot be called: a forward
-pre-hook refuses it. Inside forward, where only whole parameters make sense, a placeholder hides the
-part. Placeholders and hooks are entries in dictionaries of modules; removed, as in an unsharded
-unit, they cost nothing."""
+With use_orig_params=False a placeholder stands in for an attribute while its unit is sharded. With
+True the attribute is the user's own parameter, which holds a part. Outside forward the part may be
+read and written, but a forward pre-hook refuses calls of the module; inside forward a placeholder
+hides the part. Placeholders and hooks are entries in dictionaries of modules, removed while the
+unit is unsharded."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry
@@ -29,18 +28,16 @@ _FREEZING = (_READ.format("requires_grad_"), _ASSIGNMENT.format("requires_grad")
 
 
 class UsedWhileSharded(StateError, AttributeError):
-    """A parameter was used while its unit is sharded. Also an AttributeError, so that ``hasattr``
-    and ``getattr`` with a default work."""
+    """A parameter was used while its unit is sharded. An AttributeError, for ``hasattr``."""
 
 
 class ShardedPlaceholder:
-    """Stands in for a parameter. It knows the shape and dtype of the whole parameter, and refuses
-    every other use."""
+    """Refuses every use of a parameter, except of the shape and dtype of the whole one."""
 
     # __weakref__: RNNs keep weak references to their weights.
     __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")
 
-    def __init__(self, unit: Any, module: nn.Module, attribute: str, like: torch.Tensor) -> None:
+    def __init__(self, unit: Any, module: nn.Module, attribute: str, like: Tensor) -> None:
         """unit: a Unit. like: has the shape and dtype of the whole parameter."""
         self._unit, self._module = weakref.ref(unit), weakref.ref(module)
         self._attribute = attribute
@@ -149,8 +146,7 @@ def _first_placeholder(value: Any) -> ShardedPlaceholder | None:
 
 
 class Placeholders:
-    """All placeholders of one unit: ``arm`` inserts them when the unit becomes sharded, ``disarm``
-    removes them."""
+    """All placeholders of one unit, present (``arm``) while it is sharded."""
 
     def __init__(
         self,
@@ -159,8 +155,7 @@ class Placeholders:
         sharded: Sequence[ModuleSlot],
         is_guarded: bool = True,
     ) -> None:
-        """unsharded, sharded: the module slots with either parameters, in the same order.
-        is_guarded: False makes no placeholders at all."""
+        """unsharded, sharded: module slots, in the same order. is_guarded: False makes none."""
         self.is_guarded = is_guarded
         self.always: list[DictEntry] = []  # for attributes that are absent while sharded
         in_forward: list[DictEntry] = []  # for attributes that hold parts
@@ -190,9 +185,8 @@ class Placeholders:
         self.disarm_parts()
 
     def arm_parts(self) -> None:
-        """Guard modules that hold parts. Refuse their calls, because torch would compute with parts
-        that broadcast, and some kernels would read beyond the end of others. Refuse reads while a
-        forward of the model runs."""
+        """Refuse calls of modules that hold parts, because torch would compute with parts that
+        broadcast, or read beyond their ends; and reads while a forward of the model runs."""
         self._calls.put_in()
         if self._refuses_reads:
             self._in_forward.put_in()

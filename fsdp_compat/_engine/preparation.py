@@ -1,5 +1,5 @@
-"""Prepare a unit's modules for sharding: give meta tensors memory and values, move buffers to the
-device, and broadcast values so that all ranks start alike."""
+"""Prepares a unit's modules for sharding: memory and values for meta tensors, buffers on the
+device, and a broadcast of values so that all ranks start alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._comm.communicator import communicator
@@ -23,11 +23,7 @@ Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffe
 
 class Preparation:
     """Prepares modules unit by unit: initializes meta tensors, moves buffers to the device and
-    broadcasts the first rank's values.
-
-    Because of this order, a process that builds a model on the meta device never holds more than
-    one unit of it unsharded.
-    """
+    broadcasts the first rank's values. So no process holds more than one unit unsharded."""
 
     def __init__(
         self,
@@ -40,15 +36,12 @@ class Preparation:
         broadcast_over: Mesh | None,
         not_broadcast: Collection[nn.Parameter],
     ) -> None:
-        """
-        units: the modules that become units, including ``root``.
-        closed: modules that need no preparation, with all below them.
-        init: initializes one module on the meta device; None: its ``reset_parameters`` does.
-        broadcast_over: the mesh whose first rank's values all ranks take; None: no broadcast.
-        not_broadcast: parameters to which this does not apply.
+        """units: the modules that become units, including ``root``. closed: modules that need no
+        preparation, with all below them. init: initializes one module on the meta device; None: its
+        ``reset_parameters``. broadcast_over: the mesh whose first rank's values all ranks take, if
+        any, except for ``not_broadcast``.
 
-        Raises UsageError, before anything changes, if a module on the meta device cannot be
-        initialized.
+        Raises UsageError if a module on the meta device cannot be initialized.
         """
         self._root, self._device, self._init = root, device, init
         self._broadcast_over, self._not_broadcast = broadcast_over, not_broadcast
@@ -64,8 +57,7 @@ class Preparation:
                 _require_reset(root, child)
 
     def of_unit(self, unit: nn.Module, members: Iterable[OrigParam]) -> list[OrigParam]:
-        """Prepare the modules of a unit, and return its parameters as they are afterwards.
-        Collective if values are broadcast."""
+        """Prepare a unit's modules, and return its parameters. Collective if it broadcasts."""
         if self._was_meta:
             give_back_freed()  # memory of the previous unit
         modules = [module for module in self._modules.pop(unit) if module not in self._done]
@@ -97,8 +89,7 @@ class Preparation:
         return [OrigParam(member.param_slots.present(), member.param_slots) for member in members]
 
     def _materialize(self, modules: Sequence[nn.Module]) -> set[Slot]:
-        """Give modules with tensors on the meta device memory and values. Return the slots that got
-        memory: ``to_empty`` replaces all tensors of a module."""
+        """Give tensors on the meta device memory and values. Return the slots that got memory."""
         on_meta = [m for m in modules if any(tensor.is_meta for _, tensor in _own_tensors(m))]
         before = _addresses(on_meta)
         for module in on_meta:
@@ -118,8 +109,7 @@ class Preparation:
         if left:
             raise UsageError.of(
                 "Tensors are still on the meta device after initialisation.",
-                expected="param_init_fn to materialise every parameter and buffer of the module it "
-                "is given",
+                expected="param_init_fn to materialise all tensors of the module it is given",
                 got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
                 where=f"a {type(self._root).__name__}",
                 fix="call module.to_empty(device=..., recurse=False) and fill the values in "
@@ -139,8 +129,7 @@ class Preparation:
     def uninitialised(
         self, module: nn.Module, stores: Iterable[StateStore], taken: Collection[nn.Module]
     ) -> list[Uninitialised]:
-        """Return the uninitialised parameters and buffers of a unit. taken: modules of other
-        units."""
+        """Return the uninitialised tensors of a unit. taken: modules of other units."""
         if not self._left:
             return []
         found = [
@@ -170,13 +159,12 @@ def _own_modules(
             yield from _own_modules(child, units, seen)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 
 
-def _slots_of(modules: Iterable[nn.Module]) -> dict[Slot, torch.Tensor]:
-    """Return the parameters and buffers of ``modules`` (not of their submodules)."""
+def _slots_of(modules: Iterable[nn.Module]) -> dict[Slot, Tensor]:
     return {(module, name): value for module in modules for name, value in _own_tensors(module)}
 
 
@@ -189,7 +177,6 @@ def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
 
 
 def _ties(root: nn.Module) -> list[list[Slot]]:
-    """Return the slots of every parameter that has more than one."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -202,8 +189,7 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
     if on_meta and not callable(getattr(module, "reset_parameters", None)):
         raise UsageError.of(
             "A module on the meta device cannot be initialised.",
-            expected="a method reset_parameters() that fills the module's own parameters and "
-            "buffers",
+            expected="a method reset_parameters() that fills the module's parameters and buffers",
             got=f"{type(module).__name__} without one, with {on_meta} on the meta device",
             where=f"module {_name_of(root, module)!r}",
             fix="pass param_init_fn=, or give the class a reset_parameters method",
@@ -215,9 +201,8 @@ def _name_of(root: nn.Module, module: nn.Module) -> str:
     return next(names, "") or type(root).__name__
 
 
-def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """True if a tensor holds only the fill pattern of uninitialised memory. Never for empty and
-    boolean tensors."""
+def is_uninitialised(tensor: Tensor) -> bool:
+    """True if a tensor, not empty or boolean, holds only the fill pattern of new memory."""
     tensor = _torch_private.local_part(tensor.detach()).reshape(-1)
     if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
         return False
@@ -226,11 +211,9 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
     return bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
-    """Overwrite tensors with those of the mesh's first rank. Collective: all ranks of the mesh.
-
-    Tensors that are not on ``device`` are copied there one at a time.
-    """
+def broadcast_states(states: Iterable[Tensor], mesh: Mesh, device: torch.device) -> None:
+    """Overwrite tensors with those of the mesh's first rank, copied to ``device`` one at a time.
+    Collective: all ranks of the mesh."""
     tensors = {id(tensor): _torch_private.local_part(tensor.detach()) for tensor in states}
     with torch.no_grad():
         for axis in (mesh.replica, mesh.shard):

@@ -1,10 +1,9 @@
-"""The buffers that collect gradients of unsharded parameters, and the reduction that turns them
-into gradients of sharded parameters.
+"""The buffers that collect gradients of unsharded parameters, and their reduction.
 
-One rule covers all cases. The buffer knows which gradients it has *received*: the first gradient of
-a parameter is assigned, later ones are added, and a reduction sends the buffer, with zeros for
-missing gradients, and empties the set. Accumulation without communication, several backwards,
-recomputation and late gradients need nothing else."""
+A buffer knows which gradients it has *received*: the first gradient of a parameter is assigned,
+later ones are added, and a reduction sends the buffer, with zeros for missing gradients, and
+empties the set. Accumulation without communication, several backwards, recomputation and late
+gradients need nothing else."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from .. import _torch_private
 from ..errors import StateError
@@ -34,27 +34,24 @@ class Left(enum.Enum):
 
 
 # of a reduction; the last yields the gradients of all sharded parameters
-Stages = Iterator[Sequence[torch.Tensor | None] | Left]
+Stages = Iterator[Sequence[Tensor | None] | Left]
 
 
 class Views(typing.NamedTuple):
     """A reduce buffer and its views."""
 
-    buffer: torch.Tensor  # [ranks * S]
-    segments: Sequence[torch.Tensor]  # [S] each, by rank
-    params: list[list[torch.Tensor]]  # see ReduceForm.param_views
+    buffer: Tensor  # [ranks * S]
+    segments: Segments
+    params: list[list[Tensor]]  # see ReduceForm.param_views
     # Each parameter's only view, in the parameter's shape; None if some have several views.
-    whole: list[torch.Tensor] | None
-    rows: torch.Tensor  # [ranks, S]
+    whole: list[Tensor] | None
+    rows: Tensor  # [ranks, S]
 
 
 class ReduceBuffer:
-    """A flat buffer [ranks * S] in the dtype of the reduction. It holds memory only from the first
-    received gradient to the end of the reduction.
-
-    The memory is new each time where peers read later what is sent, and with one rank, where it
-    becomes the gradients.
-    """
+    """A flat buffer [ranks * S] in the dtype of the reduction, with memory only from the first
+    received gradient to the end of the reduction. The memory is new each time where peers read it
+    later, and with one rank, where it becomes the gradients."""
 
     def __init__(
         self,
@@ -66,8 +63,7 @@ class ReduceBuffer:
         predivisor: float = 1.0,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """dtype: of the reduction. predivisor: of gradients before they are summed. grad_dtype: of
-        the result; None: the form's."""
+        """predivisor: of gradients before the sum. grad_dtype: of the result; None: the form's."""
         self.received = set[int]()  # the indices of parameters whose gradients are here
         self.form, self._axes, self._predivisor = form, axes, predivisor
         self._grad_dtype = grad_dtype or form.dtype
@@ -77,17 +73,15 @@ class ReduceBuffer:
         self._storage = Storage(buffer)
         self.views = self._own = self._views_of(buffer)
         self._storage.free()
-        # Instead of the buffer's own memory: read later by peers, or becomes the gradients.
-        self._block: torch.Tensor | None = None
+        self._block: Tensor | None = None  # new memory, instead of the buffer's own
         self._all_indices, self.indices = form.indices, frozenset(form.indices)
         self._is_clean = False  # all gradients are there, and the padding is zero
         # The sum over the shard axis that is not yet summed over replicas; and its parameters.
-        self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
-        # The policy of the last reduction, and what it has divided by.
-        self._divided: tuple[ReducePolicy | None, Divisor]
-        self._divided = None, Divisor(axes.ranks / predivisor)
+        self._partial: tuple[Tensor, frozenset[int]] | None = None
+        # of the last reduction
+        self._divided: tuple[ReducePolicy | None, Divisor] = None, Divisor(axes.ranks / predivisor)
 
-    def _views_of(self, buffer: torch.Tensor) -> Views:
+    def _views_of(self, buffer: Tensor) -> Views:
         ranks, params = self._axes.shard.ranks, self.form.param_views(buffer)
         whole = [views[0] for views in params[:-1]] if self.form.is_contiguous_per_param else None
         rows = buffer.view(ranks, self.form.numel)
@@ -100,7 +94,6 @@ class ReduceBuffer:
         return self._storage.resident_nbytes if self._block is None else self._block.nbytes
 
     def _allocate(self) -> None:
-        """Allocate memory, unless the buffer has it."""
         if self._axes.keep_buffers:
             self._storage.allocate()
         elif self._block is None:
@@ -118,9 +111,9 @@ class ReduceBuffer:
 
     # -- gradients
 
-    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Assign gradients not yet received, and add the others. An index may come twice.
-        ``grads`` may be empty afterwards, because each can be freed once it was copied."""
+    def put(self, indices: Sequence[int], grads: list[Tensor]) -> None:
+        """Assign gradients not yet received, and add the others. An index may come twice. May
+        empty ``grads``, so that each is freed once it was copied."""
         received = self.received
         if not received:
             self._allocate()
@@ -142,8 +135,7 @@ class ReduceBuffer:
             else:
                 self._assign([index], [grad])
 
-    def _assign(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Write the first gradients of parameters into the buffer, which has memory."""
+    def _assign(self, indices: Sequence[int], grads: list[Tensor]) -> None:
         self.received.update(indices)
         whole = self.views.whole
         if whole is not None:
@@ -161,7 +153,6 @@ class ReduceBuffer:
             _torch_private.copy_together(views, values)  # casts to the buffer's dtype
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Drop the gradients of some parameters."""
         self.received.difference_update(indices)
         if not self.received:
             self._free()
@@ -179,15 +170,12 @@ class ReduceBuffer:
         self._free()
 
     def take_over(self, other: ReduceBuffer) -> None:
-        """Take over what another buffer has received, for parameters in both forms.
-
-        Raises StateError if it holds gradients that were summed over the shard axis only.
-        """
+        """Take over what another buffer has received for parameters in both forms. Raises
+        StateError if that was summed over the shard axis only."""
         if other._partial is not None:
             raise StateError.of(
                 "requires_grad was changed while gradients wait for their all-reduce.",
-                expected="the same trainable parameters from set_requires_all_reduce(False) to "
-                "the backward that all-reduces",
+                expected="no change after set_requires_all_reduce(False), before the all-reduce",
                 got="a different set of trainable parameters",
                 where="a unit of fully_shard",
                 fix="change requires_grad after a backward with set_requires_all_reduce(True)",
@@ -205,12 +193,9 @@ class ReduceBuffer:
     # -- the reduction
 
     def reduce(self, policy: ReducePolicy, what: str) -> Stages:
-        """Reduce the gradients, with zeros for those not received. Collective.
-
-        A generator of stages, each of which may wait for the one before. At the end of backward the
-        stages of all groups are interleaved, so that ranks that finish groups in different orders
-        cannot deadlock.
-        """
+        """Reduce the gradients, with zeros for those not received. Collective. At the end of
+        backward, the stages of all groups are interleaved, so that ranks that finish groups in
+        different orders cannot deadlock."""
         axes, dtype, received = self._axes, self._own.buffer.dtype, self.indices
         self._zero_missing()
         if policy.finds_unused:
@@ -266,9 +251,8 @@ class ReduceBuffer:
         yield grads
 
     def _run_all_reduce_hook(
-        self, policy: ReducePolicy, total: torch.Tensor, what: str
+        self, policy: ReducePolicy, total: Tensor, what: str
     ) -> Iterator[Left]:
-        """Let the user's hook change ``total``."""
         replica, hook, stream = self._axes.replica, policy.all_reduce_hook, policy.all_reduce_stream
         assert hook is not None
         if replica.reads_later:
@@ -282,7 +266,6 @@ class ReduceBuffer:
             wait()
 
     def _zero_missing(self) -> None:
-        """Zero missing gradients, and the padding."""
         received, views = self.received, self.views
         if not received:
             self._allocate()
@@ -297,7 +280,6 @@ class ReduceBuffer:
             view.zero_()
 
     def _mark(self, received: Collection[int]) -> None:
-        """Mark the parameters in ``received``."""
         if self._is_clean and received:
             return  # pack_grads has marked all
         marks = self.form.marks(self.views.rows)
@@ -312,9 +294,7 @@ class ReduceBuffer:
             value = 1.0 if self._axes.one_group else float(self._axes.replica.ranks)
         return self._divided[1] if value == self._divided[1].value else Divisor(value)
 
-    def _scatter(
-        self, what: str, divisor: torch.Tensor | None
-    ) -> Generator[Left, None, torch.Tensor]:
+    def _scatter(self, what: str, divisor: Tensor | None) -> Generator[Left, None, Tensor]:
         """Return the sum [S] over the shard axis, divided, and free the buffer."""
         axis = self._axes.shard
         if axis.ranks == 1:
@@ -336,9 +316,9 @@ class ReduceBuffer:
         return total
 
     def _sum_replicas(
-        self, what: str, total: torch.Tensor, divisor: Divisor
-    ) -> Generator[Left, None, tuple[torch.Tensor, Divisor]]:
-        """Sum ``total`` over the replica axis. Return it, and what it is still to be divided by."""
+        self, what: str, total: Tensor, divisor: Divisor
+    ) -> Generator[Left, None, tuple[Tensor, Divisor]]:
+        """Return ``total`` summed over the replica axis, and its remaining divisor."""
         axis, tag = self._axes.replica, self._axes.replica_tag
         total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
         # Slices are divided during the all-reduce, unless that would round in the narrow dtype.
@@ -351,9 +331,8 @@ class ReduceBuffer:
         axis.end_all_reduce(pending, total, what)
         return total, _DIVIDED if now else divisor
 
-    def _by_hook(self, hook: CommHook) -> torch.Tensor:
-        """Return the user's hook's average [S] in the dtype of sums. The hook may set ``.data`` of
-        its arguments."""
+    def _by_hook(self, hook: CommHook) -> Tensor:
+        """Return the average [S] by the user's hook, which may set ``.data`` of its arguments."""
         grad = self.views.buffer.clone()  # the hook may keep it
         if self._axes.shard.ranks == 1:
             hook.function(hook.state, grad)
@@ -365,8 +344,7 @@ class ReduceBuffer:
         self._free()
         return total
 
-    def _by_custom(self, custom: CustomReduceScatter) -> torch.Tensor:
-        """Return the sum [S] over the shard axis by the user's reduce-scatter."""
+    def _by_custom(self, custom: CustomReduceScatter) -> Tensor:
         buffer, allocate = self.views.buffer, custom.comm.allocate
         source = allocate((buffer.numel(),), dtype=buffer.dtype, device=buffer.device)
         source.copy_(buffer)
@@ -380,24 +358,23 @@ class ReduceBuffer:
         )
         if work is not None:
             work.wait()
-        return typing.cast(torch.Tensor, total)
+        return typing.cast(Tensor, total)
 
 
 class DirectGradBuffer:
-    """The ReduceBuffer of a single rank whose sharded parameters have the shapes of the unsharded
-    ones: passes gradients on unchanged, without a buffer."""
+    """Passes gradients on without a buffer: for one rank, where parameters keep their shapes."""
 
     def __init__(self, store: ParamStore) -> None:
         self.form: ReduceForm = store.reduce_form()
         self.indices = frozenset(self.form.indices)
-        self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
+        self._sharded_params, self._grads = store.sharded_params, dict[int, Tensor]()
         self.received = self._grads.keys()
 
     @property
     def resident_nbytes(self) -> int:
         return sum(grad.nbytes for grad in self._grads.values())
 
-    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+    def put(self, indices: Sequence[int], grads: list[Tensor]) -> None:
         for index, grad in zip(indices, grads, strict=True):
             if index in self._grads:
                 self._grads[index].add_(grad)
@@ -419,10 +396,8 @@ class DirectGradBuffer:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
-            grads[sharded_param.unsharded_params[0]]
-            if sharded_param.unsharded_params[0] in grads
-            else torch.zeros_like(sharded_param.parameter)
-            for sharded_param in self._sharded_params
+            grads[index] if index in grads else torch.zeros_like(param)
+            for param, (index,) in self._sharded_params
         ]
 
 
@@ -437,8 +412,7 @@ class Reduction:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self.left: Left | None = None
-        # one per sharded parameter, at the end
-        self.grads: Sequence[torch.Tensor | None] | None = None
+        self.grads: Sequence[Tensor | None] | None = None  # by sharded parameter, at the end
         self.advance()
 
     def advance(self) -> None:
@@ -449,7 +423,7 @@ class Reduction:
             else:
                 self.left, self.grads = None, found
 
-    def finish(self) -> Sequence[torch.Tensor | None]:
+    def finish(self) -> Sequence[Tensor | None]:
         while self.grads is None:
             self.advance()
         return self.grads

@@ -7,12 +7,12 @@
     register(groups)                 once, by the constructor that makes the groups
 
 ``call`` is the name that users know, such as "state_dict". The ranks that split one copy of the
-groups take part; with ``copies=True`` also those with the other copies (hybrid strategies,
-NO_SHARD). A call without groups, or with one rank, sends nothing and checks nothing.
+groups take part; with ``copies=True`` also those with the other copies. A call without groups, or
+with one rank, checks nothing.
 
-divergence/store_rendezvous.py has the mechanism. Two environment variables, which must be the same
-on all ranks: FSDP_COMPAT_MEET=0 disables the check, and FSDP_COMPAT_MEET_TIMEOUT is how long, in
-seconds, a missing rank may be idle before the call fails."""
+divergence/store_rendezvous.py has the mechanism. Two environment variables, the same on all ranks:
+FSDP_COMPAT_MEET=0 disables the check, and FSDP_COMPAT_MEET_TIMEOUT is how long, in seconds, a
+missing rank may be idle before the call fails."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def _communicators(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Tran
 
 
 def register(groups: Iterable[Group]) -> None:
-    """Number groups, and let this process answer ranks that wait for it. All ranks must register
-    groups in the same order."""
+    """Number groups, in one order on all ranks, and let this process answer ranks that wait."""
     if checks_calls():
         idle_limit_s()  # reports an invalid value now, on every rank
         progress.follow()
@@ -64,11 +63,8 @@ def register(groups: Iterable[Group]) -> None:
 def require_all_ranks(
     call: str, groups: Iterable[Group], *, copies: bool = False, axes: Sequence[Axis] = ()
 ) -> None:
-    """Return when all ranks of ``groups`` have made the same call. Collective.
-
-    axes: further ones whose ranks take part. Raises StateError, on all of them, as soon as that can
-    no longer happen.
-    """
+    """Return when all ranks of ``groups`` have made the same call; raise StateError on all of them
+    if that can no longer happen. Collective. axes: further ones whose ranks take part."""
     groups = list(groups)
     pairs = list(_communicators(groups, copies))
     for communicator, _ in pairs:
@@ -90,9 +86,9 @@ def require_all_ranks(
 
 
 def require_all_ranks_once(call: str, groups: Iterable[Group]) -> None:
-    """Check only the first such call of these groups, because the call is made in every training
-    step, where each check would cost a round trip to the store. If ranks diverge later, their next
-    messages deadlock, which is detected (gloo) or ended by the backend's time limit. Collective."""
+    """Collective. Check only the first such call of these groups: each check costs a round trip to
+    the store. If ranks diverge later, the deadlock is detected, or the backend's time limit ends
+    it."""
     groups = list(groups)
     for communicator, _ in _communicators(groups, copies=False):
         communicator.require_working()

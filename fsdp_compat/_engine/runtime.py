@@ -4,7 +4,6 @@ passes are in backward.py."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -13,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._comm.divergence import progress
@@ -26,20 +25,9 @@ from .communicators import Communicators
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
 from .events import Event
-from .gathering import Gathering, Prefetch
+from .gathering import Gathering, RuntimeOptions
 from .group import Group
 from .unit import Call, Residency, Unit
-
-
-@dataclasses.dataclass(frozen=True)
-class RuntimeOptions:
-    """The user's options for the root, resolved."""
-
-    forward_prefetch: bool
-    backward_prefetch: Prefetch
-    allow_unused_units: bool  # ranks may use different units
-    # Units whose gradients may still be in flight when another unit begins to collect gradients.
-    max_inflight_reductions: int = 0
 
 
 class Runtime:
@@ -48,8 +36,7 @@ class Runtime:
     def __init__(
         self, root: Unit, units: Sequence[Unit], names: Sequence[str], options: RuntimeOptions
     ) -> None:
-        """units: the root first, then those below it, taken over from earlier runtimes. names: of
-        the units, for errors."""
+        """units: the root, then those below it, taken over from earlier runtimes."""
         self.root, self.units = root, list(units)
         self.groups: list[Group] = []
         _live.add(self)
@@ -64,23 +51,10 @@ class Runtime:
         self._streams = compute_streams(device)
         self._communicators = Communicators(device)
         self._checks = Checks(root, self.units, self._communicators)
-        self._gathering = Gathering(
-            self.units,
-            self._communicators,
-            self._streams,
-            options.forward_prefetch,
-            options.backward_prefetch,
-            options.allow_unused_units,
-        )
+        self._gathering = Gathering(self.units, self._communicators, self._streams, options)
         runner = BackwardRunner if self._streams is None else ThreadedBackwardRunner
         self.backward = runner(
-            self.units,
-            self._communicators,
-            self._gathering,
-            self._checks,
-            self._streams,
-            options.max_inflight_reductions,
-            options.backward_prefetch is Prefetch.POST,
+            self.units, self._communicators, self._gathering, self._checks, self._streams, options
         )
         self._units_with_parts: list[Unit] = []
         self._units_of_several: list[Unit] = []
@@ -114,11 +88,8 @@ class Runtime:
         kwargs: dict[str, Any],
         module: nn.Module | None = None,
     ) -> Any:
-        """Run a forward of ``unit`` with unsharded parameters. Collective.
-
-        module: the called one, if the unit has several. torch.compile does not trace what the
-        engine does before and after ``function``.
-        """
+        """Run a forward of ``unit`` with unsharded parameters. Collective. torch.compile traces
+        only ``function``. module: the called one, if the unit has several."""
         compiler = _torch_private.set_compiler(None)
         call = Call(unit, next(self._ticks), module)
         try:
@@ -153,10 +124,8 @@ class Runtime:
         kwargs: dict[str, Any],
         ranks_in_rounds: bool,
     ) -> Any:
-        """Run an entry point other than forward in the same way. Collective.
-
-        ranks_in_rounds: ranks may call the units below different numbers of times (see Rounds).
-        """
+        """Run another entry point in the same way. Collective. ranks_in_rounds: ranks may call the
+        units below different numbers of times (see Rounds)."""
         if not ranks_in_rounds or self._stack or _torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
         rounds = self._gathering.rounds
@@ -187,19 +156,15 @@ class Runtime:
         if self._streams is not None and torch.is_grad_enabled():
             args, kwargs = hooks.on_gradients_of_inputs(args, kwargs, call)
         if outermost:
-            args, kwargs = move_to(args, options.device), move_to(kwargs, options.device)
+            args, kwargs = move_to((args, kwargs), options.device)
         if call.dtype is ComputeDtype.TRAIN and (
             options.cast_inputs or (outermost and options.cast_root_inputs)
         ):
-            args, kwargs = (
-                cast_floats(args, options.compute_dtype),
-                cast_floats(kwargs, options.compute_dtype),
-            )
+            args, kwargs = cast_floats((args, kwargs), options.compute_dtype)
         return args, kwargs
 
     def _begin_forward(self) -> None:
-        """Begin the outermost forward, from whatever state an exception may have left. Parameters
-        that are still unsharded are stale."""
+        """Begin the outermost forward, whatever stale state an exception may have left."""
         events.tell(Event.FORWARD, self.root.label)
         if self._streams is not None:
             self._streams.join()
@@ -222,8 +187,7 @@ class Runtime:
     def post_forward(
         self, call: Call, unit: Unit, output: object, has_raised: bool = False
     ) -> None:
-        """End a forward call. A recomputation reshards nothing, because backward is about to use
-        the parameters."""
+        """End a forward call. A recomputation reshards nothing: backward needs the parameters."""
         stack = self._stack
         if call not in stack:
             return
@@ -234,7 +198,7 @@ class Runtime:
         call.end_tick, nodes = next(self._ticks), list[Any]()  # of outputs that are in the graph
         if torch.is_grad_enabled():
             tensors = unit.attributes.present()
-            if type(output) is torch.Tensor:
+            if type(output) is Tensor:
                 tensors.append(output)
             else:
                 tensors += tensors_in(output)
@@ -281,13 +245,8 @@ class Runtime:
         self.require_idle("finalize_backward()")
         self.backward.begin_finalize()
 
-    def end_finalize(self) -> None:
-        """Collective. Wait for the reductions."""
-        self.backward.end_finalize()
-
     def reset(self) -> None:
-        """Discard what an exception may have left of forward and backward, gradients that were not
-        reduced included. Collective if anything is in flight."""
+        """Discard what an exception has left, even gradients. Collective if any is in flight."""
         self.require_idle("reset_iter_state()")
         self._stack.clear()
         self.backward.discard()
@@ -313,11 +272,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def at_rest(self, what: str) -> Iterator[None]:
-        """A context with every unit sharded, for calls between steps. Such calls nest (a state dict
-        summons parameters); only the outermost checks all units.
-
-        Raises StateError if ``what`` is called inside forward or backward.
-        """
+        """A context with every unit sharded, for calls between steps. In nested calls only the
+        outermost checks all units. Raises StateError inside forward or backward."""
         if self._is_at_rest:
             yield
             return
@@ -334,8 +290,7 @@ class Runtime:
         self._communicators.wait_copies()
 
     def reshard_all(self, units: Iterable[Unit] | None = None) -> None:
-        """Reshard units, by default all, whatever state an exception or a forward without backward
-        has left."""
+        """Reshard units, by default all, whatever an exception or a lone forward has left."""
         if self.backward.has_raised:
             self.backward.discard()
         if self._stack and not self.backward.is_running:
@@ -360,12 +315,10 @@ class Runtime:
             refuse_in_pass(what, self.root.label, error)
 
     def require_parts(self, what: str) -> None:
-        """Raise StateError if ``what`` is called inside summon_full_params, or after parameters
-        were replaced."""
+        """Raise StateError inside summon_full_params, or after parameters were replaced."""
         if any(unit.view.summoned for unit in self.units):
             raise StateError.of(
-                f"{what} was called inside summon_full_params, where parameters and gradients are "
-                "whole.",
+                f"{what} was called inside summon_full_params, where all parameters are whole.",
                 expected="a call outside the context",
                 got="a call inside it",
                 where=self.root.label,
@@ -389,16 +342,10 @@ def runtime_of(unit: Unit) -> Runtime:
 
 
 def run_as_forward(
-    locate: Callable[[], tuple[Runtime, Unit]],
-    method: Callable[..., Any],
-    *,
-    synced: bool | None,
+    locate: Callable[[], tuple[Runtime, Unit]], method: Callable[..., Any], *, synced: bool | None
 ) -> Callable[..., Any]:
-    """Return a function that runs a method of a unit's module like its forward. Collective: each
-    call of that function.
-
-    locate: returns the runtime and the unit. synced: see ``register_fsdp_forward_method``.
-    """
+    """Return a function that runs a method of a unit's module like its forward. Collective: its
+    calls. synced: see ``register_fsdp_forward_method``."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         runtime, unit = locate()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._layout.spec import FlatLayout, Interval, Section
@@ -16,9 +15,7 @@ from .ownership import ParamSlots
 from .store import ModuleSlot, ParamKind, ParamStore
 from .tensor_parallel import TensorParallel
 
-# The attribute under which a unit's first FlatParameter is registered, and its name in local state
-# dicts, as in torch.
-FLAT_PARAM = "_flat_param"
+FLAT_PARAM = "_flat_param"  # of a unit's first FlatParameter, in modules and local state dicts
 
 
 def flat_param_name(number: int) -> str:
@@ -30,10 +27,8 @@ class StateStore(ParamStore, typing.Protocol):
     """A store whose state can be saved and loaded. Implementations define what has no body here.
 
     Parameters are identified by their *index* in ``orig_params``. Each rank holds one run of the
-    row-major elements of a parameter, which is also one run of the rank's shard. The *sections* say
-    which: each is a run of the shard that is cut by one layout. A store of flat parameters has one
-    section; a store that cuts every parameter by itself has one per parameter. Optimizer state and
-    gradients of a shard's size ``[S]`` are cut in the same way.
+    row-major elements of a parameter, which is also one run of the rank's shard. Each *section* is
+    a run of the shard that one layout cuts: one in a store of flat parameters, else one for each.
     """
 
     orig_params: Sequence[ParamSlots]
@@ -49,25 +44,22 @@ class StateStore(ParamStore, typing.Protocol):
         """The sections, in the order of the shard and of the parameters."""
 
     def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Return the shape that the sharded parameter which holds parameter ``index`` has on
-        ``rank``."""
+        """Return the shape on ``rank`` of the sharded parameter that holds parameter ``index``."""
 
-    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor]:
+    def grads(self, total: Tensor) -> Sequence[Tensor]:
         """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""
 
-    def whole(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
-        """full: [ranks * S], of any dtype. Return the parameters in it, in their local shapes:
-        views where they can be."""
+    def whole(self, full: Tensor) -> Sequence[Tensor]:
+        """full: [ranks * S]. Return the parameters in it, in their local shapes, as views if
+        possible."""
 
     # -- what follows from these
 
-    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter over ``value`` (in the local shape of parameter ``index``, of any
-        dtype), of the class and with the attributes of the user's parameter."""
+    def parameter(self, index: int, value: Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a parameter over ``value``, like the user's parameter ``index``."""
         return self.kinds[index].parameter(value, requires_grad)
 
     def section_of(self, index: int) -> Section:
-        """Return the section that parameter ``index`` belongs to."""
         return self.sections[min(index, len(self.sections) - 1)]
 
     def slots_with(self, params: Sequence[nn.Parameter | None]) -> list[ModuleSlot]:
@@ -80,7 +72,6 @@ class StateStore(ParamStore, typing.Protocol):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the parameters are cut over."""
         return self.sections[0].layout.ranks
 
     def cut(self, index: int) -> tuple[FlatLayout, int]:
@@ -89,8 +80,7 @@ class StateStore(ParamStore, typing.Protocol):
         return section.layout, index - section.first_param
 
     def local_shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of what is cut over the ranks of a parameter: all of it, or this
-        process's part of a DTensor."""
+        """Return the shape of what is cut: a parameter, or this process's part of a DTensor."""
         layout, number = self.cut(index)
         return layout.params[number].shape
 
@@ -100,7 +90,7 @@ class StateStore(ParamStore, typing.Protocol):
         return self.local_shape(index) if parallel is None else parallel.shape
 
     def part(self, index: int, rank: int) -> Interval:
-        """Return which elements of a parameter ``rank`` holds, counted from its first element."""
+        """Return which elements of a parameter ``rank`` holds."""
         layout, number = self.cut(index)
         return layout.part(number, rank)
 
@@ -115,14 +105,13 @@ class StateStore(ParamStore, typing.Protocol):
         part = self.part_in_shard(index)
         return part if self.is_flattened else part.shifted(-part.start)
 
-    def local_part(self, index: int) -> torch.Tensor:
-        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds
-        nothing."""
+    def local_part(self, index: int) -> Tensor:
+        """Return this rank's part of a parameter, a 1-D view of the shard."""
         return self.shard.detach()[self.part_in_shard(index).slice]
 
     def has_part(self, indices: Sequence[int]) -> bool:
-        """False if this rank has none of the parameters' elements, and so neither gradients nor
-        optimizer state. A FlatParameter that is all padding has both."""
+        """False if this rank has none of the parameters' elements, gradients and optimizer state. A
+        FlatParameter that is all padding has them."""
         if self.is_flattened:
             return True
         cuts = [self.cut(index) for index in indices]
@@ -130,9 +119,9 @@ class StateStore(ParamStore, typing.Protocol):
             layout.part(number, self.rank) for layout, number in cuts
         )
 
-    def copy_in(self, index: int, value: torch.Tensor) -> bool:
-        """Copy this rank's part of a parameter into the shard. value: the whole parameter, or that
-        part, 1-D. Return False if it fits neither."""
+    def copy_in(self, index: int, value: Tensor) -> bool:
+        """Copy this rank's part of a parameter into the shard. value: the whole parameter, or the
+        part, 1-D. Return False if it does not fit."""
         if (
             value.dtype != self.dtype
             or not _torch_private.is_plain(value)
@@ -148,15 +137,12 @@ class StateStore(ParamStore, typing.Protocol):
         own.copy_(value.detach())
         return True
 
-    def rows_of_whole(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """whole: of the local shape of parameter ``index``. Return this rank's elements of it."""
+    def rows_of_whole(self, index: int, whole: Tensor) -> Tensor:
+        """whole: of the local shape of parameter ``index``. Return this rank's elements."""
         return whole.detach().reshape(-1)[self.part(index, self.rank).slice]
 
-    def take_from_whole(
-        self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
-    ) -> None:
-        """Copy this rank's part of every whole tensor (one per parameter, in its local shape, on
-        any device) into ``shard`` [S], by default this rank's own."""
+    def take_from_whole(self, wholes: Sequence[Tensor], shard: Tensor | None = None) -> None:
+        """Copy this rank's part of every whole parameter, in local shapes, into ``shard`` [S]."""
         shard = self.shard.detach() if shard is None else shard
         for index, whole in enumerate(wholes):
             source, target = self.rows_of_whole(index, whole), self.own_part(shard, index)
@@ -165,12 +151,11 @@ class StateStore(ParamStore, typing.Protocol):
             if source.data_ptr() != target.data_ptr() or not source.is_contiguous():
                 as_bytes(target).copy_(as_bytes(source))
 
-    def own_part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+    def own_part(self, buffer: Tensor, index: int) -> Tensor:
         """buffer: [S]. Return this rank's part of a parameter in it, as ``rows_of_whole``."""
         return buffer[self.part_in_shard(index).slice]
 
 
 def store_of(group: Group) -> StateStore:
-    """Return the store of a group whose state can be saved and loaded, as that of every registered
-    unit."""
+    """Return the store of a group of a registered unit."""
     return typing.cast(StateStore, group.store)

@@ -1,13 +1,15 @@
-"""The only code that allocates or frees the memory of parameters and gradient buffers: it empties
-and refills storages under tensors that stay."""
+"""Allocates and frees the memory of parameters and gradient buffers, as no other file does, by
+resizing storages under tensors that stay."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import typing
 from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from .. import _torch_private
 from .._comm.communicator import allocate_shard
@@ -21,56 +23,32 @@ _version = operator.attrgetter("_version")
 
 def new_shard(
     numel: int, dtype: torch.dtype, device: torch.device, *, ranks: int, pin: bool
-) -> torch.Tensor:
-    """Return zeros [numel] for one of ``ranks`` shards. pin: a GPU reads it.
-
-    On the CPU they lie in shared memory, where other ranks of the host can read them.
-    """
+) -> Tensor:
+    """Return zeros [numel] for one of ``ranks`` shards; on the CPU in shared memory, where other
+    ranks of the host can read them. pin: a GPU reads it."""
     if device.type == "cpu" and ranks > 1 and not pin:
         return allocate_shard(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
 
 
-class Segments(Sequence[torch.Tensor]):
-    """The views [S] of a buffer [ranks * S], by rank, made at the first access and kept.
+class Segments(dict[int, Tensor]):
+    """The views [S] of a buffer [ranks * S], by rank, made at the first access: backends use one or
+    two, and with 16,384 ranks all of them would take more memory than a shard."""
 
-    The gloo transports use all of them in every step; other backends use one or two, and with
-    16,384 ranks the views of all ranks would take more memory than a shard.
-    """
+    def __init__(self, buffer: Tensor, ranks: int) -> None:
+        self._buffer, self._numel = buffer, buffer.numel() // ranks
 
-    __slots__ = ("_buffer", "_made", "_ranks", "_size")
-
-    def __init__(self, buffer: torch.Tensor, ranks: int) -> None:
-        self._buffer, self._ranks, self._size = buffer, ranks, buffer.numel() // ranks
-        self._made: dict[int, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return self._ranks
-
-    @typing.overload
-    def __getitem__(self, rank: int) -> torch.Tensor: ...
-
-    @typing.overload
-    def __getitem__(self, rank: slice) -> list[torch.Tensor]: ...
-
-    def __getitem__(self, rank: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(self._ranks))]
-        found = self._made.get(rank)
-        if found is None:
-            if not 0 <= rank < self._ranks:  # ends the iteration of Sequence
-                raise IndexError(f"rank {rank} of {self._ranks}")
-            found = self._made[rank] = self._buffer.narrow(0, rank * self._size, self._size)
-        return found
+    def __missing__(self, rank: int) -> Tensor:
+        view = self[rank] = self._buffer.narrow(0, rank * self._numel, self._numel)
+        return view
 
 
 class Storage:
-    """A storage that is freed and allocated again as one object: views of it, including those that
-    autograd saved, stay valid."""
+    """A storage that is freed and allocated again under its views, which stay valid."""
 
     __slots__ = ("_has_huge_pages", "nbytes", "untyped")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.untyped = tensor.untyped_storage()
         self.nbytes = self.untyped.nbytes()
         self._has_huge_pages = tensor.device.type == "cpu" and self.nbytes >= HUGE_NBYTES
@@ -91,27 +69,24 @@ class Storage:
         return self.untyped.nbytes()
 
 
-_Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # (to, from)
+_Copy = tuple[list[Tensor], list[Tensor]]  # (to, from)
 
 
 class _Split(typing.NamedTuple):
-    """A copy of all columns of a matrix, by one kernel."""
-
-    rows: torch.Tensor
+    rows: Tensor
     sizes: list[int]
-    targets: list[torch.Tensor]
+    targets: list[Tensor]
 
 
 def _split_of(copy: _Copy) -> _Split | None:
-    """Return the copy as a _Split if its sources are columns of one matrix; otherwise None: then
-    the device launches a kernel per source."""
+    """Return the copy as a _Split if its sources are columns of one matrix, otherwise None."""
     pairs = sorted(zip(*copy, strict=True), key=lambda pair: pair[1].storage_offset())
     first = pairs[0][1] if pairs else torch.empty(0)
     if first.ndim != 2:
         return None
     (ranks, _), (width, _) = first.shape, first.stride()
     base = int(first.storage_offset()) // width * width
-    at, sizes, targets = base, list[int](), list[torch.Tensor]()
+    at, sizes, targets = base, list[int](), list[Tensor]()
     for target, source in pairs:
         if (
             source.ndim != 2
@@ -132,26 +107,20 @@ def _split_of(copy: _Copy) -> _Split | None:
     return _Split(first.as_strided((ranks, width), (width, 1), base), sizes, targets)
 
 
+@dataclasses.dataclass
 class MappedCopy:
     """How parameters are copied out of every rank's mapped shard."""
 
-    __slots__ = ("copy", "is_due", "num_holders", "passes")
-
-    def __init__(self, copy: _Copy, passes: Collection[object]) -> None:
-        """passes: those that all ranks are in now; shards may be read while there are any."""
-        self.copy, self.passes = copy, passes
-        # ``wait_for_unshard`` is to copy: ``unshard`` has started no all-gather.
-        self.is_due = False
-        self.num_holders = 0  # of the parameters' memory, through ``copy``
+    copy: _Copy
+    passes: Collection[object]  # that all ranks are in now: only then shards may be read
+    num_holders: int  # of the parameters' memory, through ``copy``
+    is_due: bool = False  # ``unshard`` has started no all-gather: ``wait_for_unshard`` copies
 
 
 class GroupMemory:
-    """The unsharded form of one group in one dtype: the all-gather output, and the parameters that
-    view it or are copied out of it.
-
-    With one rank and no cast the parameters view the shard itself (``aliased``), and nothing is
-    ever allocated, copied or freed.
-    """
+    """The all-gather output of one group in one dtype, and the parameters that view it or are
+    copied out of it. With one rank and no cast the parameters view the shard (``aliased``), and
+    nothing is allocated, copied or freed."""
 
     def __init__(
         self,
@@ -161,8 +130,7 @@ class GroupMemory:
         device: torch.device,
         is_offloaded: bool = False,
     ) -> None:
-        """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
-        ``device``."""
+        """dtype: of the parameters. is_offloaded: the shard is not on ``device``."""
         self.aliased = (
             ranks == 1 and dtype == store.dtype and not is_offloaded and not store.has_extension
         )
@@ -173,7 +141,7 @@ class GroupMemory:
         self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
         self._buffer = Storage(self.all_gather_output)
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
-        self._copy: _Copy | _Split | None = None
+        self._copy: _Copy | _Split | None = None  # fills parameters that do not view the output
         self._unpack = store.unpack if store.has_extension else None
         if not store.params_view_output:
             self._own_storages = list(
@@ -184,9 +152,8 @@ class GroupMemory:
             )
             copy = store.copies(self.all_gather_output, self.unsharded_params)
             self._copy = (_split_of(copy) if has_streams(device) else None) or copy
-        self.has_copies = self._copy is not None  # see `fill_unsharded_params`
-        # All ranks' shards: the parameters view them instead of an all-gather output, or are copied
-        # out of them.
+        self.has_copies = self._copy is not None
+        # The parameters view it instead of an all-gather output, or are copied out of it.
         self.mapping: ShardMapping | None = None
         self._num_writes = 0  # to mapped parameters
         self.mapped_copy: MappedCopy | None = None
@@ -194,7 +161,7 @@ class GroupMemory:
         self.free()
         self._views = [_torch_private.local_part(param) for param in self.unsharded_params]
         # In an empty storage the address is the distance from its beginning.
-        self._offsets = list(map(torch.Tensor.data_ptr, self._views))
+        self._offsets = list(map(Tensor.data_ptr, self._views))
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
 
     @property
@@ -205,45 +172,38 @@ class GroupMemory:
     def use_copies_of(
         self, store: ParamStore, mapping: ShardMapping, passes: Collection[object]
     ) -> None:
-        """Let the parameters be copied out of every rank's shard, where it is mapped. passes: see
-        MappedCopy."""
+        """From now on copy the parameters out of the mapped shards. passes: see MappedCopy."""
         self.mapping = mapping
         empty = [storage for storage in self._param_storages if not storage.resident_nbytes]
-        self.allocate_params()  # nothing can view memory that is not there
+        self.allocate_params()  # an empty storage cannot be viewed
         before = self.num_holders
         copy = [self.all_gather_output.data], [mapping.full]
         if self.has_copies:
             copy = store.copies(mapping.full, self.unsharded_params)
-        self.mapped_copy = MappedCopy(copy, passes)
-        self.mapped_copy.num_holders = self.num_holders - before
+        self.mapped_copy = MappedCopy(copy, passes, self.num_holders - before)
         for storage in empty:
             storage.free()
 
     def use_mapping(self, store: ParamStore, mapping: ShardMapping) -> None:
-        """Let the parameters view every rank's shard in place, without any all-gather from now on.
-        The first call must come while sharded."""
+        """From now on view the mapped shards, without all-gathers. Only while sharded, at first."""
         if mapping is self.mapping:
             return
         self.mapping = mapping
-        ranks, output = len(self.segments), self.all_gather_output
-        self.all_gather_output = mapping.full
+        output, self.all_gather_output = self.all_gather_output, mapping.full
         params = store.make_unsharded_params(self.all_gather_output)
         for view, param in zip(self._views, params, strict=True):
             view.data = _torch_private.local_part(param).data
-        self.segments = Segments(self.all_gather_output, ranks)
         self._buffer = Storage(output[:0].clone())
         self._num_writes = self._count_writes()
 
     def keep_values(self) -> None:
-        """Keep the parameters' values until the next ``free``, even if shards are written to: a
-        graph made by create_graph reads parameters after backward."""
+        """For create_graph: keep the parameters' values until ``free``, even if mapped."""
         if self.mapping is not None and self.views_mapping:
             self.mapping.keep()
             self._num_writes = -1
 
     def forget_writes(self) -> None:
-        """Before mapped parameters are used: drop what this process has written to them since
-        their last use. Autograd does not see every write (``.data``, numpy)."""
+        """Drop what this process has written to mapped parameters since their last use."""
         assert self.mapping is not None
         if self.mapping.has_writes():
             self.mapping.forget_writes()
@@ -253,8 +213,7 @@ class GroupMemory:
         return sum(map(_version, self.unsharded_params))
 
     def moved_params(self) -> list[int]:
-        """Return the indices of parameters whose memory the user has replaced by ``.data =``.
-        Those with storages of their own are not checked."""
+        """Return the indices of parameters that should view the output, but were moved."""
         if self.has_copies:
             return []
         start = 0 if self.aliased else self.all_gather_output.data_ptr()
@@ -279,19 +238,15 @@ class GroupMemory:
         self._buffer.allocate()
 
     def fill_unsharded_params(self) -> None:
-        """After an all-gather: copy its output into the parameters, unless they view it."""
+        """After an all-gather: copy its output into parameters that do not view it."""
         if self._copy is not None:
-            self._copy_out(self._copy)
+            self.copy_out(self._copy)
             if self._unpack is not None:
                 self._unpack(self.unsharded_params)
             self._buffer.free()
 
-    def copy_mapped(self) -> None:
-        """Copy every rank's mapped shard into the parameters."""
-        assert self.mapped_copy is not None
-        self._copy_out(self.mapped_copy.copy)
-
-    def _copy_out(self, copy: _Copy | _Split) -> None:
+    def copy_out(self, copy: _Copy | _Split) -> None:
+        """Fill the parameters."""
         self.allocate_params()
         if isinstance(copy, _Split):
             _torch_private.split_together(*copy)
@@ -331,8 +286,5 @@ class GroupMemory:
     @property
     def resident_nbytes(self) -> int:
         """Bytes held now, beyond the shard."""
-        return (
-            0
-            if self.aliased
-            else sum(s.resident_nbytes for s in (self._buffer, *self._own_storages))
-        )
+        storages = () if self.aliased else (self._buffer, *self._own_storages)
+        return sum(storage.resident_nbytes for storage in storages)

@@ -28,10 +28,10 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
     .grad of sharded    views of    ShardedGrads assigns them  until the user sets them to None
     parameters          the above
 
-One rank that computes in the dtype of the shard needs no second buffer: all_gather_output *is* the
-shard (``aliased``), nothing is copied or freed, and gradients of whole parameters become ``.grad``
-as they are (DirectGradBuffer). Freeing a tensor empties its storage (storage.Storage): the tensor
-object, and what autograd saved of it, stay valid and get memory again with the next all-gather."""
+With one rank that computes in the dtype of the shard, all_gather_output *is* the shard
+(``aliased``), and gradients become ``.grad`` as they are (DirectGradBuffer). Freeing a tensor
+empties its storage (storage.Storage): the tensor object, and what autograd saved of it, stay valid
+and get memory again with the next all-gather."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._comm.mesh import Axis
 from ..errors import StateError
@@ -47,8 +47,7 @@ from .tensor_parallel import TensorParallel
 
 
 class ShardedParam(typing.NamedTuple):
-    """A parameter as the optimizer sees it, and the indices of the unsharded parameters that it
-    holds a part of."""
+    """A parameter as the optimizer sees it, and which unsharded parameters it holds a part of."""
 
     parameter: nn.Parameter
     unsharded_params: Sequence[int]
@@ -63,8 +62,7 @@ class ModuleSlot(typing.NamedTuple):
 
 
 class ReduceForm(typing.Protocol):
-    """How gradients lie in the reduce buffer ``[ranks * numel]``, rank-major: the reduce-scatter
-    sends segment r to rank r."""
+    """How gradients lie in the reduce buffer ``[ranks * numel]``, rank-major."""
 
     numel: int
     dtype: torch.dtype  # of the reduced gradients
@@ -75,50 +73,43 @@ class ReduceForm(typing.Protocol):
 
     @property
     def is_contiguous_per_param(self) -> bool:
-        """True if one view holds each parameter, in its shape, and ``split`` returns its
-        argument."""
+        """True if one view holds each parameter, and ``split`` returns its argument."""
 
     @property
     def can_pack_grads(self) -> bool:
         """True if ``pack_grads`` is supported."""
         return False
 
-    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        """buffer: [ranks * numel]. Return, per parameter of the store, the views that together hold
-        it, and one last list: the padding.
+    def param_views(self, buffer: Tensor) -> list[list[Tensor]]:
+        """Return disjoint views that cover ``buffer`` [ranks * numel]: for each parameter of the
+        store a list, and a last one of the padding."""
 
-        The views cover the buffer and do not overlap.
-        """
-
-    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split(self, index: int, value: Tensor) -> Sequence[Tensor]:
         """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
         the shapes of ``param_views(...)[index]``."""
 
-    def pack_grads(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+    def pack_grads(self, rows: Tensor, grads: list[Tensor]) -> None:
         """rows: [ranks, numel]. Write the gradients of all ``indices``, and zeros around them."""
         raise StateError(f"internal: a {type(self).__name__} does not pack gradients")
 
-    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    def grads(self, total: Tensor) -> Sequence[Tensor | None]:
         """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
         if it is not in the buffer."""
 
-    def marks(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [..., numel]. Return the view [..., P] with an element per parameter of
-        ``indices`` that says whether a rank has its gradient; a sum of zero says that none has.
-        ``pack_grads`` marks all. The marks are part of the padding."""
+    def marks(self, rows: Tensor) -> Tensor:
+        """rows: [..., numel]. Return the view [..., P], in the padding, of an element per parameter
+        of ``indices`` that says whether a rank has its gradient. ``pack_grads`` marks all."""
         raise StateError(f"internal: a {type(self).__name__} has no marks")
 
 
 class PartialRows(typing.NamedTuple):
-    """The rows of unsharded parameters that one of n ranks keeps after forward, so that backward
-    all-gathers only among these n."""
+    """The rows of unsharded parameters that one of n ranks keeps for backward's all-gather."""
 
-    full: torch.Tensor  # [n * numel], which the rows are all-gathered into
-    own_rows: list[torch.Tensor]  # views of this rank's rows of the unsharded parameters
-    copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # (to, from): fill these from ``full``
-    # Takes [numel], and returns the parameters of this rank's rows over it, which modules show
-    # meanwhile.
-    params: Callable[[torch.Tensor], list[nn.Parameter]]
+    full: Tensor  # [n * numel], which the rows are all-gathered into
+    own_rows: list[Tensor]  # views of this rank's rows of the unsharded parameters
+    copies: tuple[list[Tensor], list[Tensor]]  # (to, from): fill these from ``full``
+    # Makes parameters of this rank's rows, which modules show meanwhile, over [numel].
+    params: Callable[[Tensor], list[nn.Parameter]]
 
 
 class ParamStore(typing.Protocol):
@@ -126,20 +117,19 @@ class ParamStore(typing.Protocol):
 
     In training a store only returns views, which the engine requests once per buffer and keeps; it
     never sends, allocates, frees, copies or adds. Communication buffers are 1-D ``[ranks * S]``,
-    rank-major: segment r belongs to rank r. An *unsharded parameter* is one whole parameter, which
-    modules show while the unit is unsharded.
+    rank-major: segment r belongs to rank r.
     """
 
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
-    shard: torch.Tensor  # [S], this rank's part: an all-gather sends it, cast if needed
+    shard: Tensor  # [S], this rank's part: an all-gather sends it, cast if needed
     # The parameters that the optimizer sees. Unsharded parameters follow their requires_grad.
     sharded_params: Sequence[ShardedParam]
     # True: while sharded, modules show parts of parameters and refuse their own calls and state
     # dicts. False: modules show DTensors, which other code can use.
     is_guarded: bool = True
-    # Tensor subclasses all-gather in their own way (fsdp_pre_all_gather): the engine calls ``pack``
-    # before each all-gather, and ``unpack`` after its output was copied out.
+    # Tensor subclasses all-gather in their own way: the engine calls ``pack`` before each
+    # all-gather, and ``unpack`` after its output was copied out.
     has_extension: bool = False
 
     def pack(self) -> None:
@@ -152,50 +142,44 @@ class ParamStore(typing.Protocol):
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
-        """Further mesh axes that every parameter is split over (tensor parallelism). Norms sum over
-        them too; those of DTensors are whole already."""
+        """Further mesh axes that every parameter is split over, and norms sum over."""
         return ()
 
-    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: Tensor) -> list[nn.Parameter]:
         """Called once per dtype computed in. full: [ranks * S]."""
 
     @property
     def params_view_output(self) -> bool:
-        """True if all parameters of ``make_unsharded_params`` view ``full``; False if all have
-        storages of their own, which the engine fills."""
+        """True if all parameters of ``make_unsharded_params`` view ``full``; False if none does."""
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
-        """Return the module slots with the unsharded parameters or, for None, with the sharded
-        ones; the same slots in the same order."""
+        """Return the module slots, in one order, with unsharded or (None) sharded parameters."""
 
     def is_intact(self) -> bool:
         """True if no sharded parameter has been moved away from the shard."""
 
     def check(self, where: str) -> None:
-        """Repair sharded parameters that the user has replaced or moved away from the shard, or
-        raise StateError."""
+        """Repair sharded parameters that the user has moved or replaced, or raise StateError."""
 
     def copies(
-        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return (to, from): the copies out of the all-gather output ``full`` that fill unsharded
-        parameters with storages of their own."""
+        self, full: Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return (to, from): the copies out of ``full`` that fill parameters not viewing it."""
         raise StateError(f"internal: parameters of a {type(self).__name__} view the output")
 
-    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
-        """Return the tensors that hold the memory of unsharded parameters that do not view the
-        all-gather output."""
+    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+        """Return the tensors that hold the memory of parameters that do not view the output."""
         return unsharded_params
 
     def reduce_form(self, also: Iterable[int] = ()) -> ReduceForm:
-        """Return the form for the gradients of the currently trainable parameters and of ``also``;
-        the same object for the same parameters."""
+        """Return the form for the gradients of trainable parameters and of ``also``; the same
+        object for the same parameters."""
 
     def partial_rows(
         self, mesh: typing.Any, rank: int, ranks: int, unsharded_params: Sequence[nn.Parameter]
     ) -> PartialRows:
         """Return the rows of unsharded parameters, which have memory, that ``rank`` of ``ranks``
-        keeps after forward. mesh: a 2-D DeviceMesh of which these ranks are the last dimension."""
+        keeps. mesh: a 2-D DeviceMesh of which these ranks are the last dimension."""
         raise StateError(f"internal: a {type(self).__name__} keeps no rows after forward")
 
 
@@ -206,13 +190,10 @@ class ParamKind(typing.NamedTuple):
     attributes: dict[str, typing.Any]  # shared with the user's parameter
     parallel: TensorParallel | None = None  # of a DTensor, which is an nn.Parameter
 
-    def parameter(self, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter over ``value``, with its own version counter.
-
-        A plain ``nn.Parameter(value)`` would share the counter of its base: an in-place change of
-        an activation would look like one of the weights, and autocast would cache its cast across
-        gathers.
-        """
+    def parameter(self, value: Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a parameter over ``value`` with its own version counter. With that of its base, a
+        change of an activation would look like one of the weights, and autocast would cache its
+        cast across gathers."""
         param = value.data.requires_grad_(requires_grad)
         if self.parallel is None:
             param.__class__ = self.cls

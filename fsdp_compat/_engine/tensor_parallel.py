@@ -1,5 +1,4 @@
-"""Parameters that are already DTensors, sharded or replicated along mesh dimensions other than
-those of data parallelism."""
+"""Parameters that are already DTensors along other mesh dimensions than data parallelism's."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from .. import _torch_private
 from .._comm.mesh import Axis, axis_of
@@ -23,7 +22,7 @@ class TensorParallel:
     shape: tuple[int, ...]  # of the whole parameter
 
     @staticmethod
-    def of(parameter: torch.Tensor) -> TensorParallel | None:
+    def of(parameter: Tensor) -> TensorParallel | None:
         """Return how a parameter lies on its mesh, or None for a plain one."""
         if _torch_private.is_plain(parameter):
             return None
@@ -36,36 +35,31 @@ class TensorParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self  # a mesh is shared, not copied
 
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+    def wrap(self, local: Tensor) -> Tensor:
         """Return the DTensor whose part on this process is ``local``."""
         spec = torch_dtensor.spec_for(self.mesh, self.placements, self.shape, local.dtype)
         return torch_dtensor.dtensors([local], [spec])[0]
 
-    def local(self, value: torch.Tensor) -> torch.Tensor:
-        """value: a DTensor of the parameter's shape, with any placements. Return this process's
-        part of it in the parameter's placements.
-
-        Collective over the parameter's mesh if the placements differ, and over the value's mesh if
-        that differs.
-        """
+    def local(self, value: Tensor) -> Tensor:
+        """value: a DTensor of the parameter's shape. Return this process's part of it in the
+        parameter's placements. Collective if placements or meshes differ."""
         if _torch_private.is_plain(value):
             return value
         if value.device_mesh != self.mesh:  # type: ignore[attr-defined]
             return self.part(value.full_tensor())  # type: ignore[attr-defined]
         return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
+    def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter. Collective over its mesh."""
         return self.wrap(local).full_tensor()  # type: ignore[attr-defined]
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, whole: Tensor) -> Tensor:
         """Return this process's part of a whole value. Nothing is sent."""
         from torch.distributed.tensor import distribute_tensor
 
-        moved = (
-            whole.to(self.mesh.device_type) if whole.device.type != self.mesh.device_type else whole
-        )
-        return distribute_tensor(moved, self.mesh, self.placements, src_data_rank=None).to_local()
+        if whole.device.type != self.mesh.device_type:
+            whole = whole.to(self.mesh.device_type)
+        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
     @property
     def tensor_parallel_dims(self) -> Sequence[int]:

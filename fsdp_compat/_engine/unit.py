@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from ..errors import StateError
@@ -21,8 +21,7 @@ from .buffers import CastBuffers
 from .dtypes import ComputeDtype
 from .events import Event
 from .group import Group
-from .module_attributes import TensorAttributes
-from .module_view import ModuleView
+from .module_view import ModuleView, TensorAttributes
 from .store import ModuleSlot
 from .user_changes import Freshness
 
@@ -56,31 +55,13 @@ class Uninitialised(typing.NamedTuple):
     """A parameter or buffer that has no values yet."""
 
     name: str  # in the unit's module
-    read: Callable[[], torch.Tensor | None]  # returns what this rank holds of it
+    read: Callable[[], Tensor | None]  # returns what this rank holds of it
 
 
 class Call:
-    """One forward call of a unit, in ticks of the runtime. The hooks of its outputs hold it.
-
-    Autograd graphs are opaque to the garbage collector, so a loss stored on a module would leak the
-    module. A call therefore releases its unit in post-backward.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_unit_reference",
-        "begin_tick",
-        "counted",
-        "dtype",
-        "end_tick",
-        "inputs",
-        "inputs_left",
-        "inside",
-        "module",
-        "seen_by",
-        "summoned",
-        "unit",
-    )
+    """One forward call of a unit, in ticks of the runtime, held by the hooks of its outputs. It
+    releases the unit in post-backward: the garbage collector does not see through graphs, so a loss
+    that is stored on a module would leak the module."""
 
     def __init__(self, unit: Unit, begin_tick: int, module: nn.Module | None = None) -> None:
         """module: the called one, if the unit has several."""
@@ -88,11 +69,10 @@ class Call:
         self.module = module
         self._unit_reference, self.begin_tick = weakref.ref(unit), begin_tick
         self.end_tick = -1  # set when the call ends
-        # On devices with streams: the nodes of inputs in the graph, and how many of them the
-        # current backward has not completed yet.
+        # On devices with streams: nodes of inputs in the graph, and how many this backward has left
         self.inputs: list[Any] = []
         self.inputs_left = 0
-        self.inside: list[Any] = []  # without tags: nodes that a backward through the call passes
+        self.inside: list[Any] = []  # without tags: nodes that its backward passes
         self.summoned = unit.view.summoned
         self.dtype = (
             unit.wanted_dtype() if unit.options.full_precision_in_eval else ComputeDtype.TRAIN
@@ -102,8 +82,8 @@ class Call:
 
     @property
     def has_run_backward(self) -> bool:
-        """True if backward has run everything that the call computed from its inputs, on any
-        device. Never for a call without inputs in the graph."""
+        """True if backward has run all that the call computed from its inputs, on any device. Never
+        for a call without inputs in the graph."""
         return bool(self.inputs) and self.inputs_left <= 0
 
     def runs_now(self) -> bool:
@@ -125,8 +105,7 @@ class Call:
 
 
 class Unit:
-    """The groups of one module: unsharded and resharded together, around its forward calls and
-    their backwards."""
+    """The groups of one module, unsharded together around its forward calls and backwards."""
 
     def __init__(
         self,
@@ -136,8 +115,7 @@ class Unit:
         modules: Sequence[nn.Module] = (),
         behavior: Behavior | None = None,
     ) -> None:
-        """modules: if several modules' forward calls are the unit's; the first is ``module``.
-        behavior: if the user may change it."""
+        """modules: if several modules' calls are the unit's. behavior: if users may change it."""
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.behavior = behavior or Behavior(options.reshard_after_forward)
@@ -170,7 +148,6 @@ class Unit:
         return self.runtime is not None and self.runtime.root is self
 
     def _slots(self) -> tuple[list[list[ModuleSlot]], list[ModuleSlot]]:
-        """Return the module slots: unsharded by ComputeDtype, and sharded."""
         dtypes = ComputeDtype if self.options.full_precision_in_eval else (ComputeDtype.TRAIN,)
         unsharded = [
             [
@@ -185,8 +162,7 @@ class Unit:
         return unsharded, [slot for group in self.groups for slot in group.store.shown(None)]
 
     def exchange_groups(self, groups: Sequence[Group]) -> None:
-        """Replace the groups by new ones over the same stores, because ``.half()`` or ``.to()`` has
-        changed these before the first forward. Only while sharded."""
+        """Use new groups: ``.half()`` or ``.to()`` changed the stores. Only while sharded."""
         assert self.residency is Residency.SHARDED
         self.groups, self.dtype = list(groups), ComputeDtype.TRAIN
         self.view.replace_slots(*self._slots())
@@ -207,8 +183,7 @@ class Unit:
         events.tell(to._value_, self.label)
 
     def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
-        """Collective. Start the all-gather, unless the unit is unsharded or unsharding in this
-        dtype."""
+        """Collective. Start the all-gather, unless it was started in this dtype."""
         if self.dtype is not dtype and not self.running and not self.view.summoned:
             self.reshard()
             self.dtype = dtype
@@ -225,11 +200,9 @@ class Unit:
                 group.unshard()
 
     def _count_gathers(self) -> None:
-        """Count one all-gather for all groups over the same ranks, even if nothing is sent. That of
-        a user counts by itself."""
-        axes = {group.shard for group in self.groups if group.shard.ranks > 1}
+        """Count one all-gather for all groups over the same ranks, even if nothing is sent."""
         if self.behavior.custom_all_gather is None:
-            for _ in axes:
+            for _ in {group.shard for group in self.groups if group.shard.ranks > 1}:
                 _torch_private.count_collective("_allgather_base_")
 
     def wait_for_unshard(self) -> None:
@@ -241,11 +214,8 @@ class Unit:
             self._move(Residency.UNSHARDED)
 
     def reshard(self) -> None:
-        """Show the sharded parameters and free the unsharded ones.
-
-        Not during a forward call of the unit: backward may run inside it (forces =
-        autograd.grad(energy, x)).
-        """
+        """Show the sharded parameters and free the unsharded ones; not during a forward call of the
+        unit, in which a backward may run (forces = autograd.grad(energy, x))."""
         if self.running:
             return
         self.behavior.pinned = False
@@ -260,8 +230,8 @@ class Unit:
             self._move(Residency.SHARDED)
 
     def watch_holders(self, in_graph: bool) -> None:
-        """Count the holders of unsharded parameters' memory when the unit stays unsharded after a
-        pass: later ones are the user's views, unless a graph holds some."""
+        """Count the holders of unsharded memory after a pass that leaves the unit unsharded. Later
+        ones are the user's views, unless a graph holds some."""
         behavior, now = self.behavior, -1 if in_graph else self._num_holders()
         # Views that users kept from earlier times do not count as the engine's.
         behavior.num_holders = min(now, behavior.fewest_holders) if behavior.fewest_holders else now
@@ -272,8 +242,8 @@ class Unit:
         return sum(group.memory.num_holders for group in self.groups)
 
     def _has_views(self) -> bool:
-        """True if, as far as this can be detected, views of unsharded parameters outlive them. Such
-        memory is not freed: reading it would crash the process."""
+        """True if views of unsharded parameters seem to outlive them: their memory is not freed,
+        because reading it would crash the process."""
         before, self.behavior.num_holders = self.behavior.num_holders, -1
         if self._num_holders() <= before:
             return False
@@ -298,8 +268,7 @@ class Unit:
             group.memory.keep_values()
 
     def reshard_to_partial(self) -> None:
-        """Keep rows of the unsharded parameters for backward's all-gather among fewer ranks, and
-        show these."""
+        """Keep, and show, rows of the parameters for backward's all-gather among fewer ranks."""
         assert self.residency is Residency.UNSHARDED
         self.view.show_sharded()
         params = [group.hold_partial() for group in self.groups]
@@ -320,8 +289,7 @@ class Unit:
 
     @property
     def stays_unsharded(self) -> bool:
-        """True if the unit stays unsharded when a new pass begins: the user wants it, and the
-        sharded parameters were not written to."""
+        """True if the user wants the unit unsharded in a new pass, and its values are current."""
         behavior = self.behavior
         return (
             behavior.pinned
@@ -331,16 +299,14 @@ class Unit:
         ) and self.is_fresh
 
     def unshard_for_others(self) -> None:
-        """Collective. Gather an unsharded unit again, with the same values, for other ranks that
-        gather it."""
+        """Collective. Gather an unsharded unit again for other ranks that gather it."""
         self._move(Residency.UNSHARDING)
         for group in self.groups:
             group.unshard()
         self.wait_for_unshard()
 
     def track_call(self, call: Call, nodes: Sequence[Any]) -> None:
-        """Remember a finished forward call, for ranks that must reduce units in one order. nodes:
-        of its outputs; they hold the call."""
+        """Remember a finished call, for the order of reductions. nodes: of its outputs."""
         call.inside = _torch_private.nodes_before(nodes)
         behavior = self.behavior
         behavior.calls_in_graphs = [each for each in behavior.calls_in_graphs if each() is not None]

@@ -1,6 +1,5 @@
 """Detects what the user has changed between steps: memory of tensors (``Addresses``), values of
-sharded parameters (``Freshness``), ``requires_grad`` (``RequiresGrad``). checks.py compares all
-units at once, and decides what each change means."""
+sharded parameters (``Freshness``), ``requires_grad``. checks.py decides what each change means."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,10 +25,9 @@ _dtype, _version = map(operator.attrgetter, ("dtype", "_version"))
 
 
 class Addresses:
-    """Where tensors (of DTensors, the local tensors) lay in memory at the last ``record``: compared
-    by a few calls of C functions."""
+    """Where tensors, or local tensors of DTensors, lay at the last ``record``, by a few C calls."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors, is_dtensor = list(tensors), _torch_private.is_dtensor
         self._plain = [tensor for tensor in tensors if not is_dtensor(tensor)]
         self._dtensors = list(filter(is_dtensor, tensors))
@@ -48,15 +46,13 @@ class Addresses:
         if self._dtensors:
             tensors = tensors + torch_dtensor.local_parts(self._dtensors)
         return (
-            list(map(torch.Tensor.data_ptr, tensors)),
-            list(map(torch.Tensor.numel, tensors)),
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.numel, tensors)),
             list(map(_dtype, tensors)),
         )
 
 
 class _Steps:
-    """Counts the steps of optimizers."""
-
     def __init__(self) -> None:
         self.of_copies = 0  # see `add`
         self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
@@ -82,9 +78,8 @@ class _Steps:
                 increment_version([param for param in with_grad if param in self.fused])
 
 
-def count_fused_writes(params: Iterable[torch.Tensor]) -> None:
-    """Let steps of fused optimizers, which bump no version counters, bump those of these
-    parameters."""
+def count_fused_writes(params: Iterable[Tensor]) -> None:
+    """Let fused optimizers, which bump no version counters, bump those of these parameters."""
     _steps.fused.update(dict.fromkeys(params, True))
 
 
@@ -98,9 +93,9 @@ class Freshness:
     """Whether the sharded parameters of a unit were written to since its last all-gather.
 
     Version counters are not enough: an in-place operation on a DTensor bumps only its counter, a
-    write to its local tensor only that tensor's, and foreach and fused optimizers bump neither. So
-    optimizer steps are counted, but only of optimizers that concern the unit: a rank may step an
-    optimizer of its own between two forwards, and must not gather alone because of it."""
+    write to its local tensor only that tensor's, foreach and fused optimizers neither. So steps are
+    counted, of optimizers that concern the unit: no rank may gather alone because of others.
+    """
 
     def __init__(self, stores: Sequence[ParamStore]) -> None:
         self._params: list[nn.Parameter] = [
@@ -136,13 +131,12 @@ class Freshness:
         ]
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 class RequiresGrad:
-    """Keeps requires_grad of one group's unsharded parameters equal to that of its sharded
-    parameters, which the user sees between steps."""
+    """Keeps requires_grad of unsharded parameters equal to that of the sharded ones."""
 
     def __init__(
         self, store: ParamStore, memories: Sequence[GroupMemory], large: Collection[nn.Parameter]
@@ -153,11 +147,8 @@ class RequiresGrad:
         self._without_hook = set(large)
 
     def follow(self, where: str) -> list[tuple[int, nn.Parameter]]:
-        """Apply changes since the last call. Return (index, parameter) of the large parameters that
-        are trainable for the first time and need a hook.
-
-        Raises StateError if parts of a FlatParameter disagree. where: the unit, for the error.
-        """
+        """Apply changes since the last call. Return (index, parameter) of large parameters that now
+        need a hook. Raises StateError if parts of a FlatParameter disagree. where: for errors."""
         found = []
         for position, (sharded_param, indices) in enumerate(self._store.sharded_params):
             before = sharded_param.requires_grad
@@ -178,11 +169,8 @@ class RequiresGrad:
 
 
 def follow_toggles(sharded_param: nn.Parameter, toggled: Sequence[bool], where: str) -> None:
-    """Toggle requires_grad of a sharded parameter if the user has toggled its unsharded parameters,
-    inside forward or summon_full_params. toggled: one per unsharded parameter.
-
-    Raises StateError if only some of them were toggled.
-    """
+    """Toggle requires_grad of a sharded parameter if the user has toggled its unsharded parameters;
+    raise StateError if only some of them. toggled: one per unsharded parameter."""
     if not any(toggled):
         return
     before = sharded_param.requires_grad

@@ -1,9 +1,12 @@
-"""Split an interval of a row-major tensor into boxes, each of which is contiguous in memory."""
+"""Boxes: contiguous ones that make up an interval of a row-major tensor, and pieces, which are
+stored by themselves, as the ranks of tensor parallelism hold them."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+from collections.abc import Collection
 
 from .spec import Interval
 
@@ -21,12 +24,9 @@ class Box:
 
 
 def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
-    """Cut the row-major elements ``part`` of a tensor of ``shape`` into boxes, in memory order.
-
-    Returns at most ``2 * len(shape) - 1`` boxes (1 for a 0-d tensor, 0 for an empty part). The
-    elements of a box are contiguous: in a 1-D tensor that holds the part, box k starts where box
-    k - 1 ends.
-    """
+    """Cut the row-major elements ``part`` of a tensor of ``shape`` into at most ``2 * len(shape) -
+    1`` boxes, in memory order. Their elements are contiguous: in a 1-D tensor that holds the part,
+    box k starts where box k - 1 ends."""
     if not part:
         return []
     if not shape:
@@ -49,6 +49,59 @@ def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
 
 
 def _inside_row(shape: tuple[int, ...], index: int, part: Interval) -> list[Box]:
-    """Return the boxes of a part inside row ``index``."""
     inner = cut_into_boxes(shape[1:], part.shifted(-index * math.prod(shape[1:])))
     return [Box((index, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box of a parameter, or the whole parameter, stored row-major by itself."""
+
+    whole_shape: tuple[int, ...]  # of the parameter
+    offsets: tuple[int, ...]  # of the box in it
+    shape: tuple[int, ...]  # of the box
+
+    def __post_init__(self) -> None:
+        if not len(self.whole_shape) == len(self.offsets) == len(self.shape):
+            raise ValueError(f"a part {self.shape} at {self.offsets} of {self.whole_shape}")
+        for size, offset, extent in zip(self.whole_shape, self.offsets, self.shape, strict=True):
+            if offset < 0 or extent < 0 or offset + extent > size:
+                raise ValueError(f"a part {self.shape} at {self.offsets} of {self.whole_shape}")
+
+    @staticmethod
+    def of_whole(shape: tuple[int, ...]) -> Piece:
+        return Piece(shape, (0,) * len(shape), shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole_shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def require_grid(pieces: Collection[Piece]) -> None:
+    """Raise ValueError unless the pieces are a grid, cut along every dim at the same positions,
+    that holds each element of one parameter once. Takes linear time."""
+    shapes = {piece.whole_shape for piece in pieces}
+    if len(shapes) != 1:
+        raise ValueError(f"parts of parameters of the shapes {sorted(shapes)[:4]}")
+    whole = shapes.pop()
+    filled = [piece for piece in pieces if piece.numel]
+    if not math.prod(whole):
+        return
+    expected = 1
+    for dim, size in enumerate(whole):
+        cuts = {(piece.offsets[dim], piece.offsets[dim] + piece.shape[dim]) for piece in filled}
+        end = 0
+        for start, stop in sorted(cuts):
+            if start != end:
+                raise ValueError(f"parts that leave out or repeat elements of dim {dim} at {end}")
+            end = stop
+        if end != size:
+            raise ValueError(f"parts that end at {end} of {size} in dim {dim}")
+        expected *= len(cuts)
+    found = collections.Counter(piece.offsets for piece in filled)
+    if len(found) != len(filled) or len(filled) != expected:
+        raise ValueError(f"{len(filled)} parts, of which {expected} fill the parameter once")

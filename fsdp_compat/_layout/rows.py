@@ -16,11 +16,9 @@ LARGE_NBYTES = 4096  # the least size of a large part; a gap before a smaller on
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """One parameter, cut along ``dim`` into ``ranks`` parts as by torch.chunk: each rank holds
-    ``chunk`` rows, but the last parts may be smaller or empty.
-
-    A *row* is an index into ``dim``. dim: None for a 0-d parameter, which every rank holds whole.
-    """
+    """One parameter, cut along ``dim`` into ``ranks`` parts as by torch.chunk: each has ``chunk``
+    rows, but the last parts may have fewer. A *row* is an index into ``dim``. dim: None for a 0-d
+    parameter, which every rank holds whole."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -66,8 +64,7 @@ class Cut:
 
     @functools.cached_property
     def full_ranks(self) -> int:
-        """The number of ranks whose parts have ``chunk`` rows. The next rank holds ``rest`` rows,
-        the others hold none."""
+        """The number of ranks with ``chunk`` rows. The next has ``rest`` rows, others none."""
         if self.dim is None:
             return self.ranks
         return self.num_rows // self.chunk if self.chunk else self.ranks
@@ -115,8 +112,8 @@ class RowLayout:
 
     @classmethod
     def in_order(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> typing.Self:
-        """Lay the slots out in the order of the parameters. Large ones are aligned, if there are
-        several; none is empty, even for a parameter without elements."""
+        """Lay the slots out in the order of the parameters, large ones aligned if there are
+        several. None is empty, even for a parameter without elements."""
         starts, end = [], 0
         for cut in cuts:
             starts.append(_start(end, cut.numel, itemsize))
@@ -130,8 +127,7 @@ class RowLayout:
 
     @classmethod
     def packed(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> typing.Self:
-        """Lay the slots out without gaps. Those whose size is a multiple of the alignment come
-        first, so that they are aligned."""
+        """Lay the slots out without gaps, first those of a size that keeps the next aligned."""
         starts, end = [0] * len(cuts), 0
         unit = max(ALIGN_NBYTES // itemsize, 1)
         for index in sorted(range(len(cuts)), key=lambda i: cuts[i].numel % unit != 0):
@@ -159,9 +155,9 @@ class RowLayout:
         return between(map(self.slot, self.order), self.numel)
 
     def section(self, index: int, name: str) -> Section:
-        """Return the section of a parameter in the shard: the layout of a flat tensor of this
-        parameter in shards of whole rows. Only for a parameter that is cut along its first dim or
-        not at all: parts along other dims are not runs of its elements."""
+        """Return the section of a parameter in the shard: a flat layout in shards of whole rows.
+        Only if it is cut along the first dim or not at all: other parts are not runs of
+        elements."""
         cut = self.cuts[index]
         spec = ParamSpec(name, cut.shape, 0)
         kind = CopiedLayout if cut.dim is None else FlatLayout

@@ -1,11 +1,12 @@
-"""The types of layouts: an interval, a parameter in a flat tensor, and the flat layout of a
-parameter group; and the arithmetic that all layouts share."""
+"""The types of layouts: an interval, a parameter in a flat tensor, the flat layout of a group, and
+the runs of shards that hold a part of a parameter."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -84,11 +85,7 @@ class ParamSpec:
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
     """The concatenated parameters of one group, split into ``ranks`` shards of ``shard_numel``
-    elements.
-
-    The full flat tensor is ``[ranks * shard_numel]``, rank-major. Elements that belong to no
-    parameter are padding.
-    """
+    elements, rank-major, with padding between parameters."""
 
     params: tuple[ParamSpec, ...]
     ranks: int
@@ -124,15 +121,13 @@ class FlatLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def part(self, index: int, rank: int) -> Interval:
-        """Return the elements of parameter ``index`` that ``rank`` holds, counted from the
-        parameter's first element."""
+        """Return the elements of parameter ``index`` that ``rank`` holds, from its first on."""
         param = self.params[index]
         found = param.in_full.clipped(self.interval(rank))
         return found.shifted(-param.start) if found else Interval(0, 0)
 
     def part_in_shard(self, index: int, rank: int) -> Interval:
-        """Return the position of ``rank``'s part of parameter ``index`` in its shard ``[S]``; empty
-        if it holds none."""
+        """Return the position of ``rank``'s part of parameter ``index`` in its shard ``[S]``."""
         in_flat = self.params[index].in_full.clipped(self.interval(rank))
         return in_flat.shifted(-rank * self.shard_numel)
 
@@ -142,18 +137,10 @@ class FlatLayout:
 
 
 def flat_layout(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    ranks: int,
-    align: int,
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, ranks: int, align: int
 ) -> FlatLayout:
-    """Return the layout of a parameter group. Each parameter and each rank's shard starts at a
-    multiple of ``align`` elements.
-
-    A group without elements still gets ``align`` elements per rank, so that its collectives are
-    never empty.
-    """
+    """Return the layout of a parameter group. Each parameter and shard starts at a multiple of
+    ``align`` elements; without elements there are ``align`` per rank: no collective is empty."""
     params, end = [], 0
     for name, shape in zip(names, shapes, strict=True):
         params.append(ParamSpec(name, tuple(shape), end))
@@ -163,8 +150,7 @@ def flat_layout(
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A run of a shard ``[S]`` that belongs to one layout, which cuts some of the shard's
-    parameters."""
+    """A run of a shard ``[S]`` that belongs to one layout."""
 
     layout: FlatLayout
     start: int  # in the shard
@@ -179,3 +165,37 @@ class Section:
     def params(self) -> range:
         """The indices of the layout's parameters among all parameters of the shard."""
         return range(self.first_param, self.first_param + len(self.layout.params))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Elements that are contiguous both in one rank's shard and in a part of a parameter."""
+
+    rank: int
+    in_shard: Interval
+    start: int  # position of the run in the part
+
+
+def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run]:
+    """Yield, in order, the runs of the shards of ``layout`` that hold the elements ``part`` of
+    parameter ``index``: one step per run, whatever the number of ranks."""
+    place, size = part.shifted(layout.params[index].start), layout.shard_numel
+    position = place.start
+    while position < place.stop:
+        rank = position // size
+        end = min(place.stop, (rank + 1) * size)
+        yield Run(rank, Interval(position, end).shifted(-rank * size), position - place.start)
+        position = end
+
+
+def same_parts(one: FlatLayout, index: int, other: FlatLayout, its_index: int) -> bool:
+    """Return True if every rank holds the same elements of parameter ``index`` of ``one`` and of
+    parameter ``its_index`` of ``other``. Two runs tell: all later ones are as long as the
+    second."""
+    alike = one.ranks == other.ranks and one.params[index].numel == other.params[its_index].numel
+    return alike and _first_runs(one, index) == _first_runs(other, its_index)
+
+
+def _first_runs(layout: FlatLayout, index: int) -> list[tuple[int, int, int]]:
+    runs = runs_of_part(layout, index, Interval(0, layout.params[index].numel))
+    return [(run.rank, run.start, run.in_shard.numel) for run in itertools.islice(runs, 2)]

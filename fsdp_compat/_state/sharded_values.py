@@ -32,8 +32,7 @@ from .._engine.state_store import store_of
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
 from .._layout.rows import CopiedLayout
-from .._layout.spec import FlatLayout, Interval, ParamSpec, Section
-from .._layout.transfer import same_parts
+from .._layout.spec import FlatLayout, Interval, ParamSpec, Section, same_parts
 from ..errors import CheckpointError
 from .units import clean_name
 

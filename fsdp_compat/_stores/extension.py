@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._engine.dtypes import as_bytes
@@ -34,21 +34,19 @@ _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in all of them
 
 
-def has_extension(parameter: torch.Tensor) -> bool:
-    """True if a parameter, or the local tensor of a DTensor, all-gathers in its own way.
-
-    It does not if the class has no ``__torch_dispatch__``, or if the methods are attributes of the
-    whole parameter: its parts are tensors without them, as in torch's FSDP2.
-    """
+def has_extension(parameter: Tensor) -> bool:
+    """True if a parameter, or the local tensor of a DTensor, all-gathers in its own way: not if the
+    class has no ``__torch_dispatch__``, or if the methods are attributes of the whole parameter,
+    which its parts lack, as in torch's FSDP2."""
     local = _torch_private.local_part(parameter)
     return hasattr(local, _BEFORE) and (
         _keeps_class(local) or (local is not parameter and _BEFORE in vars(local))
     )
 
 
-def _keeps_class(tensor: torch.Tensor) -> bool:
+def _keeps_class(tensor: Tensor) -> bool:
     """True if operations on a tensor return tensors of its class."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 class Context(typing.NamedTuple):
@@ -61,8 +59,6 @@ class Context(typing.NamedTuple):
 
 
 class _Input(typing.NamedTuple):
-    """One tensor that a rank sends for a parameter."""
-
     size: torch.Size
     dtype: torch.dtype
     start: int  # in the segment, in bytes
@@ -71,7 +67,7 @@ class _Input(typing.NamedTuple):
     def stop(self) -> int:
         return self.start + self.size.numel() * self.dtype.itemsize
 
-    def in_segments(self, segments: torch.Tensor) -> torch.Tensor:
+    def in_segments(self, segments: Tensor) -> Tensor:
         """segments: uint8 [..., S]. Return the elements in each, [..., numel]."""
         return segments[..., self.start : self.stop].view(self.dtype)
 
@@ -79,9 +75,8 @@ class _Input(typing.NamedTuple):
 class ExtensionStore(RowStore):
     """A group of tensor subclasses with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-    The local tensors of the sharded parameters have the subclass, and memory of their own. The
-    shard is a torch.uint8 tensor that is filled with what the subclasses send before each
-    all-gather.
+    The local tensors of the sharded parameters have memory of their own. The shard is a torch.uint8
+    tensor, filled with what the subclasses send before each all-gather.
     """
 
     has_extension = True
@@ -96,10 +91,8 @@ class ExtensionStore(RowStore):
         device: torch.device,
         context: Context,
     ) -> None:
-        """device: of the sharded parameters.
-
-        Raises UsageError for parameters that cannot be padded or lack the second method.
-        """
+        """device: of the sharded parameters. Raises UsageError for parameters that cannot be padded
+        or lack the second method."""
         for member, placement in zip(members, placements, strict=True):
             local = _torch_private.local_part(member.parameter)
             _require_extension(local, Cut(tuple(local.shape), placement.dim, ranks), member.name)
@@ -108,8 +101,7 @@ class ExtensionStore(RowStore):
 
     @classmethod
     def of(cls, store: RowStore, indices: Sequence[int], context: Context) -> ExtensionStore:
-        """Return a store for parameters of another store whose local tensors have since got the two
-        methods. Its ``adopt`` must be called next."""
+        """Return a store, to ``adopt`` next, for parameters that have since got the methods."""
         made = store.take_apart(cls, indices)
         for place, cut in zip(made.orig_params, made.layout.cuts, strict=True):
             _require_extension(_torch_private.local_part(place.present()), cut, place.name)
@@ -121,17 +113,17 @@ class ExtensionStore(RowStore):
         self.dtype, self._kind = torch.uint8, (dtype, device)
         self.shard, self.numel = torch.zeros(1, dtype=torch.uint8, device=device), 1
 
-    def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
+    def _own_local(self, index: int, value: Tensor) -> Tensor:
         return value.new_zeros(value.shape).copy_(value)
 
-    def _move_into_shard(self, index: int, value: torch.Tensor, moved: bool) -> None:
+    def _move_into_shard(self, index: int, value: Tensor, moved: bool) -> None:
         pass  # it has memory of its own
 
     def _refresh(self) -> None:
         super()._refresh()
         self._locals = list(map(_torch_private.local_part, self._sharded))
-        self._outputs: list[list[torch.Tensor]] = []  # 1-D, by parameter
-        self._inner: list[torch.Tensor] = []  # of the unsharded parameters
+        self._outputs: list[list[Tensor]] = []  # 1-D, by parameter
+        self._inner: list[Tensor] = []  # of the unsharded parameters
         if self._kind[1].type == "meta":
             return
         sent = list(map(self._before, range(len(self._params))))
@@ -144,7 +136,7 @@ class ExtensionStore(RowStore):
     # -- the two methods of the local tensors
 
     @torch.no_grad()
-    def _before(self, index: int) -> tuple[list[torch.Tensor], Any]:
+    def _before(self, index: int) -> tuple[list[Tensor], Any]:
         mesh, policy, device, _ = self._context
         place, cut = self.orig_params[index], self._params[index].cut
         local = _torch_private.local_part(self._sharded[index])
@@ -161,8 +153,7 @@ class ExtensionStore(RowStore):
             tensors, metadata = hook(mesh, shape, row_major_strides(shape), module, policy)
         if local.numel() < cut.numel and any(each.shape[:1] != (cut.chunk,) for each in tensors):
             raise AssertedUsageError.of(
-                "A parameter is not cut evenly, and fsdp_pre_all_gather returned tensors without "
-                "padding.",
+                "fsdp_pre_all_gather returned tensors without padding for an uneven cut.",
                 expected=f"tensors whose first dim is that of the first rank, {cut.chunk}",
                 got=_described([(each.size(), each.dtype) for each in tensors]),
                 where=f"parameter {place.name!r}, of which this rank holds {tuple(local.shape)}",
@@ -170,7 +161,7 @@ class ExtensionStore(RowStore):
             )
         return list(tensors), metadata
 
-    def _after(self, index: int, out: torch.Tensor | None) -> Any:
+    def _after(self, index: int, out: Tensor | None) -> Any:
         """Call fsdp_post_all_gather, which fills ``out`` or, for None, returns a new tensor."""
         outputs = tuple(
             output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
@@ -182,7 +173,7 @@ class ExtensionStore(RowStore):
         return hook(*arguments) if out is None else hook(*arguments, out=out)
 
     @torch.no_grad()
-    def _made_of_zeros(self, index: int, device: torch.device) -> torch.Tensor:
+    def _made_of_zeros(self, index: int, device: torch.device) -> Tensor:
         """Return an unsharded tensor built from zeros, whose memory is filled later."""
         cut = self._params[index].cut
         self._outputs.append(
@@ -199,7 +190,7 @@ class ExtensionStore(RowStore):
             if value.dim() and value.shape[0] == cut.chunk * cut.ranks:
                 value = value.narrow(0, 0, cut.shape[0])  # without the padding of the last ranks
             if tuple(value.shape) == cut.shape:
-                return typing.cast(torch.Tensor, value)
+                return typing.cast(Tensor, value)
             got = f"a tensor of shape {tuple(value.shape)}"
         raise TypeUsageError.of(
             "fsdp_post_all_gather must return (parameter, inner tensors).",
@@ -213,8 +204,8 @@ class ExtensionStore(RowStore):
 
     @torch.no_grad()
     def pack(self) -> None:
-        to: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        to: list[Tensor] = []
+        sources: list[Tensor] = []
         for index, inputs in enumerate(self._inputs):
             tensors, self._metadata[index] = self._before(index)
             wanted = [(each.size, each.dtype) for each in inputs]
@@ -243,7 +234,7 @@ class ExtensionStore(RowStore):
     def params_view_output(self) -> bool:
         return False
 
-    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: Tensor) -> list[nn.Parameter]:
         self._outputs, self._inner, found = [], [], []
         for index, (sharded, parallel) in enumerate(zip(self._sharded, self.parallel, strict=True)):
             value = self._made_of_zeros(index, full.device)
@@ -256,8 +247,8 @@ class ExtensionStore(RowStore):
         return found
 
     def copies(
-        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, full: Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The copies fill the outputs, from which ``unpack`` builds the unsharded parameters."""
         segments = full.view(self.ranks, -1)
         pairs = [
@@ -267,7 +258,7 @@ class ExtensionStore(RowStore):
         ]
         return [to for to, _ in pairs], [source for _, source in pairs]
 
-    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[Tensor]:
         """The outputs passed to the subclass, and the inner tensors that it has made."""
         return [*itertools.chain(*self._outputs), *self._inner]
 
@@ -296,7 +287,7 @@ class ExtensionStore(RowStore):
         )
 
 
-def _require_extension(local: torch.Tensor, cut: Cut, name: str) -> None:
+def _require_extension(local: Tensor, cut: Cut, name: str) -> None:
     if not hasattr(local, _AFTER):
         raise AssertedUsageError.of(
             "A tensor subclass has only one of the two methods of an all-gather.",
@@ -316,7 +307,7 @@ def _require_extension(local: torch.Tensor, cut: Cut, name: str) -> None:
         )
 
 
-def _padded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _padded(local: Tensor, cut: Cut) -> Tensor:
     """Return this rank's rows, padded with zeros to the number that the first rank has."""
     if local.shape[0] == cut.chunk:
         return local
@@ -326,7 +317,7 @@ def _padded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
     return padded
 
 
-def _laid_out(sent: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[_Input]], int]:
+def _laid_out(sent: Sequence[Sequence[Tensor]]) -> tuple[list[list[_Input]], int]:
     """sent: by parameter. Return where the tensors lie in a segment of bytes, and its size."""
     inputs, end = list[list[_Input]](), 0
     for tensors in sent:

@@ -1,5 +1,4 @@
-"""The flat layout: parameters are concatenated, row-major, and the whole is cut into equal
-intervals."""
+"""The flat layout: parameters are concatenated, row-major, and cut into equal intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
@@ -39,8 +38,7 @@ class ShardParamInfo(typing.NamedTuple):
 
 
 class FlatParameter(nn.Parameter):
-    """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its
-    memory."""
+    """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, in one place."""
 
     _fsdp_flattened = _is_flat_param = True  # by which clients recognise a FlatParameter
     _layout: FlatLayout
@@ -76,25 +74,23 @@ class FlatParameter(nn.Parameter):
         return tuple(infos)
 
     @property
-    def _local_shard(self) -> torch.Tensor:
-        """A second tensor over the same memory, for clients that compare it with the parameter or
-        set it. It stays the same object as long as the memory does."""
+    def _local_shard(self) -> Tensor:
+        """A second tensor over the same memory, for clients that compare or set it. It stays the
+        same object as long as the memory does."""
         kept = self.__dict__.get("_kept_shard")
         if kept is None or kept.data_ptr() != self.data_ptr() or kept.dtype != self.dtype:
             kept = self.__dict__["_kept_shard"] = self.data
         return kept
 
     @_local_shard.setter
-    def _local_shard(self, tensor: torch.Tensor) -> None:
+    def _local_shard(self, tensor: Tensor) -> None:
         self.__dict__["_kept_shard"] = tensor
 
 
 class FlatStore(StateStore, ReduceForm):
-    """A group whose unsharded parameters are contiguous views of the all-gather output. Gradients
-    are laid out as the parameters are. (A StateStore and a ReduceForm.)
-
-    A copy, by deepcopy or pickle, has a shard of its own and refers to the copied modules.
-    """
+    """A group whose unsharded parameters are contiguous views of the all-gather output, and
+    gradients laid out in the same way. A copy, by deepcopy or pickle, has a shard of its own and
+    refers to the copied modules. (A StateStore and a ReduceForm.)"""
 
     def __init__(
         self,
@@ -108,11 +104,8 @@ class FlatStore(StateStore, ReduceForm):
         pin: bool = False,
     ) -> None:
         """members: parameters of one dtype, requires_grad and placement, on any device but meta;
-        their memory is released.
-
-        rank, ranks: of the shard axis. flat_slot: (module, attribute) where a FlatParameter is
-        registered. device: of the shard; pin: in memory that a GPU can read.
-        """
+        their memory is released. rank, ranks: of the shard axis. flat_slot: (module, attribute) of
+        a FlatParameter. device: of the shard; pin: in memory that a GPU can read."""
         originals = [member.parameter for member in members]
         locals_ = [_torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
@@ -150,8 +143,7 @@ class FlatStore(StateStore, ReduceForm):
             self._keep_gradients(grads)
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
-        """params: one FlatParameter, which views the shard; or the user's own parameters, which are
-        made to view their parts of it."""
+        """params: one FlatParameter over the shard; or the user's own, which are moved to it."""
         if self.is_flattened:
             [flat] = params
             flat.__class__ = FlatParameter  # pickle restores it as an nn.Parameter
@@ -164,7 +156,7 @@ class FlatStore(StateStore, ReduceForm):
                 param.data = view
         self._addresses = Addresses(params)
 
-    def _keep_gradients(self, given: Sequence[torch.Tensor | None]) -> None:
+    def _keep_gradients(self, given: Sequence[Tensor | None]) -> None:
         """Keep this rank's part of existing gradients. given: one per parameter, or None."""
         total = torch.zeros_like(self.shard)
         for index, grad in enumerate(given):
@@ -175,12 +167,9 @@ class FlatStore(StateStore, ReduceForm):
                 param.grad = grad
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Move the values to another shard. Sharded parameters stay the same objects; gradients are
-        converted too.
-
-        Objects that hold the shard or unsharded parameters must get them again. No forward may run
-        while the shard is not on its original device.
-        """
+        """Move the values to another shard, under the same sharded parameters, and convert
+        gradients. Objects that hold the shard or unsharded parameters must get them again. No
+        forward may run while the shard is not on its original device."""
         params = [param for param, _ in self.sharded_params]
         grads = [param.grad for param in params]
         for param in params:
@@ -207,14 +196,14 @@ class FlatStore(StateStore, ReduceForm):
         parallel = self.parallel[0]
         return () if parallel is None else parallel.tensor_parallel_axes()
 
-    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: Tensor) -> list[nn.Parameter]:
         return [
             self.parameter(index, self._in(full, index), param.requires_grad)
             for param, indices in self.sharded_params
             for index in indices
         ]
 
-    def _in(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+    def _in(self, buffer: Tensor, index: int) -> Tensor:
         param = self.layout.params[index]
         return buffer[param.in_full.slice].view(param.shape)
 
@@ -222,7 +211,7 @@ class FlatStore(StateStore, ReduceForm):
     def params_view_output(self) -> bool:
         return True
 
-    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+    def param_views(self, buffer: Tensor) -> list[list[Tensor]]:
         params = [[whole] for whole in self.whole(buffer)]
         return [*params, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
@@ -237,13 +226,12 @@ class FlatStore(StateStore, ReduceForm):
     def is_contiguous_per_param(self) -> bool:
         return all(parallel is None for parallel in self.parallel)
 
-    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split(self, index: int, value: Tensor) -> Sequence[Tensor]:
         parallel = self.parallel[index]
         return (value,) if parallel is None else (parallel.local(value),)
 
-    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """total: [S]. Each parameter's view is this rank's part, 1-D, empty if there is none; with
-        one rank it has the parameter's shape."""
+    def grads(self, total: Tensor) -> list[Tensor]:
+        """total: [S]. Each view is this rank's part: 1-D or, with one rank, in its shape."""
         if self.is_flattened:
             return [total]
         sizes, numbers = self._split
@@ -283,8 +271,7 @@ class FlatStore(StateStore, ReduceForm):
                 expected=f"the shard on {self._device}",
                 got=f"the shard on {self.shard.device}",
                 where=where,
-                fix="move it back before the next use of the model: "
-                f"handle.flat_param_to({str(self._device)!r})",
+                fix=f"move it back before its use: handle.flat_param_to({str(self._device)!r})",
             )
         if not self.is_intact():
             self._repair(where)
@@ -314,9 +301,8 @@ class FlatStore(StateStore, ReduceForm):
 
     # -- for state dicts
 
-    def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of the parameters in ``full`` [ranks * S], which may have any dtype, in
-        their shapes; for a DTensor, a view of its local tensor."""
+    def whole(self, full: Tensor) -> list[Tensor]:
+        """Return views of the parameters in ``full`` [ranks * S], in their local shapes."""
         return [self._in(full, index) for index in range(len(self.layout.params))]
 
     @functools.cached_property

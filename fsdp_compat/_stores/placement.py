@@ -1,6 +1,5 @@
-"""How parameters lie on device meshes: the mesh of data parallelism, along which a store cuts them,
-and that of tensor parallelism, if they are already DTensors; and one parameter of a store that cuts
-each by itself."""
+"""How parameters lie on the device meshes of data parallelism and of tensor parallelism; and one
+parameter of a store that cuts each by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # public
 
@@ -69,8 +68,7 @@ class DataMesh:
         return axis_of(self.mesh.get_group(dim))
 
     def joined_with(self, other: DeviceMesh) -> DeviceMesh:
-        """Return the mesh with the dimensions of this one, then those of ``other``, which is a part
-        of the same mesh: always the same object."""
+        """Return the mesh of these dimensions, then those of ``other``: always the same object."""
         if id(other) not in self._joined:
             self._joined[id(other)] = other, torch_dtensor.joined_mesh([self.mesh, other])
         return self._joined[id(other)][1]
@@ -101,8 +99,7 @@ class RowPlacement:
 
 @dataclasses.dataclass(frozen=True)
 class _SpmdParallel(TensorParallel):
-    """A parameter on the whole mesh. Partial placements along data-parallel dimensions are kept;
-    the gradient reduction sums them."""
+    """A parameter on the whole mesh. Gradient reduction sums its partial placements."""
 
     data_dims: tuple[int, ...]
 
@@ -110,7 +107,7 @@ class _SpmdParallel(TensorParallel):
     def tensor_parallel_dims(self) -> Sequence[int]:
         return [dim for dim in range(self.mesh.ndim) if dim not in self.data_dims]
 
-    def local(self, value: torch.Tensor) -> torch.Tensor:
+    def local(self, value: Tensor) -> Tensor:
         """value: a DTensor of the parameter's shape. Return this process's part of it in the
         parameter's placements, except along data parallelism. Collective if they differ."""
         if _torch_private.is_plain(value):
@@ -125,12 +122,9 @@ class _SpmdParallel(TensorParallel):
         return _torch_private.local_part(value)
 
 
-def placement_of(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacement:
-    """Return the placement of a parameter that is cut along ``dim`` on ``data_mesh``.
-
-    A DTensor must lie on another part of the same mesh, or on the whole mesh (SpmdMesh) without
-    being cut along data parallelism.
-    """
+def placement_of(parameter: Tensor, data_mesh: DataMesh, dim: int) -> RowPlacement:
+    """Return the placement of a parameter that is cut along ``dim`` on ``data_mesh``. A DTensor
+    must lie on another part of the same mesh or, not cut along data parallelism, on all of it."""
     from torch.distributed.tensor import Replicate, Shard
 
     spmd, parallel = data_mesh.spmd, TensorParallel.of(parameter)
@@ -179,9 +173,8 @@ class RowParam:
     sharded: nn.Parameter
 
     @staticmethod
-    def of(original: nn.Parameter, local: torch.Tensor, cut: Cut, placed: RowPlacement) -> RowParam:
-        """local: this rank's rows. Return the parameter that replaces ``original`` and gets its
-        attributes."""
+    def of(original: nn.Parameter, local: Tensor, cut: Cut, placed: RowPlacement) -> RowParam:
+        """Return the parameter that replaces ``original``. local: this rank's rows."""
         value = local if placed.spec is None else torch_dtensor.dtensors([local], [placed.spec])[0]
         sharded = nn.Parameter(value, requires_grad=original.requires_grad)
         # Attributes that every instance of a tensor subclass has are recreated by detach(); only
@@ -193,8 +186,7 @@ class RowParam:
         return RowParam(cut, kind, placed.spec, sharded)
 
     def kind_on(self, mesh: Any) -> ParamKind:
-        """Return the kind of the parameter when its rows are cut along the last dimension of
-        ``mesh``, a 2-D DeviceMesh."""
+        """Return its kind when rows are cut along the last dimension of a 2-D ``mesh``."""
         from torch.distributed.tensor import Replicate, Shard
 
         shape = self.cut.shape
@@ -226,7 +218,7 @@ class RowParam:
         )
 
 
-def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+def require_one_kind(values: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise StateError unless all local tensors have one dtype and device. names: of these."""
     kinds = {(value.dtype, value.device): index for index, value in enumerate(values)}
     if len(kinds) > 1:
@@ -240,18 +232,14 @@ def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> No
         )
 
 
-def with_own_storage(part: torch.Tensor) -> torch.Tensor:
-    """part: contiguous. Return a tensor over the same memory, at the start of a storage of its
-    size.
-
-    A DTensor has the storage offset of its local tensor, and torch's asynchronous checkpoints treat
-    DTensors with an offset as plain tensors.
-    """
+def with_own_storage(part: Tensor) -> Tensor:
+    """Return a tensor over the memory of a contiguous one, at the start of a storage of its size:
+    torch's asynchronous checkpoints treat DTensors with a storage offset as plain tensors."""
     if part.is_meta or not part.numel():
         return torch.empty_like(part)
     if part.device.type == "cpu":
         return of_its_own_size(part)
     # It keeps the shard alive. Not through __dlpack_device__, which torch does not support for
     # devices that are registered under a name of their own.
-    flat: torch.Tensor = from_dlpack(to_dlpack(part.view(-1).view(torch.uint8)))
+    flat: Tensor = from_dlpack(to_dlpack(part.view(-1).view(torch.uint8)))
     return flat.view(part.dtype).view(part.shape)

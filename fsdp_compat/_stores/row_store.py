@@ -1,10 +1,9 @@
 """The row layout: every parameter cut by itself along one dim, shown to the optimizer as a
 DTensor.
 
-A rank's segment holds its part of every parameter, each in a slot as large as the first rank's. So
-the parts of a parameter are not contiguous in the all-gather output, and are copied out of it by
-one strided copy per parameter. A single parameter that is cut along its first dim views the output,
-and so do all parameters if there is only one rank.
+A rank's segment holds its part of every parameter, each in a slot as large as the first rank's.
+Parameters are copied out of the all-gather output, by one strided copy each. A single one that is
+cut along its first dim views the output, and so do all with one rank.
 
     two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1"""
 
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
@@ -44,11 +43,8 @@ _Store = typing.TypeVar("_Store", bound="RowStore")
 
 
 class RowStore(StateStore):
-    """A group in which each parameter is cut by itself. (A StateStore.)
-
-    Sharded parameters are DTensors (without a spec: plain parameters of this rank's rows) whose
-    local tensors view the shard. A rank without rows has empty ones.
-    """
+    """A group in which each parameter is cut by itself. (A StateStore.) Sharded parameters are
+    DTensors (without a spec: plain parameters of rows) whose local tensors view the shard."""
 
     is_guarded = False
 
@@ -63,10 +59,8 @@ class RowStore(StateStore):
         pin: bool = False,
     ) -> None:
         """members: parameters of one dtype, all on the meta device or none. placements: of these.
-
         rank, ranks: of the shard axis. device: of the shard, unless members are on the meta device;
-        pin: in memory that a GPU can read.
-        """
+        pin: in memory that a GPU can read."""
         originals = [member.parameter for member in members]
         values = [_torch_private.local_part(original.detach()) for original in originals]
         self.orig_params = tuple(member.param_slots for member in members)
@@ -84,7 +78,6 @@ class RowStore(StateStore):
         self._refresh()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
-        """Make the layout, and a shard of zeros."""
         ranks, pin = cuts[0].ranks, self._pin and device.type == "cpu"
         self.layout = RowViews.in_order(cuts, ranks, dtype.itemsize)
         # A single parameter is not padded: its rows are contiguous over ranks.
@@ -96,9 +89,8 @@ class RowStore(StateStore):
         self._kind = dtype, self.shard.device  # of the sharded parameters
         self.__dict__.pop("sections", None)
 
-    def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of a parameter into the shard. Return a tensor over them with a
-        storage of its size."""
+    def _own_local(self, index: int, value: Tensor) -> Tensor:
+        """Copy this rank's rows of a parameter into the shard. Return a tensor over them."""
         local = with_own_storage(self.own_part(self.shard, index))
         if not value.is_meta:
             as_bytes(local).copy_(as_bytes(value))
@@ -123,7 +115,7 @@ class RowStore(StateStore):
             len(self._params) == 1 and self._params[0].cut.is_contiguous
         )
 
-    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: Tensor) -> list[nn.Parameter]:
         memory, starts = full, self.layout.starts
         if not self.params_view_output:
             memory, starts = self._new_memory(full)
@@ -135,9 +127,9 @@ class RowStore(StateStore):
             map(ParamKind.parameter, self.kinds, values, map(_requires_grad, self._sharded))
         )
 
-    def _new_memory(self, full: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Return one buffer for all unsharded parameters, and where they start in it. Each is
-        followed by room for the padding of its last slots, so that one copy fills it."""
+    def _new_memory(self, full: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return one buffer for all unsharded parameters, and their starts, with room for padding:
+        so each is filled by one copy."""
         unit = max(ALIGN_NBYTES // full.dtype.itemsize, 1)
         starts, end = [], 0
         for cut in self.layout.cuts:
@@ -147,14 +139,14 @@ class RowStore(StateStore):
         return full.new_empty(max(end, 1)), tuple(starts)
 
     def copies(
-        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, full: Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         return self.layout.copies(full, unsharded_params)
 
-    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[Tensor]:
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 
-    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+    def grads(self, total: Tensor) -> list[Tensor]:
         """total: [S], in the layout of the shard. Return its views by parameter, plain tensors."""
         return self.layout.views(total, self.rank)
 
@@ -190,7 +182,7 @@ class RowStore(StateStore):
         own = [own_rows(p.data, cut, rank) for p, cut in zip(unsharded_params, cuts, strict=True)]
         kinds = [p.kind if mesh is None else p.kind_on(mesh) for p in self._params]
 
-        def params(held: torch.Tensor) -> list[nn.Parameter]:
+        def params(held: Tensor) -> list[nn.Parameter]:
             flags = map(_requires_grad, self._sharded)
             return list(map(ParamKind.parameter, kinds, layout.views(held, rank), flags))
 
@@ -209,19 +201,18 @@ class RowStore(StateStore):
                 expected=f"{self.dtype} on {self.shard.device}",
                 got="parameters of another dtype or device",
                 where=where,
-                fix="convert and move the model between steps, by a method of the module that "
-                "fully_shard was applied to",
+                fix="move or convert between steps, by a method of the module given to fully_shard",
             )
 
     # -- changes by the user
 
     def adopt(self) -> bool:
         """Let sharded parameters that were replaced (``assign=True``) or given other memory
-        (``to_empty``, ``.to()``) view the shard again. Only while modules show them.
+        (``to_empty``, ``.to()``) view the shard again, once all have values. Only while modules
+        show them.
 
         Returns True if the group must be rebuilt because its layout, shard or parameters have been
-        replaced. Parameters on the meta device are left alone until all have values. Raises
-        StateError, with nothing changed, for parameters that do not fit.
+        replaced. Raises StateError, with nothing changed, for parameters that do not fit.
         """
         present = [member.present() for member in self.orig_params]
         for param, parameter, member in zip(self._params, present, self.orig_params, strict=True):
@@ -243,8 +234,7 @@ class RowStore(StateStore):
         return moved or was_replaced
 
     def take_apart(self, cls: type[_Store], indices: Sequence[int]) -> _Store:
-        """Return a store for some of the parameters, whose ``adopt`` must be called next. This
-        store must not be used any more."""
+        """Return a store, to ``adopt`` next, for some of the parameters, in place of this one."""
         made = cls.__new__(cls)
         vars(made).update(vars(self))
         made.orig_params = tuple(self.orig_params[index] for index in indices)
@@ -253,7 +243,6 @@ class RowStore(StateStore):
         return made
 
     def _adopt_param(self, index: int, parameter: nn.Parameter) -> None:
-        """Make ``parameter`` the sharded parameter ``index``."""
         param = self._params[index]
         if param.spec is not None:
             param.spec = torch_dtensor.spec_of(parameter)
@@ -264,7 +253,7 @@ class RowStore(StateStore):
         for module, attribute in self.orig_params[index].slots:
             _torch_private.parameters_of(module)[attribute] = parameter
 
-    def _move_into_shard(self, index: int, value: torch.Tensor, moved: bool) -> None:
+    def _move_into_shard(self, index: int, value: Tensor, moved: bool) -> None:
         """Let sharded parameter ``index``, whose local tensor is ``value``, view the shard."""
         param = self._params[index]
         own = self.own_part(self.shard, index)
@@ -288,13 +277,11 @@ class RowStore(StateStore):
         for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
             if not (cut.is_contiguous or cut.dim is None):
                 raise UsageError.of(
-                    "This kind of checkpoint does not support parameters that are not cut along "
-                    "their first dim.",
+                    "This kind of checkpoint only supports parameters cut along their first dim.",
                     expected="Shard(0)",
                     got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
                     where=f"parameter {place.name!r}",
-                    fix="save model.state_dict() with torch.distributed.checkpoint, which "
-                    "knows DTensors",
+                    fix="save model.state_dict() with torch.distributed.checkpoint",
                 )
         return [
             self.layout.section(index, place.name) for index, place in enumerate(self.orig_params)
@@ -306,11 +293,11 @@ class RowStore(StateStore):
     def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
         return self.layout.cuts[index].part_shape(rank)
 
-    def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
+    def whole(self, full: Tensor) -> list[Tensor]:
         return [self.layout.whole(full, index) for index in range(len(self._params))]
 
-    def rows_of_whole(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+    def rows_of_whole(self, index: int, whole: Tensor) -> Tensor:
         return own_rows(whole.detach(), self.layout.cuts[index], self.rank)
 
-    def own_part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+    def own_part(self, buffer: Tensor, index: int) -> Tensor:
         return self.layout.view(buffer, index, self.rank)

@@ -1,5 +1,5 @@
-"""Views of buffers of any dtype in a RowLayout, one segment ``[S]`` or all ``[ranks * S]``; and the
-layout of gradients in them."""
+"""Views of buffers in a RowLayout, one segment ``[S]`` or all ``[ranks * S]``; and gradients in
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch_private
 from .._engine.dtypes import as_bytes
@@ -22,20 +22,19 @@ from .placement import RowParam
 class RowViews(RowLayout):
     """A RowLayout that returns views of buffers."""
 
-    def view(self, segment: torch.Tensor, index: int, rank: int) -> torch.Tensor:
-        """segment: [S], of ``rank``. Return its part of a parameter, contiguous, in the part's
-        shape."""
+    def view(self, segment: Tensor, index: int, rank: int) -> Tensor:
+        """segment: [S], of ``rank``. Return its part of a parameter, in the part's shape."""
         return segment[self.part(index, rank).slice].view(self.cuts[index].part_shape(rank))
 
-    def views(self, segment: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def views(self, segment: Tensor, rank: int) -> list[Tensor]:
         """segment: [S], of ``rank``. Return its parts of all parameters."""
         return [self.view(segment, index, rank) for index in range(len(self.cuts))]
 
-    def block(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+    def block(self, buffer: Tensor, index: int) -> Tensor:
         """buffer: [ranks * S]. Return the slots of a parameter, [ranks, numel of the slot]."""
         return buffer.view(self.ranks, self.numel)[:, self.slot(index).slice]
 
-    def param_views(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
+    def param_views(self, buffer: Tensor, index: int) -> list[Tensor]:
         """buffer: [ranks * S]. Return the views that together hold a parameter, without padding; if
         every rank holds it whole, all copies. ``cut_up`` divides a value in the same way."""
         cut, block = self.cuts[index], self.block(buffer, index)
@@ -49,10 +48,10 @@ class RowViews(RowLayout):
         return views
 
     def copies(
-        self, buffer: torch.Tensor, params: Sequence[nn.Parameter]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, buffer: Tensor, params: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """buffer: [ranks * S]. Return (to, from): the copies that fill whole parameters."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for index, (cut, param) in enumerate(zip(self.cuts, params, strict=True)):
             # `.data`: autograd has recorded the version counter, which a copy must not bump.
             value = _torch_private.local_part(param).data
@@ -67,7 +66,7 @@ class RowViews(RowLayout):
                 pairs += zip(cut_up(value, cut), self.param_views(buffer, index), strict=True)
         return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
 
-    def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def padding(self, buffer: Tensor) -> list[Tensor]:
         """buffer: [ranks * S]. Return the views of the padding."""
         segments = buffer.view(self.ranks, self.numel)
         found = [segments[:, gap.slice] for gap in self.gaps()]
@@ -78,9 +77,8 @@ class RowViews(RowLayout):
                 found.append(block[cut.full_ranks + 1 :])
         return [view for view in found if view.numel()]
 
-    def whole(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """buffer: [ranks * S]. Return a parameter, in its shape: a view if its parts are
-        contiguous, otherwise a copy."""
+    def whole(self, buffer: Tensor, index: int) -> Tensor:
+        """buffer: [ranks * S]. Return a parameter: a view if its parts are contiguous."""
         cut, start = self.cuts[index], self.starts[index]
         if cut.dim is None or self.ranks == 1 or (cut.is_contiguous and cut.numel == self.numel):
             return buffer[start : start + cut.full_numel].view(cut.shape)
@@ -90,7 +88,7 @@ class RowViews(RowLayout):
         return value
 
 
-def cut_up(value: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
+def cut_up(value: Tensor, cut: Cut) -> list[Tensor]:
     """value: in the shape of the parameter, any strides. Return views of it in the shapes of
     ``RowViews.param_views``. If every rank holds it whole, the view is expanded and read-only."""
     if not cut.numel:
@@ -105,7 +103,7 @@ def cut_up(value: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
     return views
 
 
-def own_rows(value: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+def own_rows(value: Tensor, cut: Cut, rank: int) -> Tensor:
     """value: in the shape of the parameter. Return the view of ``rank``'s rows."""
     if cut.dim is None:
         return value
@@ -114,9 +112,8 @@ def own_rows(value: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
 
 
 class RowReduceForm:
-    """The layout of the reduce buffer for one set of trainable parameters: their rows, and marks,
-    one element per parameter in every segment, that say whether a rank has used it. (A
-    ReduceForm.)"""
+    """A ReduceForm for one set of trainable parameters: their rows, and marks, one element per
+    parameter in every segment, that say whether a rank has used it."""
 
     is_contiguous_per_param = False
 
@@ -133,7 +130,7 @@ class RowReduceForm:
         layout = self._layout = RowViews.packed([*cuts, marks], ranks, dtype.itemsize)
         self.numel = layout.numel
         self._mark_slot = layout.slot(len(own))
-        self._set_marks: dict[object, torch.Tensor] = {}  # all of them, by dtype and device
+        self._set_marks: dict[object, Tensor] = {}  # all of them, by dtype and device
         self._specs = [param.spec for param in own]
         shapes = [cut.part_shape(rank) for cut in cuts]
         # shapes, strides and starts of this rank's parts in its segment
@@ -144,23 +141,23 @@ class RowReduceForm:
         )
         self._has_other_dims = any(cut.dim != 0 for cut in cuts)
 
-    def param_views(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        found: list[list[torch.Tensor]] = [[] for _ in range(self._num_params)]
+    def param_views(self, buffer: Tensor) -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in range(self._num_params)]
         for position, index in enumerate(self.indices):
             found[index] = self._layout.param_views(buffer, position)
         marks = self._layout.block(buffer, len(self._params))
         return [*found, [*self._layout.padding(buffer), marks]]
 
-    def marks(self, rows: torch.Tensor) -> torch.Tensor:
+    def marks(self, rows: Tensor) -> Tensor:
         return rows[..., self._mark_slot.slice][..., : len(self.indices)]
 
-    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split(self, index: int, value: Tensor) -> Sequence[Tensor]:
         """Collective for a DTensor whose placements differ from the parameter's."""
         param = self._params[self.indices.index(index)]
         parallel = param.kind.parallel
         return cut_up(value if parallel is None else parallel.local(value), param.cut)
 
-    def pack_grads(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+    def pack_grads(self, rows: Tensor, grads: list[Tensor]) -> None:
         kind = grads[0].dtype, grads[0].device
         if kind not in self._set_marks:
             marks = grads[0].new_zeros(rows.shape[0], self._mark_slot.numel)
@@ -172,7 +169,7 @@ class RowReduceForm:
         in_order = list(map(grads.__getitem__, self._layout.order))
         _torch_private.chunk_together(in_order, self._layout.ranks, rows)
 
-    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    def grads(self, total: Tensor) -> Sequence[Tensor | None]:
         # one call per view; narrow and view would be two
         shapes, strides, starts = self._part_views
         if offset := int(total.storage_offset()):
@@ -184,7 +181,7 @@ class RowReduceForm:
             )
         if len(parts) == self._num_params:
             return parts
-        found: list[torch.Tensor | None] = [None] * self._num_params
+        found: list[Tensor | None] = [None] * self._num_params
         for index, part in zip(self.indices, parts, strict=True):
             found[index] = part
         return found
@@ -196,7 +193,7 @@ class RowReduceForm:
         ]
 
 
-def _with_rows_first(grad: torch.Tensor, param: RowParam) -> torch.Tensor:
+def _with_rows_first(grad: Tensor, param: RowParam) -> Tensor:
     """Return a view of a gradient whose chunks along dim 0 are the ranks' parts."""
     cut = param.cut
     if cut.dim is None:

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from .._layout.pieces import Piece, require_grid
-from .._layout.spec import FlatLayout, ParamSpec
-from .._layout.transfer import same_parts
+from .._layout.box import Piece, require_grid
+from .._layout.spec import FlatLayout, ParamSpec, same_parts
 from ..errors import CheckpointError
 from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of

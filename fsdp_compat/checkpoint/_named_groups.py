@@ -15,8 +15,7 @@ from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.store import ShardedParam
 from .._engine.unit import Unit
-from .._layout.box import Box, cut_into_boxes
-from .._layout.pieces import Piece
+from .._layout.box import Box, Piece, cut_into_boxes
 from .._layout.spec import Interval, Section
 from .._state.model_state import unmanaged_state
 from .._state.optim_contents import ownership_of

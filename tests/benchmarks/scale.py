@@ -82,8 +82,7 @@ import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.state_store import store_of
-from fsdp_compat._layout.spec import flat_layout
-from fsdp_compat._layout.transfer import runs_of_part
+from fsdp_compat._layout.spec import flat_layout, runs_of_part
 from fsdp_compat._state.units import units_of
 from fsdp_compat._stores.flat_store import ALIGN_NBYTES
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, FileFacts

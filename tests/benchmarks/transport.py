@@ -29,9 +29,9 @@ from contenders import OURS
 from runs import MIN_ROUNDS, Table, gloo_ranks, measure_ranks, options, say
 
 from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.gloo import MessageTransport
 from fsdp_compat._comm.gloo_connections import GlooConnections
 from fsdp_compat._comm.mesh import axis_of, mesh_from_group
-from fsdp_compat._comm.messages import MessageTransport
 from fsdp_compat._comm.transport import Transport
 
 GLOO, EXCHANGE = "gloo", "exchange"

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compat._layout.pieces import Piece
+from fsdp_compat._layout.box import Piece
 from fsdp_compat._layout.spec import FlatLayout, ParamSpec, flat_layout
 from fsdp_compat.checkpoint._blocks import FileFacts
 from fsdp_compat.checkpoint._manifest import (

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import ShardingStrategy
-from fsdp_compat._comm.messages import MessageTransport
+from fsdp_compat._comm.gloo import MessageTransport
 from fsdp_compat._comm.same_host import peers, shared_memory
 from fsdp_compat._comm.same_host.peers import PeerArena
 from fsdp_compat._comm.same_host.transport import SameHostTransport

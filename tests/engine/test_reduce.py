@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp_compat._comm.communicator import communicator
-from fsdp_compat._comm.transport import Handle, Traffic, Transport
+from fsdp_compat._comm.transport import ByRank, Handle, Traffic, Transport
 from fsdp_compat._engine.behavior import ReduceAxes, ReducePolicy
 from fsdp_compat._engine.reduce import DirectGradBuffer, Left, ReduceBuffer, Reduction
 from fsdp_compat._engine.store import ParamStore
@@ -34,9 +34,9 @@ class Recorded:
         self.sent: list[Tensor] = []  # a copy of every buffer
         self.calls: list[str] = []
 
-    def begin_reduce(self, buffer: Tensor, segments: Sequence[Tensor], tag: int) -> Handle:
-        assert {segment.numel() * self.ranks for segment in segments} == {buffer.numel()}
-        assert len(segments) == self.ranks
+    def begin_reduce(self, buffer: Tensor, segments: ByRank, tag: int) -> Handle:
+        sizes = {segments[rank].numel() * self.ranks for rank in range(self.ranks)}
+        assert sizes == {buffer.numel()}
         self.calls.append(f"begin_reduce {tag}")
         self.sent.append(buffer.clone())
         return Handle([])

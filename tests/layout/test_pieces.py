@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fsdp_compat._layout.pieces import Piece, require_grid
+from fsdp_compat._layout.box import Piece, require_grid
 
 GRID = [
     Piece((5, 4), (row, 2 * column), (3 if row == 0 else 2, 2))

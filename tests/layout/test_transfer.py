@@ -6,8 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec, flat_layout
-from fsdp_compat._layout.transfer import Run, runs_of_part, same_parts
+from fsdp_compat._layout.spec import (
+    FlatLayout,
+    Interval,
+    ParamSpec,
+    Run,
+    flat_layout,
+    runs_of_part,
+    same_parts,
+)
 from tests.layout.test_flat import layouts
 
 

@@ -1,37 +1,31 @@
 """Detects waits that can never end, and aborts them with an error that says which rank waits for
 what.
 
-A background thread looks at what this process waits for (waits.py). When a wait has lasted
-``PATIENCE`` seconds, it publishes the wait in the status store, with how often this rank has begun
-each message, and searches the posts of other ranks for a cycle. A wait in a cycle is aborted, and
-all communication of the process fails with it (``give_up``). The same happens to a wait for a rank
-that has gone: gloo does not report a closed connection to every pending message, and a child of a
-killed process may hold the connection open. A rendezvous in a cycle is refused alone, because
-nothing has been sent in it.
+A background thread looks at what this process waits for (waits.py). After ``PATIENCE`` seconds it
+publishes the wait in the status store, with how often this rank has begun each message, and
+searches the posts of other ranks for a cycle. A wait in a cycle is aborted, and all communication
+of the process fails with it (``give_up``). So is a wait for a rank that has gone: gloo does not
+report a closed connection to every pending message, and a child of a killed process may hold it
+open.
 
-The same thread tells other ranks what this process is doing (progress.py) when they ask, so that
-they can distinguish a late rank from one that will never come. A long wait that may still end is
-reported as a warning, with the answers of the missing ranks (``MissingRanks``). The thread has its
-own connection to the store, because the main thread may be waiting on the other one. While no rank
-asks and nothing waits, it measures nothing and makes one read-only request every ``quiet_s()``
-seconds.
+The same thread answers ranks that ask what this process is doing (progress.py), so that they can
+tell a late rank from one that will never come, and warns of long waits that may still end, with the
+answers of the missing ranks. It has its own connection to the store, because the main thread may
+wait on the other one. While no rank asks and nothing waits, it makes one read-only request every
+``quiet_s()`` seconds.
 
-Cycles. A rank *lacks* what another rank waits for while it has begun it less often than the
-waiting rank.
+A rank *lacks* what another rank waits for while it has begun it less often. Every cycle found is
+real, even if the posts are stale. A waiting rank starts nothing. If rank B has not yet started what
+A waits for, and B itself waits, then A's wait ends after B's: in a cycle, no wait can be the first
+to end. The same holds for a chain that ends at a wait over connections on which some rank has
+failed. A rank that computes has no post, and a message in flight was begun, so neither a slow rank
+nor a slow network looks like a cycle. While several threads of a rank communicate, there is no
+search.
 
-Every cycle found is real, even if the posts are stale. A waiting rank starts nothing. If rank B has
-not yet started what A waits for, and B itself waits, then A's wait ends after B's. In a cycle of
-such waits no wait can be the first to end. The same holds for a chain that ends at a wait over
-connections on which some rank has failed: every exchange needs that rank. A rank that computes has
-no post, and a message in flight was begun, so neither a slow rank nor a slow network looks like a
-cycle. All this assumes that a rank communicates from one thread; while several threads do, there is
-no search.
-
-A rank that waits in a rendezvous has sent nothing yet. If a cycle passes through such ranks, only
-they get an error and the waits of the others go on, because a refused rank can still do what they
-wait for. All ranks of a rendezvous wait for the same missing ones, so they are one node, and only
-the ranks that ask which ones are missing search from there: the first to arrive and, because it may
-die, later a few more. So a search reads few posts, whatever the number of ranks."""
+A rank in a rendezvous has sent nothing yet. If a cycle passes through such ranks, only they get an
+error, and can still do what the others wait for. All ranks of a rendezvous wait for the same
+missing ones, so they are one node, and only those that ask for missing ones search from there: the
+first to arrive and, because it may die, later a few more."""
 
 from __future__ import annotations
 
@@ -65,7 +59,6 @@ _logger = logging.getLogger("fsdp_compat.waits")
 
 
 def _current(waiters: Sequence[Waiter]) -> tuple[Waiter, Waiting] | tuple[None, None]:
-    """Return the waiter that waits now, and what it waits for."""
     for waiter in waiters:
         waiting = waiter.activity.waiting
         if waiting is not None:
@@ -115,8 +108,7 @@ class Responder:
 
 
 class Search:
-    """Follows the current wait of this process, publishes a long one, searches for a cycle, and
-    warns while there is none."""
+    """Publishes a long wait of this process, searches for a cycle, and warns if there is none."""
 
     def __init__(self) -> None:
         self._seen: Waiting | None = None
@@ -265,8 +257,7 @@ _watcher = _Watcher()
 
 
 def _start_again() -> None:
-    """In a forked process: it has no thread yet, and the lock may be held by one of the
-    parent's."""
+    """In a forked process: it has no thread, and a thread of the parent may hold the lock."""
     global _watcher
     _watcher = _Watcher()
 
@@ -331,8 +322,7 @@ def _report_of_lost(waiter: Waiter, wait: Wait, store: StatusStore) -> Report | 
 
 
 def reason_of(waiter: Waiter, wait: Wait, is_lost: bool) -> Report | None:
-    """Return why a wait has failed, as far as the store knows: another member's report or, with
-    ``is_lost``, that one has gone."""
+    """Return why a wait has failed, as far as known; with ``is_lost`` also that a rank has gone."""
     store = status_store()
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the lost rank may have hosted the store
@@ -348,12 +338,8 @@ def _report_failure(waiters: Sequence[Waiter], report: Report, store: StatusStor
 
 
 def give_up(failed: Waiter, report: Report) -> None:
-    """All communication of this process has failed: a rank that has left a wait is out of step with
-    every other rank.
-
-    Closes all connections for good. Peers that wait for one of them get an error, and find the
-    reason in the store.
-    """
+    """All communication of this process has failed, because a rank that has left a wait is out of
+    step with all others. Closes all connections; peers find the reason in the store."""
     with _watcher.lock:
         store, waiters = status_store(), [*{failed, *_watcher.waiters()}]
         if store is not None:

@@ -15,8 +15,7 @@ _STATE, _START_TIME, _STACK = 0, 19, 25
 
 @functools.cache
 def host() -> str:
-    """Return a name of this machine, unique until it reboots. Tests replace it to make ranks of one
-    machine look like ranks of several."""
+    """Return a name of this machine, unique until it reboots. Tests replace it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -24,15 +23,13 @@ def host() -> str:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/.../stat after the name. Raises OSError if the process does not
-    exist."""
+    """Return the fields of /proc/.../stat after the name, or raise OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """Identifies a process and the program that it runs. It distinguishes a killed process from a
-    stopped one; both are silent."""
+    """Identifies a process and its program. It tells a killed process from a stopped one."""
 
     machine: str  # the same for processes that see each other's ids
     pid: int

@@ -2,9 +2,8 @@
 whether the process waits.
 
 It waits while the followed thread's innermost Python frame is a collective of torch.distributed, or
-a lock while all other threads wait too. Everything else counts as work: a loop, an evaluation,
-``torch.save`` of a large file, an upload, but also a sleep or a C function that the user's code
-calls, which look the same. Nothing is measured until another rank asks."""
+a lock while all other threads wait too. Everything else counts as work, even a sleep or a C
+function of the user. Nothing is measured until another rank asks."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ _error = ""
 
 
 def record_error(error: BaseException | None) -> None:
-    """Remember the error that ended a pass on this rank until the next pass (None), because other
-    ranks may be waiting for the rest of it."""
+    """Remember, until the next pass (None), the error that ended one: other ranks may wait."""
     global _error
     if error is None:
         _error = ""
@@ -95,8 +93,7 @@ class Progress:
         self._instruction, self._since = 0, 0.0
 
     def idle_s(self) -> float:
-        """Return for how many seconds all calls have found this process in the same wait; 0.0 if it
-        does not wait."""
+        """Return for how many seconds all calls have found this process in one wait; or 0.0."""
         frames, now = sys._current_frames(), time.monotonic()
         frame = frames.get(_followed)
         if frame is None or not _waits(frame, frames):
@@ -108,8 +105,7 @@ class Progress:
 
 
 def _waits(frame: types.FrameType, frames: dict[int, types.FrameType]) -> bool:
-    """True if a thread in this frame waits for other ranks, or for a thread that waits itself.
-    frames: of all threads."""
+    """True if a thread in this frame waits for other ranks, or for a thread that does."""
     if frame.f_code.co_filename in _COLLECTIVES:
         return True
     own = threading.get_ident()

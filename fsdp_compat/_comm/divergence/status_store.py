@@ -45,8 +45,7 @@ class StatusStore:
         self._store = store
 
     def _get(self, key: str) -> typing.Any:
-        """Return the value of a key, or None, by one request: ``get`` would wait for a missing key,
-        so it needs a second request before."""
+        """Return a value, or None, by one request: ``get`` would wait for a missing key."""
         text = self._store.compare_set(f"fsdp_compat/{key}", "", "").decode()
         return ast.literal_eval(text) if text else None
 
@@ -64,14 +63,12 @@ class StatusStore:
         return value and Post(Wait(*value[0]), value[1])
 
     def report_failure(self, name: str, rank: int, report: Report) -> None:
-        """Tell all members that the communication named ``name`` has failed on a rank. The first
-        report counts, because the others may be its consequences."""
+        """Publish that the communication ``name`` failed on a rank. The first report counts."""
         value = repr((rank, dataclasses.astuple(report)))
         self._store.compare_set(f"fsdp_compat/failed/{name}", "", value)
 
     def failure_of(self, name: str, *, except_of: int | None = None) -> Report | None:
-        """Return the report of the first rank on which ``name`` failed, unless that is the rank
-        ``except_of``."""
+        """Return the report of the first rank on which ``name`` failed, if not ``except_of``."""
         value = self._get(f"failed/{name}")
         return None if value is None or value[0] == except_of else Report(*value[1])
 
@@ -105,8 +102,7 @@ class StatusStore:
         return ranks if about == number else []
 
     def replace_sum(self, name: str, number: int, before: int, value: int) -> int:
-        """Set the counter to ``value`` if it still is ``before`` (0: not there); return what it is
-        now."""
+        """Compare the counter with ``before`` (0: not there) and set it. Return its value now."""
         key = f"fsdp_compat/sum/{name}/{number}"
         return int(self._store.compare_set(key, str(before or ""), str(value)))
 
@@ -119,8 +115,7 @@ class StatusStore:
     # -- questions and answers
 
     def ask(self, rank: int) -> int:
-        """Ask a rank what it is doing; return the number of the question. Repeat it while
-        waiting."""
+        """Ask a rank what it is doing, repeatedly while waiting. Return the question's number."""
         return self._store.add(f"fsdp_compat/asked/{rank}", 1)
 
     def num_asked(self, rank: int) -> int:
@@ -142,8 +137,7 @@ class StatusStore:
         self.answer(rank, None)
 
     def is_gone(self, rank: int) -> bool:
-        """True if the process of a rank is known to have ended, which only ranks of its host can
-        see."""
+        """True if the process of a rank of this host is known to have ended."""
         value, own = self._get(f"process/{rank}"), Process.own()
         process = value and Process(*value)
         return bool(process and own and own.machine == process.machine and process.has_ended())
@@ -165,8 +159,7 @@ def status_store() -> StatusStore | None:
 
 
 class MissingRanks:
-    """What a waiting rank knows about the missing ones. On each of them the thread of deadlock.py
-    answers."""
+    """What a waiting rank knows about the missing ones, from their threads' answers."""
 
     def __init__(self, store: StatusStore, name: str) -> None:
         """name: of the connections that the call will use."""
@@ -175,8 +168,7 @@ class MissingRanks:
         self._last: dict[int, tuple[int, float]] = {}
 
     def ask(self, rank: int) -> tuple[str, bool]:
-        """Ask a missing rank again. Return what it is doing, in words, and whether waiting for it
-        is pointless."""
+        """Return what a missing rank is doing, in words, and whether to stop waiting for it."""
         number, now = self._store.ask(rank), time.monotonic()
         answer = self._store.answer_of(rank)
         if answer is not None and answer.ended:

@@ -6,26 +6,24 @@ same arguments, and raises StateError on all of them as soon as that can no long
 Counting. The rendezvous of one set of ranks are numbered. A rank writes its call and location into
 the store, and adds one value to the counter of the current number: 1 in the low bits, and a
 checksum of the call above them. So one atomic add gives both the number of arrivals and whether the
-calls match; all but the last rank then poll the counter, less often the longer it takes. A complete
-rendezvous costs the last rank one round trip, whatever the number of ranks.
+calls match; all but the last rank then poll the counter, less often the longer it takes.
 
 Missing ranks. Waiting ranks (mainly the first to arrive) ask the missing ranks what they are doing;
-the thread of deadlock.py answers for them. The wait continues while a missing rank works
-(progress.py), waits for other ranks in a way that deadlock.py sees, or does not answer because it
-is stopped, at most for the time limit of the process group. It ends when a missing rank has been in
-another wait for ``idle_limit_s()`` since it was first asked, when its communication has failed, or
-when its program has ended or its process is gone. A rendezvous is also a wait that deadlock.py
-watches: if a missing rank waits for one that has arrived, that is a cycle.
+the thread of deadlock.py answers for them. The wait continues, at most for the time limit of the
+process group, while a missing rank works (progress.py), waits in a way that deadlock.py sees, or is
+stopped. It ends when a missing rank has been in another wait for ``idle_limit_s()``, when its
+communication has failed, or when it has ended. deadlock.py watches a rendezvous, too: if a missing
+rank waits for one that has arrived, that is a cycle.
 
 The end. Either the counter becomes complete, or one rank replaces it with a negative number by a
 compare-and-set; never both. In the second case every rank of the rendezvous gets the error. Nothing
-was sent, so all of them can go on. A rank that arrives later finds the counter closed and takes the
-next number, where the refused ranks come next; if they do not, it is refused there. The last rank
-of a complete rendezvous deletes the earlier counters, so that the store does not grow.
+was sent, so all can go on. A rank that arrives later finds the counter closed and takes the next
+number, as the refused ranks do. The last rank of a complete rendezvous deletes the earlier
+counters, so that the store does not grow.
 
 Many ranks. The requests of all W ranks together grow no faster than W log W: only the first ranks
-to arrive ask for missing ones, up to ``MAX_ASKED`` of them; more than ``FEW`` ranks poll less
-often; and only the rank that closes a rendezvous reads all calls, and names a few."""
+to arrive ask for up to ``MAX_ASKED`` missing ones; more than ``FEW`` ranks poll less often; and
+only the rank that closes a rendezvous reads all calls, and names a few."""
 
 from __future__ import annotations
 
@@ -46,15 +44,7 @@ from ..environment import checks_calls, idle_limit_s
 from ..mesh import MAX_NAMED, named
 from . import deadlock, progress
 from .status_store import MissingRanks, StatusStore
-from .waits import (
-    MAX_ASKED,
-    RENDEZVOUS,
-    Activity,
-    Report,
-    Wait,
-    Waiter,
-    Waiting,
-)
+from .waits import MAX_ASKED, RENDEZVOUS, Activity, Report, Wait, Waiter, Waiting
 
 ASK_S = 1.0  # longest pause between two questions to a missing rank
 PAUSE_S = 0.2  # longest pause between two polls of the counter, with up to FEW ranks
@@ -94,19 +84,15 @@ class StoreRendezvous(Waiter):
         return max(1.0, len(self.activity.members) / FEW)
 
     def number_of(self, subject: object) -> int:
-        """Number the subjects of calls in the order of their first calls, which is the same on all
-        ranks."""
+        """Number the subjects of calls by their first calls, in the same order on all ranks."""
         if subject not in self._subjects:
             self._num_subjects += 1
             self._subjects[subject] = self._num_subjects
         return self._subjects[subject]
 
     def meet(self, call: str, subject: object, name: str) -> None:
-        """Wait until all members have arrived. Collective: the members.
-
-        call: as errors show it. subject: the object that it is made on. name: of the connections
-        that it will use.
-        """
+        """Wait until all members have arrived. Collective: the members. call: as errors show it.
+        subject: what it is made on. name: of the connections that it will use."""
         rank = self.activity.global_rank
         attempt = Attempt(self, call, self.number_of(subject), name)
         progress.follow()
@@ -139,9 +125,8 @@ class StoreRendezvous(Waiter):
             f"ranks {named(members)}",
             got=got,
             where=f"rank {self.activity.global_rank}, at {progress.location()}",
-            fix="make the call on every rank; if one rank decides about it, broadcast the "
-            "decision. Nothing was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables "
-            "this check",
+            fix="make the call on every rank, or broadcast one rank's decision about it. Nothing "
+            "was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables this check",
         )
 
     # -- for deadlock detection (waits.py)
@@ -233,8 +218,7 @@ class Attempt:
         self._store.report_failure(self._key(), self._activity.global_rank, self._reason(known))
 
     def _reason(self, known: dict[int, str]) -> Report:
-        """Return why the rendezvous is closed: what a few ranks that differ have called, or do
-        instead."""
+        """Return why the rendezvous is closed: what a few ranks that differ have called, or do."""
         members = self._activity.members
         calls = {rank: self._call_of(rank) for rank in members}
         texts = {
@@ -291,15 +275,13 @@ class Attempt:
         return self._rendezvous.error(first, f"{Report(own | report.lines)}{report.cause}")
 
     def _key(self) -> str:
-        """Return the name under which a refusal is reported."""
         return f"{self._name}/{self._number}"
 
     def _call_of(self, rank: int) -> str:
         return self._store.call_of(self._name, self._number, rank)
 
     def _missing(self) -> tuple[int, ...]:
-        """Return up to MAX_ASKED ranks that have not arrived. Ranks once seen to arrive are not
-        looked up again."""
+        """Return up to MAX_ASKED ranks that have not been seen to arrive."""
         missing: list[int] = []
         while self._absent and len(missing) < MAX_ASKED:
             rank = self._absent.popleft()
@@ -323,11 +305,8 @@ _rendezvous: weakref.WeakKeyDictionary[
 
 
 def rendezvous_of(members: tuple[int, ...], purpose: str = "calls") -> StoreRendezvous | None:
-    """Return the rendezvous of a set of global ranks for a purpose, the same object every time.
-
-    None if FSDP_COMPAT_MEET=0 disables the check, or if the ranks are not processes that share a
-    store.
-    """
+    """Return the rendezvous of a set of global ranks for a purpose; None if FSDP_COMPAT_MEET=0
+    disables the check, or if the ranks are not processes that share a store."""
     world, store = dist.group.WORLD, _torch_private.default_store()
     if world is None or store is None or not checks_calls():
         return None

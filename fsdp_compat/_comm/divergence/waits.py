@@ -10,8 +10,7 @@ deadlock.py reads the activities in a thread of its own, and has two answers:
 
     activity.diagnosis = report, waiter.end_wait()     this wait can never end
     waiter.close(report)                               all communication of this process has failed
-
-A waiter knows nothing of the search, and the search knows nothing of gloo."""
+"""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ class Wait:
 
 
 class Waiter:
-    """An object whose waits are watched. The watching thread calls its methods. A subclass without
+    """An object whose waits are watched by a thread, which calls its methods. A subclass without
     connections polls its diagnosis instead."""
 
     activity: Activity
@@ -120,13 +119,13 @@ class Waiter:
         raise NotImplementedError
 
     def lost_peer(self, wait: Wait, is_gone: Callable[[int], bool]) -> int | None:
-        """Return the global rank of a peer that this long wait needs and that has closed its
-        connection or ``is_gone``. The wait itself may not have noticed."""
+        """Return the global rank of a peer that this wait needs and that has closed its connection
+        or ``is_gone``, which the wait may not have noticed."""
         return None
 
     def end_wait(self) -> None:
         """End the wait of the communicating thread with an error. Called until it has ended."""
 
     def close(self, report: Report | None) -> None:
-        """Close the connections because communication has failed, or because the process group was
+        """Close the connections, because communication has failed or the process group was
         destroyed (None). Every later use raises an error with the reason."""

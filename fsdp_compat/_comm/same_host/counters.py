@@ -1,15 +1,13 @@
 """Counters in shared memory: how ranks of one host tell each other how far they have come.
 
 Each rank has a ``Table`` that it alone writes and that its peers map read-only. It has a row for
-every tag: the number of the last message that this rank has sent, the number of the last one that
-it has read from all its peers, and a few words that describe the one sent. A peer sleeps in the
-kernel (a futex) until a counter reaches the number that it waits for; idle ranks do no work.
-
-A waiting rank wakes every ``SLICE_S`` seconds to check that the peer's process still runs the same
-program (divergence/processes.py), that its table is open, and that the wait was not aborted.
+every tag: the numbers of the last message sent and of the last one read from all peers, and a few
+words that describe the one sent. A peer sleeps in the kernel (a futex) until a counter reaches the
+number that it waits for; idle ranks do no work. It wakes every ``SLICE_S`` seconds to check that
+the peer still runs the same program, that its table is open, and that the wait was not aborted.
 
 Requires x86-64, where stores become visible in program order, and Linux, for the futex; other
-machines send values (messages.py)."""
+machines send values (gloo.py)."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ class Table:
         self._counters = self._memory.view.cast("I")
 
     def send(self, tag: int, number: int, words: Sequence[int]) -> None:
-        """Announce a message to the peers, in NUM_WORDS of 64 bits. They must have read the last
-        one with this tag."""
+        """Announce a message to the peers, in NUM_WORDS words of 64 bits. They must have read the
+        last one with this tag."""
         row = _row(tag)
         _WORDS.pack_into(self._memory.view, row + _SAID, *words)
         self._set(row, _SENT, number)
@@ -138,8 +136,7 @@ class CounterWork:
         self._is_aborted = False
 
     def wait(self, timeout: datetime.timedelta) -> bool:
-        """Return False if the wait was aborted. Raises RuntimeError at the time limit, or if the
-        peer has gone."""
+        """Return False if aborted. Raises RuntimeError at the limit, or if the peer is gone."""
         table, counter, number = self._table, self._counter, self._number
         end = time.monotonic() + timeout.total_seconds()
         while not table.has_reached(counter, number):

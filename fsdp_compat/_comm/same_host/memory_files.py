@@ -21,12 +21,12 @@ TOKEN_NBYTES = 16
 HEADER = struct.Struct(f"{TOKEN_NBYTES}sq")  # at the beginning of every file: token, number
 
 # flags and advice that the mmap module does not have
-SHARED, FIXED, NORESERVE, REMOVE, DONTFORK = 0x01, 0x10, 0x4000, 9, 10
+_SHARED, _FIXED, _NORESERVE, _REMOVE, _DONTFORK = 0x01, 0x10, 0x4000, 9, 10
+_READ_WRITE, _NO_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE, 0
 
 
 def are_supported() -> bool:
-    """True if this machine has such files, other processes can open them, and counters work
-    (counters.py)."""
+    """True if such files and counters work, and other processes can open them."""
     return (
         sys.platform == "linux"
         and platform.machine() == "x86_64"
@@ -55,17 +55,14 @@ class SealedFile:
 
 
 class MappedFile:
-    """The memory of a file, mapped as long as this object lives. Children do not inherit it: their
-    copy would keep the memory."""
+    """A mapping of a file for as long as this object lives. Children do not inherit it."""
 
-    def __init__(
-        self, fd: int, number: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
-    ) -> None:
+    def __init__(self, fd: int, number: int, access: int = _READ_WRITE) -> None:
         """Raises OSError if the system refuses."""
         self.number, self.nbytes = number, os.fstat(fd).st_size
-        self.address = map_memory(None, self.nbytes, SHARED, fd, 0, access)
+        self.address = _map(None, self.nbytes, _SHARED, fd, 0, access)
         weakref.finalize(self, unmap_in, os.getpid(), self.address, self.nbytes).atexit = False
-        advise(self.address, self.nbytes, DONTFORK)
+        _advise(self.address, self.nbytes, _DONTFORK)
         self.view = memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
 
 
@@ -79,25 +76,48 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def map_memory(
-    address: int | None,
-    nbytes: int,
-    flags: int,
-    fd: int,
-    offset: int,
-    access: int = mmap.PROT_READ | mmap.PROT_WRITE,
+def _map(
+    address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = _READ_WRITE
 ) -> int:
-    """Map a file and return the address. Raises OSError if the system refuses."""
     found = _libc().mmap(address, nbytes, access, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"no mapping of {nbytes} bytes")
     return int(found)
 
 
-def advise(address: int, nbytes: int, advice: int) -> None:
-    """Call madvise. Raises OSError if the system refuses."""
+def _advise(address: int, nbytes: int, advice: int) -> None:
     if _libc().madvise(address, nbytes, advice):
         raise OSError(ctypes.get_errno(), f"madvise {advice} of {nbytes} bytes")
+
+
+# All raise OSError if the system refuses.
+
+
+def map_shared(address: int, nbytes: int, fd: int, offset: int) -> None:
+    """Map a file at an address. Children do not inherit it."""
+    _map(address, nbytes, _SHARED | _FIXED, fd, offset)
+    _advise(address, nbytes, _DONTFORK)
+
+
+def map_private(address: int, nbytes: int, fd: int, offset: int) -> None:
+    """Map a file at an address, copy-on-write."""
+    _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED | _NORESERVE, fd, offset)
+
+
+def reserve(nbytes: int) -> int:
+    """Return the first of so many unused addresses."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    return _map(None, nbytes, private, -1, 0, _NO_ACCESS)
+
+
+def forget_writes(address: int, nbytes: int) -> None:
+    """Drop the copied pages of private mappings."""
+    _advise(address, nbytes, mmap.MADV_DONTNEED)
+
+
+def free_pages(address: int, nbytes: int) -> None:
+    """Return pages of a file to the system; they read as zeros then."""
+    _advise(address, nbytes, _REMOVE)
 
 
 _LIMITS = {

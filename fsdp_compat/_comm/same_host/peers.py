@@ -1,13 +1,12 @@
 """How the ranks of an axis find, read and map each other's memory on their host.
 
-Mapped shards are an all-gather without a copy. Ranks of one host can read each other's shards in
-shared memory. Where every shard begins and ends at a page boundary, a rank can map them one after
-the other: the mapping *is* the all-gather output, permanently, so the host holds a single copy of
-the parameters.
+Mapped shards are an all-gather without a copy. Where every shard begins and ends at a page
+boundary, a rank can map the shards of all ranks one after the other: the mapping *is* the
+all-gather output, permanently, so the host holds a single copy of the parameters.
 
-The pages are mapped privately. A write to an unsharded parameter is copy-on-write: it stays private
-to the process, as in a gathered buffer, and ``forget_writes`` drops the copied pages. With a shared
-mapping a write would reach all ranks; with a read-only one it would crash the process."""
+The pages are mapped privately: a write to an unsharded parameter is copy-on-write, and
+``forget_writes`` drops the copied pages. With a shared mapping a write would reach all ranks; with
+a read-only one it would crash the process."""
 
 from __future__ import annotations
 
@@ -23,21 +22,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ..divergence.processes import Process
 from ..transport import ShardMapping
-from . import shared_memory
+from . import memory_files, shared_memory
 from .counters import PeerTable, Table
-from .memory_files import (
-    FIXED,
-    HEADER,
-    NORESERVE,
-    PAGE_NBYTES,
-    MappedFile,
-    advise,
-    map_memory,
-    unmap_in,
-)
+from .memory_files import HEADER, PAGE_NBYTES, MappedFile, unmap_in
 from .shared_memory import Location
 
 if sys.platform != "win32":
@@ -52,7 +43,6 @@ PAGEMAP = "/proc/self/pagemap"
 _EXISTS, _OF_A_FILE = -1 << 62, 1 << 61
 _ENTRY_NBYTES = 8
 
-_NO_ACCESS = 0
 _num_mapped = 0
 
 
@@ -67,7 +57,7 @@ class Message(typing.NamedTuple):
         return f"{self.numel} elements of {self.dtype or 'an unknown dtype'}"
 
     @staticmethod
-    def words(location: Location, message: torch.Tensor) -> list[int]:
+    def words(location: Location, message: Tensor) -> list[int]:
         return [*location, message.numel(), _DTYPES.index(message.dtype)]
 
     @staticmethod
@@ -78,8 +68,8 @@ class Message(typing.NamedTuple):
 
 
 class PeerArena:
-    """Another process's blocks. What it says about them is checked before they are read: the file
-    belongs to its arena and is sealed, so that it cannot shrink, and the location lies inside."""
+    """Another process's blocks. What it says is checked: the file belongs to its arena and is
+    sealed, so that it cannot shrink, and the location lies inside."""
 
     def __init__(self, pid: int, token: bytes) -> None:
         """token: of its memory."""
@@ -95,8 +85,7 @@ class PeerArena:
             os.close(file)
 
     def descriptor(self, fd: int, number: int) -> int:
-        """Open a file of the process for reading, and return the descriptor. Raises OSError if the
-        file does not belong to its arena."""
+        """Open a file of the process for reading. Raises OSError if it is not the arena's."""
         path = f"/proc/{self.pid}/fd/{fd}"
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have an effect
             raise OSError(f"descriptor {fd} of process {self.pid} is not a file")
@@ -112,16 +101,14 @@ class PeerArena:
         return file
 
     def map_chunk(self, location: Location) -> MappedFile:
-        """Return the chunk of a location, mapped. Raises OSError if the system refuses, or if the
-        file does not belong to the arena."""
+        """Return the chunk of a location, mapped. Raises OSError if that is impossible."""
         chunk = self._chunks.get(location.chunk)
         if chunk is None or chunk.number != location.number:
             chunk = self._chunks[location.chunk] = self.open(location.fd, location.number)
         return chunk
 
-    def view(self, location: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a read-only tensor [numel] over the memory. Raises OSError if it cannot be
-        read."""
+    def view(self, location: Location, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a read-only tensor [numel]. Raises OSError if that is impossible."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         chunk = self.map_chunk(location)
@@ -162,8 +149,8 @@ class Peer:
 
 
 def introduce() -> tuple[Introduction, Table] | None:
-    """Return this rank's introduction to the other ranks of an axis, and its counters there. None:
-    no rank could read its memory."""
+    """Return this rank's introduction on an axis, and its counters there; None if no rank could
+    read its memory."""
     process, chunk = Process.own(), shared_memory.first_location()
     if process is None or chunk is None:
         return None
@@ -178,8 +165,7 @@ def introduce() -> tuple[Introduction, Table] | None:
 
 
 def attach(introductions: Sequence[Introduction | None], rank: int) -> dict[int, Peer] | None:
-    """Return the peers of ``rank``, or None if it cannot read the memory of all of them.
-    introductions: by rank."""
+    """Return the peers of ``rank``, or None if it cannot read them all. introductions: by rank."""
     found: dict[int, Peer] = {}
     own = introductions[rank]
     for peer, other in enumerate(introductions):
@@ -201,15 +187,13 @@ class MappedFiles:
     """A ShardMapping. Its addresses stay as long as a tensor views them."""
 
     def __init__(self, ranks: int, numel: int, dtype: torch.dtype) -> None:
-        """numel: of one shard, whose bytes are whole pages. Raises OSError if the system
-        refuses."""
+        """numel: of one shard, in whole pages. Raises OSError if the system refuses."""
         global _num_mapped
         self._shard_nbytes = numel * dtype.itemsize
         self._nbytes = ranks * self._shard_nbytes
         if _num_mapped + ranks > MAX_MAPPED:
             raise OSError("too many mappings")
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-        self._address = map_memory(None, self._nbytes, private, -1, 0, _NO_ACCESS)
+        self._address = memory_files.reserve(self._nbytes)
         held: typing.Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         _num_mapped += ranks
         # parameters, saved tensors and the user's views hold the array, and so the addresses
@@ -220,15 +204,14 @@ class MappedFiles:
 
     def put(self, rank: int, file: int, offset: int) -> None:
         address = self._address + rank * self._shard_nbytes
-        private = mmap.MAP_PRIVATE | FIXED | NORESERVE
-        map_memory(address, self._shard_nbytes, private, file, offset)
+        memory_files.map_private(address, self._shard_nbytes, file, offset)
 
     def keep(self) -> None:
         # writing copies the pages; .data: autograd sees no change
         self.full.data.copy_(self.full.clone())
 
     def forget_writes(self) -> None:
-        advise(self._address, self._nbytes, mmap.MADV_DONTNEED)
+        memory_files.forget_writes(self._address, self._nbytes)
 
     def has_writes(self) -> bool:
         first, number = self._address // PAGE_NBYTES, self._nbytes // PAGE_NBYTES
@@ -256,23 +239,20 @@ def writes_are_found() -> bool:
 
 @functools.cache
 def _open_pages(pid: int, path: str) -> int:
-    """Open the page map of this process, once: there may be no descriptor left later. pid: because
-    after a fork the parent's file still shows the parent's pages."""
+    """Open the page map, once: there may be no descriptor left later. pid: after a fork the
+    parent's file still shows the parent's pages."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def map_shards(
     rank: int,
     arenas: Mapping[int, PeerArena],
-    shards: Sequence[torch.Tensor],
+    shards: Sequence[Tensor],
     locations: Sequence[Sequence[Location]],
     mappings: Sequence[ShardMapping | None],
 ) -> list[ShardMapping]:
-    """Map the shards of all ranks into ``mappings``, or into a new mapping for None, and return the
-    mappings. Raises OSError if the system refuses.
-
-    arenas: of the peers. locations: of the shards, by rank.
-    """
+    """Map the shards of all ranks into ``mappings``, or new ones for None, and return these. Raises
+    OSError if the system refuses. arenas: of the peers. locations: of the shards, by rank."""
     ranks, found = len(locations), list[ShardMapping]()
     files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
     try:

@@ -2,25 +2,21 @@
 of this process's arena, and ``locate`` says where a tensor lies. If the system runs out of
 descriptors or addresses, new tensors are ordinary memory.
 
-The blocks lie in a few large files. These are sparse anonymous memfds, mapped shared. Peers open
-them through ``/proc``, so no names need to be agreed on, /dev/shm can have any size, and a killed
-process leaves nothing behind. A block is handed out as a buffer of exactly its size, and returns
-when the buffer dies. Its pages are kept for the next block, because a page fault costs several
-times as much as filling the page.
+The blocks lie in a few large, sparse, anonymous files (memfd), mapped shared. Peers open them
+through ``/proc``, so no names need to be agreed on, /dev/shm can have any size, and a killed
+process leaves nothing behind. A block returns when its buffer dies; its pages are kept for the next
+block, because a page fault costs several times as much as filling the page.
 
 Forks. After a fork the child must keep seeing the memory as it was. A private mapping of a shared
 file would still show the parent's later writes, so the parent stops writing to that file: a fork
 *freezes* every file that holds a live block. From then on parent and child both map it privately,
 which copies the pages that either writes to, and the parent maps a new file at the free addresses
 of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. So a fork costs a
-few system calls and no copy; a child that does not touch the weights needs no memory; and all forks
-between two gathers together cost one copy of this rank's shards.
+few system calls, a child that does not touch the weights needs no memory, and all forks between two
+gathers together cost one copy of this rank's shards.
 
-Alternatives that were considered: a copy at each fork costs each worker of a DataLoader the memory
-and time of a full copy; leaving the pages out of the child (MADV_DONTFORK) ends it with a
-segmentation fault; and torch has no CPU storage that raises when it is read. Children forked by C
-code run no Python hooks. They lack the blocks, so that they cannot read torn weights or write to
-the parent's, and get a segmentation fault if they try."""
+Children forked by C code run no Python hooks. They lack the blocks, so that they cannot read torn
+weights or write to the parent's, and get a segmentation fault if they try."""
 
 from __future__ import annotations
 
@@ -28,27 +24,23 @@ import bisect
 import collections
 import contextlib
 import ctypes
-import mmap
 import os
 import threading
 import typing
 import weakref
 
 import torch
+from torch import Tensor
 
 from .memory_files import (
-    DONTFORK,
-    FIXED,
-    NORESERVE,
     PAGE_NBYTES,
-    REMOVE,
-    SHARED,
     TOKEN_NBYTES,
     MappedFile,
     SealedFile,
-    advise,
     are_supported,
-    map_memory,
+    free_pages,
+    map_private,
+    map_shared,
     refusal_of,
     unmap_in,
 )
@@ -62,8 +54,8 @@ CHUNK_NBYTES = 1 << 30
 class Chunk:
     """A range of addresses and the file mapped there, whose pages are allocated when written to.
 
-    ``frozen`` blocks are private mappings of an earlier file (see the top of this module). A chunk
-    may lose its file at a fork; then all its blocks are private and it hands out no more.
+    ``frozen`` blocks are private mappings of an earlier file. A chunk that has lost its file at a
+    fork has only private blocks, and hands out no more.
     """
 
     def __init__(self, index: int, nbytes: int, token: bytes) -> None:
@@ -101,7 +93,7 @@ class Chunk:
         if self.file is None:
             return
         if start in self.frozen:
-            self._share(start, start + nbytes)
+            map_shared(self.address + start, nbytes, self.fd, start)
             self.frozen.remove(start)
         end = start + nbytes
         index = bisect.bisect(self.free, (start, end))
@@ -113,18 +105,14 @@ class Chunk:
         self.free.insert(index, (start, end))
 
     def forget_pages(self, start: int, nbytes: int) -> None:
-        """Return pages of the file to the system; they read as zeros then. The pages of a frozen
-        block do not belong to the file."""
+        """Return pages to the system, except of a frozen block, which are not the file's."""
         if start not in self.frozen:
             with contextlib.suppress(OSError):  # another thread is forking
-                advise(self.address + start, nbytes, REMOVE)
+                free_pages(self.address + start, nbytes)
 
     def freeze(self) -> int:
-        """Prepare for a fork, see the top of this module. Return how many bytes of free blocks were
-        returned to the system.
-
-        Raises OSError if the system refuses. Then the chunk has lost its file.
-        """
+        """Prepare for a fork. Return how many bytes of free blocks were returned to the system. If
+        it raises OSError, the chunk has lost its file."""
         live = sorted(self.taken.keys() - set(self.frozen))
         if not live or self.file is None:
             return 0
@@ -132,17 +120,15 @@ class Chunk:
         self.old_files.append(old)
         # if anything below fails, the chunk has no file
         self.frozen, self.file, self.free = sorted(self.taken), None, []
-        private = mmap.MAP_PRIVATE | FIXED | NORESERVE
         for start in live:
-            map_memory(self.address + start, self.taken[start], private, old.fd, start)
+            map_private(self.address + start, self.taken[start], old.fd, start)
         new = SealedFile(self.nbytes, self._token)
         forgotten = 0
         for start, end in free:
             if start < self.top:
                 forgotten += min(end, self.top) - start
-                advise(self.address + start, min(end, self.top) - start, REMOVE)
-            map_memory(self.address + start, end - start, SHARED | FIXED, new.fd, start)
-            advise(self.address + start, end - start, DONTFORK)
+                free_pages(self.address + start, min(end, self.top) - start)
+            map_shared(self.address + start, end - start, new.fd, start)
         self.file, self.free = new, free
         self.top = max(start + size for start, size in self.taken.items())
         return forgotten
@@ -160,16 +146,11 @@ class Chunk:
             written = start
             while written < end:
                 written += os.pwrite(self.file.fd, self.view[written:end], written)
-            self._share(start, end)
+            map_shared(self.address + start, end - start, self.fd, start)
         except OSError:
             return False
         del self.frozen[index]
         return True
-
-    def _share(self, start: int, end: int) -> None:
-        assert self.file is not None
-        map_memory(self.address + start, end - start, SHARED | FIXED, self.file.fd, start)
-        advise(self.address + start, end - start, DONTFORK)
 
 
 class Arena:
@@ -193,8 +174,7 @@ class Arena:
                 self._grow(0)
 
     def take(self, nbytes: int, zero: bool) -> memoryview | None:
-        """Return a block, which is freed when its last reference dies, or None if there is no more
-        memory."""
+        """Return a block, freed with its last reference, or None if there is no more memory."""
         size = _in_pages(nbytes)
         with self.lock:
             self._take_back()
@@ -284,12 +264,9 @@ class Location(typing.NamedTuple):
 
 
 def num_forks() -> int:
-    """Return how often this process has forked: each fork may move tensors in blocks to another
-    file (see ``locate``).
-
-    Under the lock, so that a fork in another thread is counted exactly if it has frozen blocks. A
-    location that was requested after the count is stale only if the count has changed.
-    """
+    """Return how often this process has forked; each fork may move tensors to another file. Under
+    the lock, so that a fork in another thread is counted exactly if it has frozen blocks: a
+    location that was requested afterwards is stale only if the count has changed."""
     with _arena.lock:
         return _num_forks
 
@@ -316,7 +293,7 @@ os.register_at_fork(
 )
 
 
-def allocate(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor:
+def allocate(numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
     """Return a CPU tensor [numel], uninitialised unless ``zero``, in a block if there is memory.
     Pages that were never written to are not touched."""
     nbytes = numel * dtype.itemsize
@@ -336,9 +313,9 @@ def _resize(nbytes: int) -> None:
         raise RuntimeError("memory that fsdp_compat shares with other ranks cannot be resized")
 
 
-def locate(tensor: torch.Tensor) -> Location | None:
-    """Return where a contiguous tensor lies in this process's blocks, or None if it lies elsewhere.
-    A tensor without elements lies anywhere."""
+def locate(tensor: Tensor) -> Location | None:
+    """Return where a contiguous tensor lies in this process's blocks, or None. A tensor without
+    elements lies anywhere."""
     if not tensor.numel():
         return first_location()
     address = tensor.data_ptr()
@@ -358,8 +335,7 @@ def locate(tensor: torch.Tensor) -> Location | None:
 
 
 def first_location() -> Location | None:
-    """Return the start of a chunk that peers can map, or None if no process could read this one's
-    memory."""
+    """Return the start of a chunk that peers can map, or None if there is none."""
     _arena.open()
     for chunk in _arena.chunks:
         if chunk.file is not None:
@@ -373,7 +349,6 @@ def arena() -> Arena:
 
 
 def forget_old_files() -> None:
-    """Close the files from before forks, kept for peers that had not opened them. Call it only when
-    no peer has anything left to read."""
+    """Close the files from before forks. Only while no peer has anything left to read."""
     for chunk in _arena.chunks:
         chunk.old_files.clear()

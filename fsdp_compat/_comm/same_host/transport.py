@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ..gloo import GlooTransport
 from ..gloo_connections import ACK_TAG, GlooConnections, any_awaits_readers, fails_if_interrupted
 from ..mesh import Axis, named
-from ..transport import VALUES, Handle, Kind, ShardMapping, Work
+from ..transport import VALUES, ByRank, Handle, Kind, ShardMapping, Work
 from . import counters, peers, shared_memory
 from .counters import Table
 from .memory_files import refusal_of
@@ -20,9 +20,8 @@ from .peers import Message, Peer, map_shards, writes_are_found
 
 
 def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport | None:
-    """Return the transport of an axis if its ranks can all read each other's memory; otherwise None
-    on all of them. Collective. values: the transport that sends values. maps: see
-    SameHostTransport."""
+    """Collective. Return the transport of an axis, or None on all ranks if they cannot all read
+    each other's memory. values: the transport that sends values. maps: see SameHostTransport."""
     own = peers.introduce()
     introductions = values.gather_objects(None if own is None else own[0])
     if own is None or None in introductions:
@@ -39,10 +38,9 @@ def connect(axis: Axis, values: GlooTransport, maps: bool) -> SameHostTransport 
 class SameHostTransport(GlooTransport):
     """Peers read each other's messages in place.
 
-    A message lies in shared memory, or is copied there (shared_memory.py). The counters tell the
-    peers where (counters.py). A peer reads its part when it ends the exchange, and replies with an
-    *ack* by its own counters; the sender must not modify the memory before it arrives. Waits for
-    both have the same time limit and the same deadlock detection as waits for gloo.
+    A message lies in shared memory, or is copied there. Counters tell the peers where. A peer reads
+    its part when it ends the exchange, and replies with an *ack* by its own counters; the sender
+    must not modify the memory before it arrives. Waits for both are like waits for gloo.
 
     A rank whose communication fails says so in its counters; readers check it after reading.
     """
@@ -67,8 +65,7 @@ class SameHostTransport(GlooTransport):
         if tag >= VALUES:
             raise UsageError.of(
                 "A process group has too many groups of parameters.",
-                expected=f"at most {VALUES // len(Kind) - 1}: of each unit one for "
-                "each dtype and requires_grad",
+                expected=f"at most {VALUES // len(Kind) - 1} (by unit, dtype and requires_grad)",
                 got="one more",
                 where=f"global ranks {named(self.members)}",
                 fix="wrap larger modules, or set FSDP_COMPAT_SAME_HOST=messages on all ranks",
@@ -90,7 +87,7 @@ class SameHostTransport(GlooTransport):
         """A peer casts what it reads, which saves a copy here."""
         return own if shared_memory.locate(own) is not None else own.to(dtype)
 
-    def _start(self, sent: Tensor, tag: int, into: Sequence[Tensor] | None = None) -> Handle:
+    def _start(self, sent: Tensor, tag: int, into: ByRank | None = None) -> Handle:
         connections = self.connections
         what = connections.names.get(tag, "parameters or gradients")
         block, location = sent, shared_memory.locate(sent)
@@ -110,12 +107,11 @@ class SameHostTransport(GlooTransport):
         acks: list[Work] = [table.read(tag, number) for table in tables]
         connections.sent[tag, number] = acks, block, (tag + ACK_TAG, number, 0)
         message = tag, number, len(acks)
-        handle = Handle(self._arrivals(tag, number), into or (), block, message)
+        handle = Handle(self._arrivals(tag, number), () if into is None else into, block, message)
         connections.unfinished[tag] = handle
         return handle
 
     def _arrivals(self, tag: int, number: int) -> list[Work]:
-        """Return the waits for the peers' messages."""
         return [self._peers[source].table.sent(tag, number) for source, _ in self.connections.peers]
 
     def _parts(self, handle: Handle, own: Tensor, what: str) -> list[Tensor]:
@@ -170,7 +166,7 @@ class SameHostTransport(GlooTransport):
     # -- mapped shards
 
     def addresses(self, shards: Sequence[Tensor]) -> tuple[object, ...]:
-        return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)
+        return shared_memory.num_forks(), *map(Tensor.data_ptr, shards)
 
     @fails_if_interrupted
     def map_shards(

@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ... import _torch_private
 from ..._engine import agreement, hooks
 from ..._engine.buffers import CastBuffers
-from ..._engine.module_attributes import mark
+from ..._engine.module_view import mark
 from ..._engine.ownership import OrigParam, assign_owners, group_members, named_within
 from ..._engine.preparation import Preparation
 from ..._engine.state_store import flat_param_name

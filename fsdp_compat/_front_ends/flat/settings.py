@@ -28,8 +28,7 @@ from ..._comm.mesh import (
     the_group,
 )
 from ..._engine.dtypes import Precision
-from ..._engine.gathering import Prefetch
-from ..._engine.runtime import RuntimeOptions
+from ..._engine.gathering import Prefetch, RuntimeOptions
 from ..._engine.unit import UnitOptions
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
 from ...errors import UsageError, function_or_none, require_float_dtype, truth, wrong_type

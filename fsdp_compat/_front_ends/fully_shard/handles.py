@@ -45,4 +45,4 @@ class GradientReductionHandle:
         Collective."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
-            runtime.end_finalize()
+            runtime.backward.end_finalize()

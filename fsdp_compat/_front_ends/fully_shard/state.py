@@ -21,10 +21,9 @@ from ..._engine import agreement, hooks, rendezvous
 from ..._engine.behavior import Behavior, ReducePolicy
 from ..._engine.checks import refuse_in_pass
 from ..._engine.dtypes import Precision
-from ..._engine.gathering import Prefetch
-from ..._engine.group import Group
-from ..._engine.partial import PartialShard
-from ..._engine.runtime import Runtime, RuntimeOptions
+from ..._engine.gathering import Prefetch, RuntimeOptions
+from ..._engine.group import Group, PartialShard
+from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizer_patches
 from ..._state.units import ModelUnit, default_form, register
@@ -302,7 +301,7 @@ class ShardedModules:
         """Collective. Reduce the gradients that the backwards have left, and reshard."""
         if self.runtime is not None:
             self.runtime.begin_finalize()
-            self.runtime.end_finalize()
+            self.runtime.backward.end_finalize()
         for module in self.modules:
             for state in states_in(module.modules()):
                 state.reshard()

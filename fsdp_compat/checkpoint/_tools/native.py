@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from ..._comm.host_memory import memory_of
-from ..._layout.box import Box
-from ..._layout.pieces import Piece
-from ..._layout.spec import Interval, flat_layout, row_major_strides
-from ..._layout.transfer import runs_of_part
+from ..._layout.box import Box, Piece
+from ..._layout.spec import Interval, flat_layout, row_major_strides, runs_of_part
 from ...errors import CheckpointError, UsageError
 from .._blocks import BLOCK_NBYTES, FileFacts, damaged
 from .._directory import latest
