@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,53 +18,43 @@ import fsdp_compat
 from fsdp_compat import _torch_private
 from tests.support.fully_sharded import OURS, TORCH, Library, api, pair_of, shard_all
 from tests.support.models import (
+    DIM,
     Block,
     ForwardProducts,
     RecomputesBlocks,
     saves_everything,
     saves_products,
 )
-from tests.support.parity import square, whole
+from tests.support.parity import assert_same_values, square, whole_gradients
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import MAPPED, MESSAGES
-
-EITHER = pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-WIDTH = 8
+from tests.support.same_host import MAPPED, MESSAGES, mapped_or_sent
 
 
 def make() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
 
 
 # -- replicate
 
 
-@EITHER
+@mapped_or_sent
 @on_ranks(2)
 def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> None:
     """Two steps of a model that is replicated around a sharded module."""
-    model, ranks = make(), dist.get_world_size()
-    plain = copy.deepcopy(model)
-    api.fully_shard(model[2])
-    replicate(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+
+    def shard(model: Any) -> Any:
+        api.fully_shard(model[2])
+        return replicate(model)
+
+    pair = pair_of(make, shard)
     for _ in range(2):
-        model(batch(dist.get_rank())).square().sum().backward()
-        for rank in range(ranks):
-            (plain(batch(rank)).square().sum() / ranks).backward()
-        for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            assert own.grad is not None
-            torch.testing.assert_close(whole(own.grad), expected.grad)
-        for optimizer in optimizers:
+        pair.backwards()
+        assert_same_values(whole_gradients(pair.model), whole_gradients(pair.plain), "gradient")
+        for optimizer in (pair.optim, pair.plain_optim):
             optimizer.step()
             optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(model[2])
+        replicate(pair.model[2])
 
 
 @on_ranks(1)
@@ -80,8 +68,7 @@ def test_sharded_modules_are_not_taken_for_those_of_torch() -> None:
 
 
 def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
-    """Collectives of each pass of two steps, the second of which is accumulated. One of the units
-    has parameters of two dtypes."""
+    """Collectives of each pass of a step and of one without sync; a unit has two dtypes."""
     model: Any = nn.Sequential(*(make() for _ in range(3)))
     model[1].register_parameter("codes", nn.Parameter(torch.ones(6).bfloat16(), False))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -91,7 +78,7 @@ def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
     for is_reduced in (True, False):
         model.set_requires_gradient_sync(is_reduced)
         with CommDebugMode() as forward:
-            loss = model(batch(0)).sum()
+            loss = model(torch.ones(4, DIM)).sum()
         with CommDebugMode() as mode:
             loss.backward()
         for each in (forward, mode):
@@ -150,7 +137,7 @@ def counts_products(expected: int, model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-@EITHER
+@mapped_or_sent
 @pytest.mark.parametrize(("ranks", "reshard_after_forward"), [(2, True), (2, False), (4, 2)])
 @pytest.mark.parametrize(
     ("policy", "expected"), [(saves_products, 0), (saves_everything, 0), (saves_zeros, 6)]

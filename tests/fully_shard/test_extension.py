@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from tests.support.fully_sharded import Gathers, is_sharded, pair_of, partial_shard, shard_all
 from tests.support.models import DIM, Block
-from tests.support.parity import Pair, assert_same_values, whole_gradients
+from tests.support.parity import assert_same_values, whole_gradients
 from tests.support.ranks import on_ranks
-from tests.support.same_host import MAPPED, MESSAGES
+from tests.support.same_host import mapped_or_sent
 
 ROWS = 16
 BF16 = torch.bfloat16
@@ -84,8 +84,7 @@ class Packed(torch.Tensor):
 
 
 def _fill(out: Tensor, value: Tensor) -> None:
-    """Unpacking again is no change, for autograd. ``value`` may have the padding of the last ranks
-    at its end."""
+    """Unpacking again is no change, for autograd. ``value`` may have padding at its end."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
         out.copy_(value[: len(out)])
 
@@ -161,7 +160,13 @@ def test_weights_that_travel_as_int8_train_as_the_dequantised_model(
     assert isinstance(first.weight.to_local(), Packed)
     gathers = Gathers(pair.model) if ranks == 2 else None
     for _ in range(3):
-        _step(pair)
+        pair.backwards()  # no comparison reads a packed parameter as a whole
+        gradients = [whole_gradients(model) for model in (pair.model, pair.plain)]
+        assert_same_values(*gradients, "gradient")
+        for optim in (pair.plain_optim, pair.optim):
+            optim.step()
+            optim.zero_grad()
+        assert is_sharded(pair.model[1].up)
         if gathers is not None:
             sizes = [call["nbytes"] for call in gathers.calls_of("0")]
             num_unshards = len(sizes) // len(set(sizes))  # of weight and bias, apart or together
@@ -175,16 +180,6 @@ def test_weights_that_travel_as_int8_train_as_the_dequantised_model(
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], 0.05, foreach=False)
-
-
-def _step(pair: Pair) -> None:
-    """A step whose comparisons read no packed parameter as a whole: it has no all-gather."""
-    pair.backwards()
-    assert_same_values(whole_gradients(pair.model), whole_gradients(pair.plain), "gradient")
-    for optim in (pair.plain_optim, pair.optim):
-        optim.step()
-        optim.zero_grad()
-    assert is_sharded(pair.model[1].up)
 
 
 # -- methods of the local tensors of sharded parameters
@@ -244,7 +239,7 @@ def _rounded() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@mapped_or_sent
 @pytest.mark.parametrize("begins_on_meta", [False, True])
 @on_ranks(2)
 def test_methods_set_on_local_tensors_are_called(

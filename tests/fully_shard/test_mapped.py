@@ -64,8 +64,7 @@ TWO_DTYPES = BF16 | {"param_dtype_override_fn": keeps_norms_in_fp32}
 
 
 def train(options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool) -> list[Tensor]:
-    """Losses and parameters of five steps, one of which only evaluates. by_hand: units are
-    unsharded and prefetched by calls, too."""
+    """Losses and parameters of five steps. by_hand: units are also unsharded by calls."""
     given = dict(options)
     if shape is not None:
         given["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -125,8 +124,7 @@ def test_training_is_bit_equal_to_gathers(
 
 @on_ranks(2, environment=MAPPED)
 def test_only_gathers_outside_of_a_pass_send() -> None:
-    """All-gathers of a forward and backward, of unshard() between steps, of a forward after it,
-    and of a forward with a collective of the user's; and the calls of that."""
+    """Not those of a step, or of a user's all-gather."""
     model = make()
     model(batch(0)).sum().backward()
     traffic, found = groups_of(model)[0].shard.traffic, []

@@ -39,7 +39,7 @@ from tests.support.parity import (
     whole_gradients,
 )
 from tests.support.ranks import on_ranks
-from tests.support.same_host import MAPPED, MESSAGES, NOT_MAPPED
+from tests.support.same_host import NOT_MAPPED, mapped_or_sent
 
 BF16 = torch.bfloat16
 ONCE = {"root": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}  # all-gathers, by module
@@ -58,10 +58,6 @@ def _plain() -> Stack:
 
 def _sharded(**options: Any) -> Any:
     return shard_all(_plain(), **options)
-
-
-def _values(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters())
 
 
 @torch.no_grad()
@@ -115,7 +111,8 @@ def test_unshard_shows_plain_parameters_until_reshard() -> None:
         assert block.unshard() is None, "returns nothing where it has waited"
         assert gathers.count() == {**dict.fromkeys(ONCE, 0), "blocks.1": 1}
         assert all(type(p) is nn.Parameter for p in block.parameters())
-        assert_same_values(_values(block), _values(expected.blocks[1]), "parameter")
+        values = [dict(each.named_parameters()) for each in (block, expected.blocks[1])]
+        assert_same_values(*values, "parameter")
         assert is_sharded(model.blocks[0].up)
         block.reshard()
         assert is_sharded(block.up)
@@ -135,17 +132,13 @@ def _noting_warnings(found: list[bool]) -> Iterator[None]:
     found.append(any("Views of unsharded" in str(each.message) for each in caught))
 
 
-either_way = pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
-
-
-@either_way
+@mapped_or_sent
 @pytest.mark.parametrize("keeps", [False, True])
 @on_ranks(2)
 def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
     keeps: bool, environment: dict[str, str]
 ) -> None:
-    """When the root is resharded, after an evaluation and after unshard(); clones and steps of
-    training are not."""
+    """When the root is resharded, by itself or by hand; clones are not."""
     model = _sharded()
     model.set_keep_unsharded_storage(keeps)
     found: list[bool] = []
@@ -163,7 +156,7 @@ def test_views_of_whole_parameters_that_outlive_them_are_warned_of(
     assert found == [not keeps, False, not keeps, False, False]
 
 
-@either_way
+@mapped_or_sent
 @on_ranks(2)
 def test_views_of_whole_parameters_keep_their_memory(environment: dict[str, str]) -> None:
     model = _sharded()
@@ -278,15 +271,13 @@ def test_without_resharding_after_backward_the_next_forward_gathers_nothing() ->
     pair.step()
 
 
-def _language() -> nn.Module:
-    """An embedding, whose values no backward needs, and a block."""
-    return nn.Sequential(nn.Embedding(NUM_TOKENS, DIM), Block())
-
-
 @on_ranks(2)
 def test_set_unshard_in_backward_saves_the_second_all_gather() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(NUM_TOKENS, DIM), Block())
+
     shard = partial_shard(classes=(nn.Embedding, Block), reshard_after_forward=True)
-    pair = pair_of(_language, shard, batch=tokens)
+    pair = pair_of(build, shard, batch=tokens)
     pair.model[0].set_unshard_in_backward(False)
     gathers = Gathers(pair.model)
     pair.step()
@@ -602,17 +593,21 @@ def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
 
 @on_ranks(2)
 def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
-    pair = pair_of(Stack)
+    pair, other = pair_of(Stack), pair_of(Stack)
     model = pair.model
     model.set_reduce_scatter_max_input_buffers(2)
     model.blocks[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
     model.set_separate_reduce_scatter_group()
+    api.share_comm_ctx([model, other.model])
+    api.share_comm_ctx([])
     pair.step()
+    other.step()
     model.set_separate_reduce_scatter_group(False)
     if api.name == "ours":
         model.set_post_optim_event(torch.Event(device="cpu"))
         model.set_allocate_memory_from_process_group_for_comm(False)
     pair.step()
+    other.step()
 
 
 # -- functions
@@ -643,16 +638,6 @@ def test_a_registered_method_computes_with_whole_parameters() -> None:
     plain = nn.Linear(2, 2)
     api.register_fsdp_forward_method(plain, "forward")
     assert "forward" not in plain.__dict__
-
-
-@on_ranks(2)
-def test_models_that_share_their_communication_train() -> None:
-    first, second = pair_of(Stack), pair_of(Stack)
-    api.share_comm_ctx([first.model, second.model])
-    api.share_comm_ctx([])
-    for _ in range(2):
-        first.step()
-        second.step()
 
 
 @on_ranks(2)

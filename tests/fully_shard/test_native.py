@@ -30,8 +30,7 @@ class Uneven(nn.Sequential):
 
 
 def train(mesh: tuple[int, ...], is_native: bool, reduce_dtype: torch.dtype) -> list[Tensor]:
-    """Gradients and parameters of steps: two of one backward, one of two backwards, one with a
-    frozen matrix."""
+    """Gradients and parameters of steps, also of two backwards, and with a frozen matrix."""
     torch.manual_seed(0)
     names = ("replicate", "shard")[-len(mesh) :]
     precision = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)

@@ -34,7 +34,7 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import MAPPED, MESSAGES
+from tests.support.same_host import mapped_or_sent
 from tests.support.sampling import at_most
 
 NUM_STEPS = 3
@@ -349,8 +349,7 @@ UPDATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", UPDATES)
 @on_ranks(2)
 def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: str) -> None:
-    """Evaluations with kept parameters, with an update between them. The model shows these, the
-    optimizer holds the sharded ones."""
+    """With kept parameters, which the model shows; the optimizer holds the sharded ones."""
     optimizer, update = UPDATES[name]
     pair = pair_of(Stack, partial_shard(reshard_after_forward=False), optimizer)
     pair.backwards()
@@ -364,14 +363,13 @@ def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: st
     pair.compare_parameters()
 
 
-@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@mapped_or_sent
 @pytest.mark.parametrize("act", ["step", "state dict"])
 @on_ranks(2)
 def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
     act: str, environment: dict[str, str]
 ) -> None:
-    """Two evaluations, between which one rank steps an optimizer of its own, or looks at the
-    state."""
+    """Between two evaluations."""
     model: Any = shard_all(Stack())
     other = nn.Linear(2, 2)
     optim = torch.optim.SGD(other.parameters(), lr=0.1)

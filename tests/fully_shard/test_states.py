@@ -74,8 +74,7 @@ _trained = functools.partial(trained, codes=True)
 def _require(
     kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: int, by_calls: bool = False
 ) -> None:
-    """Compare with an unsharded model that has trained from ``seed``. Collective. by_calls: of
-    FullyShardedDataParallel, as always for its own models."""
+    """Compare with an unsharded model. Collective. by_calls: of FullyShardedDataParallel."""
     expected = whole_states(*_trained("untied" if kind == "mixed" else "plain", seed))
     if by_calls or kind in ("flat", "original"):
         with FSDP.state_dict_type(model, FULL):
@@ -89,16 +88,6 @@ def _require(
 
 
 # -- state dicts
-
-
-def _require_same_training(model: Any, values: dict[str, Tensor]) -> None:
-    """A step from these values changes them as it changes an unsharded model's. Collective."""
-    plain = Odd(codes=True)
-    plain.load_state_dict(values)
-    take_steps(plain, adamw(plain), 9)
-    take_steps(model, adamw(model), 9)
-    found = {name: whole(value) for name, value in model.state_dict().items()}
-    assert_same_values(found, plain.state_dict(), "state after a step")
 
 
 @pytest.mark.parametrize(("assign", "ranks"), [(False, 2), (True, 3)])
@@ -134,7 +123,12 @@ def test_state_dicts_are_dtensors_and_load_plainly_and_by_assignment(
     assert_same_values({n: whole(v) for n, v in other.state_dict().items()}, expected, "state")
     assert other.again.weight is other.head.weight
     del loss
-    _require_same_training(other, expected)
+    plain = Odd(codes=True)  # which trains on in the same way
+    plain.load_state_dict(expected)
+    for each in (plain, other):
+        take_steps(each, adamw(each), 9)
+    found = {name: whole(value) for name, value in other.state_dict().items()}
+    assert_same_values(found, plain.state_dict(), "state after a step")
 
 
 @pytest.mark.parametrize("source", ["ours", "torch"])
@@ -239,11 +233,7 @@ def _load_native(kind: str, path: str) -> None:
 @only_ours
 @pytest.mark.parametrize(
     ("source", "save_ranks", "target", "load_ranks"),
-    [
-        ("ours", 3, "flat", 2),
-        ("original", 2, "ours", 1),
-        ("ours", 2, "hybrid", 4),
-    ],
+    [("ours", 3, "flat", 2), ("original", 2, "ours", 1), ("ours", 2, "hybrid", 4)],
 )
 def test_a_native_checkpoint_loads_into_both_front_ends(
     source: str, save_ranks: int, target: str, load_ranks: int, tmp_path: Path

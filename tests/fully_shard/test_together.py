@@ -28,12 +28,7 @@ from tests.support.fully_sharded import (
     sharded_modules,
 )
 from tests.support.models import DIM, Block, RecomputesBlocks, Stack
-from tests.support.parity import (
-    assert_close,
-    backward,
-    one_backward,
-    whole,
-)
+from tests.support.parity import assert_close, backward, one_backward, whole
 from tests.support.ranks import on_ranks
 from tests.support.sampling import at_most, sample
 
@@ -296,8 +291,7 @@ TP_SHAPES = sample([(1, 2), (2, 1, 2), (1, 2, 2)], 0, 1)
 )
 @on_ranks("ranks")
 def test_tensor_parallel_modules_train(ranks: int, shape: tuple[int, ...], low: bool) -> None:
-    """shape: (data, tensor) or (replicate, shard, tensor). low: in mixed precision, without
-    recomputation."""
+    """shape: (data, tensor) or (replicate, shard, tensor). low: in mixed precision."""
     mesh = _data_mesh(shape, "tp")
     data, options = mesh[mesh.mesh_dim_names[:-1]], {}  # type: ignore[index]
     if low:
@@ -320,18 +314,14 @@ def test_tensor_parallel_modules_train(ranks: int, shape: tuple[int, ...], low: 
         pair.compare_gradients()
         if number == 1:
             expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
-            norm = _norm_of(pair.model.parameters())
+            # of gradients that lie on several meshes
+            norms = [whole(torch.linalg.vector_norm(p.grad)) for p in pair.model.parameters()]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
             assert_close(norm, expected, "norm", pair.tolerance)
             for p in pair.model.parameters():
                 assert p.grad is not None
                 p.grad *= (0.01 / (norm + 1e-6)).clamp(max=1)
         pair.update()
-
-
-def _norm_of(parameters: Any) -> Tensor:
-    """Of all gradients, which lie on several meshes. Collective."""
-    norms = [whole(torch.linalg.vector_norm(p.grad)) for p in parameters]
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class _ParallelExperts(_Experts):

@@ -47,11 +47,8 @@ from tests.support.odd_model import (
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
-SHARDED, LOCAL, FULL = (
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-    StateDictType.FULL_STATE_DICT,
-)
+SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL = StateDictType.FULL_STATE_DICT
 State = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 

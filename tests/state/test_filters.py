@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError, fully_shard
@@ -20,37 +20,24 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint._full import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
+from tests.support.models import Lora
 from tests.support.odd_model import assert_identical, assert_same, local_tensors, stack
 from tests.support.parity import local, seeded
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
-WIDTH, RANK = 32, 2
-
-
-class Lora(nn.Module):
-    """A frozen linear layer with a small adapter beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.lora_a = nn.Linear(WIDTH, RANK, bias=False)
-        self.lora_b = nn.Linear(RANK, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.lora_b(self.lora_a(x))
+SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL = StateDictType.FULL_STATE_DICT
+WIDTH, RANK = 32, 2  # of adapters
 
 
 class Model(nn.Module):
+    """Frozen layers with small adapters, a tie, a buffer, and parameters of odd sizes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, WIDTH)
-        self.blocks = nn.Sequential(Lora(), Lora())
+        self.blocks = nn.Sequential(Lora(WIDTH), Lora(WIDTH))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, 7, bias=False)
         self.head.weight = self.embed.weight
@@ -58,9 +45,6 @@ class Model(nn.Module):
         self.gain = nn.Parameter(torch.randn(()))
         self.nothing = nn.Parameter(torch.randn(0, 3))
         self.wide = nn.Parameter(torch.randn(5).double())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embed(tokens)))) * self.gain
 
 
 def make_model(seed: int = 0) -> Model:
@@ -85,12 +69,12 @@ Filter = Callable[[str], bool] | str
 
 
 def is_lora(name: str) -> bool:
-    return ".lora_" in name
+    return name.endswith((".a.weight", ".b.weight"))
 
 
 def is_some(name: str) -> bool:
     """Some of every group, one name of a tie, a buffer, and an unmanaged parameter."""
-    managed = "head.weight", "nothing", "gain", "blocks.1.base.bias", "wide"
+    managed = "head.weight", "nothing", "gain", "blocks.1.a.weight", "wide"
     return name in (*managed, "norm.running_var", "ignored.bias")
 
 
@@ -152,9 +136,7 @@ def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size
 
 
 @on_ranks(3)
-def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
-    tmp_path: Path,
-) -> None:
+def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(tmp_path: Path) -> None:
     plain = make_model(1)
     meshes = (None, init_device_mesh("cpu", (3,)))
     for number, (use_orig_params, mesh) in enumerate(itertools.product((False, True), meshes)):
@@ -204,9 +186,10 @@ def test_a_filtered_adapter_moves_only_its_own_bytes() -> None:
             least = adapter_nbytes * (ranks - 1) // ranks
             assert least <= nbytes <= (least if wrapped else 2 * least) + 64 * gathers * (ranks - 1)
         sent(model)
-        one = model.state_dict(filter=lambda name: name == "blocks.1.base.bias")
-        assert_identical(one, {"blocks.1.base.bias": make_model().blocks[1].base.bias})
-        assert sent(model) <= (1, WIDTH * 4 * (ranks - 1)), "of a group only what matches travels"
+        one = model.state_dict(filter=lambda name: name == "blocks.1.a.weight")
+        assert_identical(one, {"blocks.1.a.weight": make_model().blocks[1].a.weight})
+        least = RANK * WIDTH * 4 * (ranks - 1)
+        assert sent(model) <= (1, least), "of a group only what matches travels"
     model = shard(make_model())
     sent(model)
     model.state_dict(filter=lambda name: name.startswith("norm.running"))
@@ -219,8 +202,8 @@ class Around(nn.Module):
     def __init__(self, unit: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
         self.register_buffer("scale", torch.randn(3))
-        self.first = unit(Lora())
-        self.plain = nn.ModuleDict({"inner": unit(Lora()), "norm": nn.BatchNorm1d(4)})
+        self.first = unit(Lora(WIDTH))
+        self.plain = nn.ModuleDict({"inner": unit(Lora(WIDTH)), "norm": nn.BatchNorm1d(4)})
         self.again = self.first
 
 
@@ -248,7 +231,7 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
             assert value.untyped_storage()._cdata not in live, name
     whole, container = seeded(lambda: Around(lambda m: m)), seeded(lambda: Around(FSDP))
     found = assert_streams(container, whole.state_dict())
-    assert found["first.base.weight"] is found["again.base.weight"]
+    assert found["first.w.weight"] is found["again.w.weight"]
     with pytest.raises(UsageError, match="module"):
         iter_full_state_dict(3)  # type: ignore[arg-type]
 

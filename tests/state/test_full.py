@@ -22,7 +22,14 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.full_model import Block, Model, make_model, shard
 from tests.support.memory import NewBytes, allocated_nbytes
-from tests.support.odd_model import Config, assert_holds, assert_identical, sharded_state, stack
+from tests.support.odd_model import (
+    Config,
+    assert_holds,
+    assert_identical,
+    sharded_state,
+    stack,
+    train,
+)
 from tests.support.optimizer_state import num_sent
 from tests.support.pairwise import pairs
 from tests.support.ranks import on_ranks
@@ -41,14 +48,7 @@ FEW_CONFIGS = (
 
 
 def step(model: nn.Module, seed: int = 0) -> float:
-    """One step of SGD on data that is the same on all ranks; return the loss."""
-    tokens = torch.randint(7, (6,), generator=torch.Generator().manual_seed(seed))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(tokens), tokens.roll(1))
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(seed, seed + 1))[0]
 
 
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -191,9 +191,7 @@ def test_saving_between_and_within_steps_changes_nothing(
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
-def test_ignored_modules_are_saved_and_unreduced_gradients_survive(
-    use_orig_params: bool,
-) -> None:
+def test_ignored_modules_are_saved_and_unreduced_gradients_survive(use_orig_params: bool) -> None:
     inner = make_model()
     ignored = [inner.blocks[0].linear, inner.wide]
     model = shard(inner, use_orig_params=use_orig_params, ignored_modules=ignored)
@@ -217,9 +215,7 @@ def test_ignored_modules_are_saved_and_unreduced_gradients_survive(
 
 @pytest.mark.parametrize("world_size", sample([1, 2], 1))
 @on_ranks("world_size")
-def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(
-    world_size: int,
-) -> None:
+def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(world_size: int) -> None:
     plain = stack()
     plain[0].frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)  # another group
     plain.register_buffer("table", torch.randn(50, 2)[:3])  # it views a larger tensor

@@ -15,14 +15,7 @@ from fsdp_compat import CheckpointError, FullStateDictConfig, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
-from tests.support.odd_model import (
-    Config,
-    assert_same,
-    cloned,
-    make_model,
-    shard,
-    stack,
-)
+from tests.support.odd_model import Config, assert_same, cloned, make_model, shard, stack
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -34,8 +27,7 @@ MESH: Config = ("HYBRID_SHARD", False, "blocks")
 
 
 class Lazy:
-    """What Lightning has in its place while a checkpoint is read: it shows a tensor on the meta
-    device, and has no methods."""
+    """As Lightning has while a checkpoint is read: on the meta device, without methods."""
 
     loads = 0  # of all of them
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -23,12 +25,23 @@ from fsdp_compat import (
     LocalStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    checkpoint,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.odd_model import assert_holds, assert_same, local_tensors
+from tests.engine.test_mapped_shards import WIDTH, Wide, wide_batch
+from tests.support.models import Block
+from tests.support.odd_model import (
+    assert_holds,
+    assert_identical,
+    assert_same,
+    cloned,
+    local_tensors,
+)
 from tests.support.optimizer_state import num_sent
+from tests.support.parity import make_pair, seeded
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.same_host import MAPPED
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
@@ -271,9 +284,7 @@ def _more_ranks(directory: str) -> None:
     assert_holds(model, make_model(3))
 
 
-def test_another_layout_is_refused_with_advice_before_anything_changes(
-    tmp_path: Path,
-) -> None:
+def test_another_layout_is_refused_with_advice_before_anything_changes(tmp_path: Path) -> None:
     run_ranks(2, _other_layouts, str(tmp_path))
     run_ranks(3, _more_ranks, str(tmp_path))
 
@@ -303,3 +314,60 @@ def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
     assert list(state) == ["unit._flat_param", "plain.weight", "plain.bias"]
     assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
     assert_same(target.state_dict(), around.state_dict())
+
+
+# --- shards with and without padding to whole pages ----------------------------------------------
+
+
+def saved(folder: str) -> tuple[str, dict[str, Tensor]]:
+    """Train, save a native checkpoint, and return its path and the full state."""
+    pair = make_pair(Wide, (Block,))
+    pair.step(batch=wide_batch)
+    path = checkpoint.save(Path(folder), pair.model, pair.optim, step=1)
+    return str(path), cloned(dict(pair.model.state_dict()))
+
+
+def loaded(folder: str, full: dict[str, Tensor]) -> None:
+    """Load both into models that are cut otherwise."""
+    for load in (
+        lambda pair: checkpoint.load(Path(folder), pair.model, pair.optim),
+        lambda pair: pair.model.load_state_dict(full),
+    ):
+        pair = make_pair(Wide, (Block,))
+        load(pair)
+        assert_identical(pair.model.state_dict(), full)
+        pair.model(torch.ones(2, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (3, 2)])
+def test_checkpoints_move_between_layouts_with_and_without_pages(
+    ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    for number, (first, second) in enumerate(((MAPPED, {}), ({}, MAPPED))):
+        found = run_ranks(ranks[0], saved, str(tmp_path / str(number)), environment=first)
+        run_ranks(ranks[1], loaded, *found[0], environment=second)
+
+
+def local_states(library: str) -> dict[str, Any]:
+    """The local state dict, of torch's FSDP1 or of ours."""
+    torch.manual_seed(0)
+    if library == "ours":
+        return cloned(local_state(FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))))
+    policy: Any = TorchWrapPolicy({Block})
+    theirs = TorchFSDP(Wide(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    with TorchFSDP.state_dict_type(theirs, TorchType.LOCAL_STATE_DICT):
+        return theirs.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", environment=MAPPED)
+def test_local_state_dicts_with_other_padding_load(ranks: int) -> None:
+    """Cut without pages, by torch and by us, into a model that is cut in pages."""
+    full = seeded(Wide).state_dict()
+    for library in ("torch", "ours"):
+        with mock.patch.dict(os.environ, FSDP_COMPAT_MAP_FROM=str(1 << 40)):
+            local = local_states(library)
+        model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        with FSDP.state_dict_type(model, LOCAL):
+            model.load_state_dict(local)
+        assert_identical(model.state_dict(), full)

@@ -24,7 +24,7 @@ from fsdp_compat._state.rank0 import Rank0Broadcast
 from fsdp_compat._state.units import clean_name, units_of
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.odd_model import each_tensor, train
+from tests.support.odd_model import assert_same, each_tensor, train, whole
 from tests.support.optimizer_state import (
     FEW_CONFIGS,
     OPTIMIZERS,
@@ -189,7 +189,6 @@ def test_rank_0_broadcasts_its_dict_one_group_at_a_time(world_size: int) -> None
 
 @on_ranks(4)
 def test_disjoint_process_groups_load_from_their_own_rank_0() -> None:
-    """Two models over two halves of the world: each has a first rank of its own."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = dist.get_rank() // 2
     half = halves[number]
@@ -206,8 +205,7 @@ def test_disjoint_process_groups_load_from_their_own_rank_0() -> None:
 
 @on_ranks(2)
 def test_units_over_different_ranks_do_not_load_from_one_rank() -> None:
-    """A part of the model that each half of the world has for itself: rank 0 does not have the
-    other half's state."""
+    """Rank 0 does not have the state of a part that the other rank has for itself."""
     halves = [dist.new_group([0]), dist.new_group([1])]
     model = make_model()
     model.blocks[0] = FSDP(model.blocks[0], process_group=halves[dist.get_rank()])
@@ -302,8 +300,6 @@ def test_an_optimizer_of_some_parameters_loads_their_part_of_a_dict() -> None:
 
 # --- to another sharding --------------------------------------------------------------------------
 
-FULL = StateDictType.FULL_STATE_DICT
-
 
 class Wrapper(torch.optim.Optimizer):
     """An optimizer around another one, as accelerate's, whose attributes no copy can be made of."""
@@ -325,11 +321,13 @@ class Wrapper(torch.optim.Optimizer):
         pytest.fail("it is asked for its state, not for a step")
 
 
-def _save(
-    path: str, form: str, kind: str, config: Config, groups: bool
-) -> tuple[dict[str, Any], list[float]]:
+How = tuple[str, str, bool]  # form, optimizer, with parameter groups
+
+
+def _save(path: str, how: How, config: Config) -> tuple[dict[str, Any], list[float]]:
+    form, kind, groups = how
     model, optimizer = trained(shard(make_model(1), config), kind, groups=groups)
-    with FSDP.state_dict_type(model, FULL if form == "full" else SHARDED):
+    with FSDP.state_dict_type(model, StateDictType[f"{form.upper()}_STATE_DICT"]):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
     if form == "sharded":
         dcp.save(state, checkpoint_id=path)
@@ -338,15 +336,8 @@ def _save(
     return full_state(model, optimizer), train(model, optimizer, range(2, 4))
 
 
-def _load(
-    path: str,
-    form: str,
-    kind: str,
-    config: Config,
-    groups: bool,
-    expected: dict[str, Any],
-    losses: list[float],
-) -> None:
+def _load(path: str, how: How, config: Config, expected: dict[str, Any], losses: Any) -> None:
+    form, kind, groups = how
     model, optimizer = trained(shard(make_model(2), config), kind, steps=0, groups=groups)
     if form == "full":
         state = torch.load(path, weights_only=True)
@@ -398,11 +389,10 @@ SPREAD: tuple[tuple[str, int, Config, Targets], ...] = (
 def test_a_resumed_run_has_the_same_state_and_goes_on_with_the_same_losses(
     form: str, kind: str, writers: int, saved: Config, targets: Targets, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "checkpoint")
-    kind, _, groups = kind.partition(" ")
-    expected, losses = run_ranks(writers, _save, path, form, kind, saved, bool(groups))[0]
+    path, how = str(tmp_path / "checkpoint"), (form, kind.split()[0], "groups" in kind)
+    expected, losses = run_ranks(writers, _save, path, how, saved)[0]
     for readers, config in targets:
-        run_ranks(readers, _load, path, form, kind, config, bool(groups), expected, losses)
+        run_ranks(readers, _load, path, how, config, expected, losses)
 
 
 # --- before the first step ------------------------------------------------------------------------
@@ -430,18 +420,13 @@ def test_template_entries_equal_those_of_a_first_step() -> None:
     with FSDP.state_dict_type(model, SHARDED):
         parts = {name: value for name, value in model.state_dict().items() if name in masters}
     assert by_names.keys() == parts.keys() == dict(make_model().named_parameters()).keys()
-    for name, entry in masters.items():
-        assert entry["rounds"] == 3
-        mine, kept = parts[name], entry["master"]
-        if mine.dim() and mine.numel():
-            for a, b in zip(mine.local_shards(), kept.local_shards(), strict=True):
-                assert torch.equal(a.tensor, b.tensor)
+    assert all(entry["rounds"] == 3 for entry in masters.values())
+    assert_same({name: entry["master"] for name, entry in masters.items()}, whole(parts))
     assert full_state(model, OPTIMIZERS["Adam"](model.parameters()))["state"] == {}, "as with torch"
 
 
 class OneUnitUsed(nn.ModuleDict):
-    """Its first unit is so small that only the first rank has a part of it; the other one never
-    runs."""
+    """Only the first rank has a part of its first unit; the other one never runs."""
 
     def __init__(self) -> None:
         super().__init__({"used": nn.Linear(1, 2, bias=False), "spare": nn.Linear(8, 8)})

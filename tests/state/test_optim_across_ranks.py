@@ -62,8 +62,7 @@ def shuffled(model: nn.Module, groups: bool) -> torch.optim.Optimizer:
 
 @on_ranks(2)
 def test_facts_of_optimizers_are_sent_whole_only_if_they_differ() -> None:
-    """Where all ranks hold the same parameters, and where one rank leaves out a parameter that it
-    has no element of."""
+    """As they do if a rank leaves out a parameter that it has no element of."""
     model = shard(make_model(), ("SHARD_GRAD_OP", True, "none"))
     gather = Transport.gather_objects
 

@@ -56,13 +56,8 @@ class History:
         return isinstance(other, History) and self.means == other.means
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 class Blocks(TakesAsItIs):
-    """SGD that keeps gradients in 8 bits, a scale per block of 4 elements, and all sorts of other
-    things."""
+    """SGD that keeps gradients in 8 bits, with scales, and all sorts of other things."""
 
     def __init__(self, params: Any, own: Callable[[Tensor], dict[str, Any]] | None = None) -> None:
         super().__init__(params, lr=0.1)
@@ -90,6 +85,7 @@ class Blocks(TakesAsItIs):
             p.sub_(p.grad, alpha=0.1)
 
 
+rank = dist.get_rank
 RANK_LOCAL = ("scales", "history", "nested")
 CONFIGS: tuple[Config, ...] = (
     ("FULL_SHARD", False, "blocks"),
@@ -100,10 +96,6 @@ CONFIGS: tuple[Config, ...] = (
 
 def in_config(config: Config, make: Any = Blocks, seed: int = 0, odd: bool = True) -> Trained:
     return trained(shard(make_model(seed, odd), config), make)
-
-
-def keeping(own: Callable[[Tensor], dict[str, Any]]) -> Any:
-    return functools.partial(Blocks, own=own)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -190,7 +182,9 @@ def test_every_state_is_restored_bit_equal_at_an_equal_layout(
         # Whole parameters: every rank has the same state, as with DistributedDataParallel, under
         # the optimizer's own keys.
         whole = config[1] and (config[0] == "NO_SHARD" or dist.get_world_size() == 1)
-        same = keeping(lambda p: {"nested": {"seen": [p.sum().clone()], "rank": 0}})
+        same = functools.partial(
+            Blocks, own=lambda p: {"nested": {"seen": [p.sum().clone()], "rank": 0}}
+        )
         model, optimizer = in_config(config, same if whole else Blocks)
         expected = copy.deepcopy(states_of(optimizer))
         with warnings.catch_warnings():
@@ -242,7 +236,7 @@ def test_replicas_load_the_state_of_the_same_part() -> None:
 
 @on_ranks(2)
 def test_scalars_that_differ_between_ranks_are_kept_per_rank() -> None:
-    own = keeping(lambda p: {"norm": float(rank()), "same": 2.0})
+    own = functools.partial(Blocks, own=lambda p: {"norm": float(rank()), "same": 2.0})
     model, optimizer = in_config(CONFIGS[1], own)
     full = full_state(model, optimizer)
     parts = by_rank({clean_name(name) for name, p in model.named_parameters() if p.numel()})
@@ -284,7 +278,8 @@ def test_a_rank_without_state_for_an_empty_part_gets_the_rest_of_the_dict() -> N
 
 @on_ranks(2)
 def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
-    model, optimizer = in_config(CONFIGS[0], keeping(lambda p: {"lock": threading.Lock()}))
+    locked = functools.partial(Blocks, own=lambda p: {"lock": threading.Lock()})
+    model, optimizer = in_config(CONFIGS[0], locked)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         full = full_state(model, optimizer)

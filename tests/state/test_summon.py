@@ -17,7 +17,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.errors import StateError, UsageError
-from tests.support.odd_model import Config, assert_identical, assert_same, make_model, shard
+from tests.support.odd_model import Config, assert_identical, assert_same, make_model, shard, train
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -40,12 +40,7 @@ def losses_of(model: nn.Module) -> Tensor:
 
 
 def step(model: nn.Module) -> float:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.zero_grad()
-    loss = losses_of(model)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1))[0]
 
 
 def slots(model: nn.Module) -> list[tuple[str, str, int, tuple[int, ...], int]]:
@@ -68,7 +63,7 @@ def names_of(model: nn.Module, **options: Any) -> list[str]:
 @pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
 @on_ranks("world_size")
 def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -> None:
-    plain = make_model()
+    plain, every = make_model(), {"remove_duplicate": False}
     expected = dict(plain.named_parameters())
     for config in CONFIGS:
         model = wrapped(config)
@@ -83,9 +78,7 @@ def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -
                 for name, parameter in shown.items():
                     assert type(parameter) is nn.Parameter and parameter.grad is None
                     assert parameter.requires_grad is expected[name].requires_grad
-                assert names_of(model, remove_duplicate=False) == names_of(
-                    plain, remove_duplicate=False
-                )
+                assert names_of(model, **every) == names_of(plain, **every)
                 assert list(dict(model.named_buffers())) == list(dict(plain.named_buffers()))
                 assert names_of(model, prefix="a") == [f"a.{name}" for name in expected]
                 assert model.module.head.weight is model.module.embed.weight
@@ -108,14 +101,14 @@ def test_recurse_controls_whether_inner_units_are_shown(use_orig_params: bool) -
         (model.module.blocks, True, [False, True, True]),  # a container, not an instance
     ):
         with FSDP.summon_full_params(shown, recurse=recurse):
-            assert [is_whole(module) for module in modules] == wanted
+            assert [shows_whole(module) for module in modules] == wanted
             for module, name in zip(modules, names, strict=True):
-                assert not is_whole(module) or torch.equal(module.weight, expected[name])
+                assert not shows_whole(module) or torch.equal(module.weight, expected[name])
     with FSDP.summon_full_params(model.blocks[1], recurse=False):
         assert names_of(model.blocks[1]) == names_of(make_model().blocks[1])
 
 
-def is_whole(module: nn.Module) -> bool:
+def shows_whole(module: nn.Module) -> bool:
     return "weight" in module._parameters and module.weight.dim() == 2
 
 
@@ -200,13 +193,9 @@ def test_contexts_can_be_nested() -> None:
         assert slots(model) == before
 
 
-class _Stop(Exception):
-    pass
-
-
 def _raise(module: nn.Module) -> None:
     if isinstance(module, nn.BatchNorm1d):
-        raise _Stop
+        raise EOFError
 
 
 @on_ranks(2)
@@ -216,10 +205,14 @@ def test_an_exception_inside_changes_nothing() -> None:
         before = slots(model)
         for with_grads in (False, True):
             outer = FSDP.summon_full_params(model, writeback=writeback, with_grads=with_grads)
-            with pytest.raises(_Stop), outer, FSDP.summon_full_params(model, writeback=writeback):
-                raise _Stop
+            with (
+                pytest.raises(EOFError),
+                outer,
+                FSDP.summon_full_params(model, writeback=writeback),
+            ):
+                raise EOFError
             assert slots(model) == before
-        with pytest.raises(_Stop):
+        with pytest.raises(EOFError):
             model.apply(_raise)
         assert slots(model) == before
         assert_identical(model.state_dict(), make_model().state_dict())
@@ -399,10 +392,10 @@ def test_apply_sees_whole_parameters_and_keeps_changes(world_size: int) -> None:
 def test_summoning_between_forward_and_backward_changes_nothing() -> None:
     for config in CONFIGS:
         model, plain = wrapped(config), make_model()
-        loss = losses_of(model)
+        losses = [losses_of(each) for each in (model, plain)]
         with FSDP.summon_full_params(model, writeback=False):
             assert_identical(dict(model.named_parameters()), dict(plain.named_parameters()))
-        loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        assert loss.item() == pytest.approx(step(plain), rel=1e-6)
+        for each, loss in zip((model, plain), losses, strict=True):
+            loss.backward()
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
         assert step(model) == pytest.approx(step(plain), rel=1e-5)

@@ -289,8 +289,7 @@ def _beside(run: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, A
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_names_are_those_of_the_unwrapped_model(use_orig_params: bool) -> None:
-    """Compiled, recomputed, and below something that is not wrapped; parameters beside that nobody
-    shards."""
+    """Compiled, recomputed, below a module that is not wrapped, and beside parameters of it."""
     plain = make_model(99)
     plain.blocks[0] = torch.compile(plain.blocks[0], backend="eager")
     plain.blocks[1] = checkpoint_wrapper(plain.blocks[1])
@@ -448,9 +447,7 @@ def test_the_order_of_imports_does_not_matter() -> None:
 NAME = "torch.distributed.checkpoint.state_dict"
 
 
-def test_a_module_imported_later_or_again_is_patched_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_module_imported_later_or_again_is_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         dcp_adapter.patches.patch()
     assert sys.meta_path.count(dcp_adapter.patches) == 1
