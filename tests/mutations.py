@@ -153,7 +153,7 @@ BREAKS = (
         "offloaded gradient not copied to the host",
         "        copy.copy_(total, non_blocking=True)\n",
         "        copy.zero_()\n",
-        f"{FRONTENDS}/parameters/test_offload.py -k large_parameters",
+        f"{FRONTENDS}/parameters/test_offload.py -k large",
     ),
     Break(
         "inputs of forward not cast in mixed precision",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 from fsdp_compat import StateError
 from fsdp_compat._comm.divergence import deadlock
@@ -16,25 +18,31 @@ PROMPT_S = 8.0  # for an error, on a busy machine; every time limit is far beyon
 @contextlib.contextmanager
 def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
     """Inside the context missing ranks are distinguished from busy ones sooner than by default."""
-    name = "FSDP_COMPAT_MEET_TIMEOUT"
-    before = os.environ.get(name), deadlock.PATIENCE
-    os.environ[name], deadlock.PATIENCE = str(idle_s), patience_s
-    try:
+    with (
+        mock.patch.dict(os.environ, {"FSDP_COMPAT_MEET_TIMEOUT": str(idle_s)}),
+        mock.patch.object(deadlock, "PATIENCE", patience_s),
+    ):
         yield
-    finally:
-        deadlock.PATIENCE = before[1]
-        os.environ.pop(name)
-        if before[0] is not None:
-            os.environ[name] = before[0]
 
 
 def message_of(call: Callable[[], object]) -> str:
+    """Return the message of the StateError that ``call`` raises soon, within ``limits``, or ""."""
+    with limits():
+        return prompt_message_of(call)
+
+
+def prompt_message_of(call: Callable[[], object]) -> str:
     """Return the message of the StateError that ``call`` raises soon, or ""."""
     started = time.monotonic()
-    with limits():
-        try:
-            call()
-        except StateError as error:
-            assert time.monotonic() - started < PROMPT_S, f"late: {error}"
-            return str(error)
+    try:
+        call()
+    except StateError as error:
+        passed_s = time.monotonic() - started
+        assert passed_s < PROMPT_S, f"after {passed_s:.1f} s: {error}"
+        return str(error)
     return ""
+
+
+def assert_told(message: str, *patterns: str) -> None:
+    for pattern in patterns:
+        assert re.search(pattern, message), f"{pattern!r} is not in\n{message}"

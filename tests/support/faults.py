@@ -42,7 +42,8 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.same_host.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
-from tests.support.errors import PROMPT_S
+from tests.support.errors import assert_told as assert_all_told
+from tests.support.errors import prompt_message_of
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
@@ -333,14 +334,10 @@ def at_first_wait(action: Callable[[], None]) -> Iterator[list[str]]:
 
 def message_of(call: Call, subject: Subject) -> str:
     """Return the message of the StateError that ``call`` raises within seconds."""
-    started = time.monotonic()
-    try:
-        call(subject)
-    except StateError as error:
-        passed_s = time.monotonic() - started
-        assert passed_s < PROMPT_S, f"after {passed_s:.1f} s: {error}"
-        return str(error)
-    raise NotRaised("no StateError was raised")
+    message = prompt_message_of(functools.partial(call, subject))
+    if not message:
+        raise NotRaised("no StateError was raised")
+    return message
 
 
 def message_of_first(subject: Subject, call: Call) -> str:
@@ -352,8 +349,7 @@ def message_of_first(subject: Subject, call: Call) -> str:
 
 
 def assert_told(message: str, *patterns: str) -> None:
-    for pattern in (*patterns, "expected:", "got:", "where:", "to do:"):
-        assert re.search(pattern, message), f"{pattern!r} is not in\n{message}"
+    assert_all_told(message, *patterns, "expected:", "got:", "where:", "to do:")
 
 
 def assert_stays_failed(subject: Subject) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,6 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.gradients import LARGE
-from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import (
     DIM,
     Block,
@@ -41,8 +41,10 @@ from tests.support.models import (
 )
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    Pair,
     accumulates_mean,
     assert_close,
+    assert_same_values,
     backward,
     both_forms,
     make_pair,
@@ -90,42 +92,37 @@ def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
         pair.compare_and_update(as_a_user=True)
 
 
-@each_value
-@both_forms
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@on_ranks("num_ranks")
-def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(
-    num_ranks: int, use_orig_params: bool
-) -> None:
-    options: dict[str, Any] = {"use_orig_params": use_orig_params, **OFFLOAD}
-    linear = partial(nn.Linear, DIM, DIM)
-    train(partial(chain, linear, Odd, Tiny, linear), (Odd, Tiny), **options)
-    assert WIDTH * WIDTH > LARGE
-    build = partial(chain, *[partial(nn.Linear, WIDTH, WIDTH)] * 2)
-    step = partial(accumulates_mean, "sns")
-    train(build, (nn.Linear,), step, batch=_batch, num_steps=1, **options)
-
-
 WIDTH = 264
+assert WIDTH * WIDTH > LARGE
 
 
-def _batch(generator: torch.Generator) -> Tensor:
+def _wide(generator: torch.Generator) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
+LINEAR, LARGE_LINEAR = partial(nn.Linear, DIM, DIM), partial(nn.Linear, WIDTH, WIDTH)
+FROZEN, SNS = partial(frozen, Block), partial(accumulates_mean, "sns")
+PARTS: dict[str, Callable[..., object]] = {
+    "smaller than ranks": partial(train, partial(chain, LINEAR, Odd, Tiny, LINEAR), (Odd, Tiny)),
+    "large": partial(train, partial(chain, *[LARGE_LINEAR] * 2), (nn.Linear,), SNS, batch=_wide),
+    "frozen in part": partial(train, partial(chain, *[Lora] * 3), (Lora,), batch=wide_vectors),
+    "frozen units": partial(train, partial(chain, FROZEN, Block, FROZEN)),
+    "recomputed": partial(train, partial(Stack, 3, partial(Recomputed, False)), (Recomputed,)),
+    "reentrant": partial(train, partial(Stack, 3, partial(Recomputed, True)), (Recomputed,)),
+    "two recomputed": partial(train, partial(RecomputesBlocks, Block, False, 2)),
+    "two reentrant": partial(train, partial(RecomputesBlocks, Block, True, 2)),
+}
+
+
 @each_value
 @both_forms
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("part", PARTS)
 @on_ranks("num_ranks")
-def test_frozen_parts_and_recomputation_train_as_unsharded(
-    num_ranks: int, use_orig_params: bool
+def test_small_and_large_parameters_frozen_parts_and_recomputation_train_as_unsharded(
+    part: str, num_ranks: int, use_orig_params: bool
 ) -> None:
-    options: dict[str, Any] = {"use_orig_params": use_orig_params, "num_steps": 2, **OFFLOAD}
-    train(partial(chain, Lora, Lora, Lora), (Lora,), batch=wide_vectors, **options)
-    train(partial(chain, partial(frozen, Block), Block, partial(frozen, Block)), **options)
-    for reentrant in (False, True):
-        train(partial(Stack, 3, partial(Recomputed, reentrant)), (Recomputed,), **options)
-        train(partial(RecomputesBlocks, Block, reentrant, 2), **options)
+    PARTS[part](use_orig_params=use_orig_params, **OFFLOAD)
 
 
 @each_value
@@ -135,7 +132,6 @@ def test_frozen_parts_and_recomputation_train_as_unsharded(
 def test_every_dtype_gives_the_same_bits_as_without_offload(
     num_ranks: int, use_orig_params: bool
 ) -> None:
-    """Bit by bit, whatever the dtypes."""
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     options = {"use_orig_params": use_orig_params}
     # One rank without offload gives original parameters their gradients one by one: their norms add
@@ -158,9 +154,8 @@ def test_every_dtype_gives_the_same_bits_as_without_offload(
 
 def _values(can_clip: bool, **options: Any) -> list[Tensor]:
     """Losses, gradients, norms and parameters of a training with accumulated gradients."""
-    torch.manual_seed(0)
-    model = FSDP(Stack(2), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    pair = make_pair(Stack, **options)
+    model, optim = pair.model, pair.optim
     generator, values = torch.Generator().manual_seed(dist.get_rank()), list[Tensor]()
     for letter in "sns":
         with model.no_sync() if letter == "n" else contextlib.nullcontext():
@@ -200,8 +195,7 @@ def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
     model.module.stem.register_forward_hook(look)
     loss = square(model, torch.ones(2, DIM))
     loss.backward()
-    assert found == [False]
-    assert group.resident_nbytes == 0
+    assert found == [False] and group.resident_nbytes == 0
     for p in model.parameters():
         assert p.data_ptr() in homes or p.numel() == 0
         assert p.grad is None or p.grad.data_ptr() not in homes
@@ -289,30 +283,31 @@ def test_training_continues_unchanged_after_saving_and_loading(
         (full, FullStateDictConfig(offload_to_cpu=use_orig_params)),
         (sharded, ShardedStateDictConfig(offload_to_cpu=not use_orig_params)),
     ):
-        pair = train(Stack, num_steps=1, use_orig_params=use_orig_params, **OFFLOAD)
-        adam = torch.optim.Adam(pair.model.parameters(), 0.01)
-        square(pair.model, torch.ones(2, DIM)).backward()
-        adam.step()
-        adam.zero_grad()
-        with FSDP.state_dict_type(pair.model, kind, config):
-            state = copy.deepcopy(pair.model.state_dict())
-            optim_state = copy.deepcopy(FSDP.optim_state_dict(pair.model, adam))
-        later = make_pair(Stack, seed=1, use_orig_params=use_orig_params, **OFFLOAD).model
-        later_adam = torch.optim.Adam(later.parameters(), 0.01)
-        with FSDP.state_dict_type(later, kind, config):
-            later.load_state_dict(state)
-            later_adam.load_state_dict(
-                FSDP.optim_state_dict_to_load(later, later_adam, optim_state)
-            )
-        for model, optim in ((pair.model, adam), (later, later_adam)):
+        pair, later = (
+            make_pair(Stack, seed=seed, use_orig_params=use_orig_params, **OFFLOAD)
+            for seed in range(2)
+        )
+        for each in (pair, later):
+            each.optim = torch.optim.Adam(each.model.parameters(), 0.01)
+        model, x = pair.model, torch.ones(2, DIM) * (1 + pair.rank)
+        _train(pair, x)
+        with FSDP.state_dict_type(model, kind, config):
+            state = copy.deepcopy(model.state_dict())
+            optim_state = copy.deepcopy(FSDP.optim_state_dict(model, pair.optim))
+        with FSDP.state_dict_type(later.model, kind, config):
+            later.model.load_state_dict(state)
+            loaded = FSDP.optim_state_dict_to_load(later.model, later.optim, optim_state)
+            later.optim.load_state_dict(loaded)
+        for each in (pair, later):
             for _ in range(2):
-                square(model, torch.ones(2, DIM) * (1 + pair.rank)).backward()
-                optim.step()
-                optim.zero_grad()
-        one, other = pair.model.state_dict(), later.state_dict()
-        assert list(one) == list(other)
-        for name, value in one.items():
-            assert torch.equal(value, other[name]), f"{name} after loading from {kind.name}"
+                _train(each, x)
+        assert_same_values(later.model.state_dict(), model.state_dict(), kind.name, 0.0)
+
+
+def _train(pair: Pair, x: Tensor) -> None:
+    one_backward(pair.model, x)
+    pair.optim.step()
+    pair.optim.zero_grad()
 
 
 # -- exceptions
@@ -327,20 +322,17 @@ def test_training_continues_unchanged_after_saving_and_loading(
 def test_step_after_an_exception_in_backward_works(
     num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
 ) -> None:
-    """After an exception in backward, zero_grad drops reduced gradients, and the next step
-    works."""
     make = FragileInside if inside else Fragile
-    pair = make_pair(
-        partial(chain, make, make, make), (make,), use_orig_params=use_orig_params, **OFFLOAD
-    )
+    build = partial(chain, make, make, make)
+    pair = make_pair(build, (make,), use_orig_params=use_orig_params, **OFFLOAD)
     pair.step(one_backward)
-    for position in range(3):
-        pair.model[position].module.fault_in_backward = True
+    for unit in pair.model.module:
+        unit.module.fault_in_backward = True
         with pair.model.no_sync() if pattern == "n" else contextlib.nullcontext():
             loss = square(pair.model, torch.ones(2, DIM))
             with pytest.raises(ValueError, match="backward"):
                 loss.backward()
-        pair.model[position].module.fault_in_backward = False
-        pair.optim.zero_grad()
+        unit.module.fault_in_backward = False
+        pair.optim.zero_grad()  # drops reduced gradients
         pair.step(one_backward)
     pair.step(one_backward, as_a_user=True)

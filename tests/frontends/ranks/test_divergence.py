@@ -4,7 +4,9 @@ tests/comm/test_store_rendezvous.py."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.divergence import deadlock
 from fsdp_compat._comm.divergence.store_rendezvous import StoreRendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.errors import limits, message_of
+from tests.support.errors import assert_told, limits, message_of
 from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
@@ -67,54 +70,11 @@ def assert_goes_on(model: FSDP) -> None:
     model.zero_grad()
 
 
-def assert_told(message: str, *facts: str) -> None:
-    for fact in facts:
-        assert re.search(fact, message), f"{fact!r} is not in\n{message}"
-
-
-def saves_on_rank_0() -> list[str]:
-    """Rank 0 saves, and the other one trains on. Then rank 0 catches the error and trains on; the
-    second time it ends."""
-    model, found = build(), []
-    step(model)
-    for gives_up in (False, True):
-        if dist.get_rank() == 0:
-            found.append(message_of(lambda: model.state_dict()))
-            if gives_up:
-                report = deadlock.Report({0: "rank 0 has left"}, "an exception")
-                deadlock.give_up(model._runtime.groups[0].shard.connections, report)
-                break
-            step(model)
-        else:
-            found.append(message_of(lambda: step(model)))
-        if not gives_up:
-            model.zero_grad()
-            assert_goes_on(model)
-    return found
-
-
-def test_save_on_one_rank_while_another_trains_is_refused() -> None:
-    saving, training = run_ranks(2, saves_on_rank_0, environment=NOT_MAPPED)
-    for message in saving:
-        assert message.startswith("Not all ranks called state_dict().")
-    assert_told(
-        saving[0],
-        rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in <lambda>\(\)",
-        r"rank 1 waits for the parameters of unit '0' from rank 0, at .*test_divergence\.py:\d+ in "
-        r"step\(\)",
-    )
-    assert training[0] == ""
-    assert_told(training[1], "Waiting for the parameters of unit '0' failed", "rank 0 has left")
-
-
 def calls_something_else() -> list[str]:
-    """Different calls, the same call of different models, and two calls in different orders."""
+    """The same call of different models, and two calls in different orders."""
     model, other, rank = build(), build(1), dist.get_rank()
     step(model)
     step(other)
-
-    def call() -> None:
-        model.state_dict() if rank == 0 else model.clip_grad_norm_(1.0)
 
     def save() -> None:
         (model if rank == 0 else other).state_dict()
@@ -123,18 +83,16 @@ def calls_something_else() -> list[str]:
         for each in (model, other) if rank == 0 else (other, model):
             each.clip_grad_norm_(1.0)
 
-    found = [message_of(diverge) for diverge in (call, call, save, clip)]
+    found = [message_of(diverge) for diverge in (save, clip)]
     assert_goes_on(model)
     assert_goes_on(other)
     return found
 
 
-def test_different_calls_models_and_orders_are_refused() -> None:
-    clip = "clip_grad_norm_"
-    calls = [("state_dict", clip), ("state_dict", clip), ("state_dict",) * 2, (clip,) * 2]
-    for messages in run_ranks(2, calls_something_else):
-        for message, names in zip(messages, calls, strict=True):
-            for rank, name in enumerate(names):
+def test_one_call_of_different_models_and_other_orders_are_refused() -> None:
+    for found in run_ranks(2, calls_something_else):
+        for message, name in zip(found, ("state_dict", "clip_grad_norm_"), strict=True):
+            for rank in range(2):
                 assert_told(message, rf"rank {rank} called {name}\(\) at {HERE}:\d+ in \w+\(\)")
 
 
@@ -152,31 +110,6 @@ def test_clipping_on_one_rank_while_another_trains_fails_on_both(
         lambda: model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else step(model)
     )
     assert_told(message, "ranks wait for each other", "rank 0 waits for the norm of the gradients")
-
-
-def decides_alone() -> str:
-    """Rank 0 considers its loss the best and saves; the last rank does not, and waits in a
-    barrier."""
-    model, message = build(), ""
-    step(model)
-    with limits():  # on the idle rank, too: it looks for questions that often
-        if dist.get_rank() < dist.get_world_size() - 1:
-            message = message_of(lambda: model.state_dict())
-        dist.barrier()
-    assert_goes_on(model)
-    return message
-
-
-def test_idle_missing_rank_is_reported_and_all_ranks_go_on() -> None:
-    *found, last = run_ranks(3, decides_alone)
-    assert last == ""
-    for message in found:
-        assert_told(
-            message,
-            rf"rank 0 called state_dict\(\) at {HERE}:\d+ in <lambda>\(\)",
-            r"rank 2 has not arrived: it is at .*:\d+ in decides_alone\(\), and has made no "
-            r"progress for \d+ s",
-        )
 
 
 def builds_alone() -> list[str]:
@@ -338,10 +271,9 @@ class Net(nn.Module):
         return self.down(self.up(self.blocks(x)))
 
 
-def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
+def sharded(front_end: str, model: nn.Module, **options: Any) -> Any:
     if front_end == "fully_shard":
-        found: nn.Module = shard_all(model, library=OURS, **options)
-        return found
+        return shard_all(model, library=OURS, **options)
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
@@ -365,6 +297,24 @@ FULLY_SHARD_DIFFERENCES = {
 }
 
 
+def options_of(front_end: str, change: str) -> dict[str, Any]:
+    """Return the arguments of a rank that has changed something. Collective."""
+    low = {"reduce_dtype": torch.bfloat16}
+    if front_end == "fully_shard":
+        changes: dict[str, dict[str, Any]] = {
+            "strategy": {"reshard_after_forward": False},
+            "precision": {"mp_policy": OURS.MixedPrecisionPolicy(**low)},
+        }
+        return changes.get(change, {})
+    changes = {
+        "strategy": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        "precision": {"mixed_precision": MixedPrecision(**low)},
+    }
+    syncs = front_end == "flat, synchronised"
+    group = dist.new_group()
+    return {"sync_module_states": syncs, "process_group": group, **changes.get(change, {})}
+
+
 @pytest.mark.parametrize(
     ("front_end", "own"),
     [
@@ -379,29 +329,16 @@ def test_models_that_differ_are_refused_before_anything_is_sent(
     front_end: str, own: dict[str, str]
 ) -> None:
     """Rank 1 builds another model than the others. Then all build the same one and train it."""
-    expected = DIFFERENCES | own
-    for change, difference in expected.items():
+    for change, difference in {**DIFFERENCES, **own}.items():
         mine = change if dist.get_rank() == 1 else ""
-        options: dict[str, Any] = {}
-        if front_end != "fully_shard":
-            syncs = front_end == "flat, synchronised"
-            options = {"sync_module_states": syncs, "process_group": dist.new_group()}
-        if front_end != "fully_shard" and mine == "strategy":
-            options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
-        if front_end == "fully_shard" and mine == "strategy":
-            options["reshard_after_forward"] = False
-        if front_end == "fully_shard" and mine == "precision":
-            options["mp_policy"] = OURS.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        if front_end != "fully_shard" and mine == "precision":
-            options["mixed_precision"] = MixedPrecision(reduce_dtype=torch.bfloat16)
+        options = options_of(front_end, mine)
         with pytest.raises(UsageError) as caught:
-            sharded(front_end, Net(mine), **options)(torch.ones(2, DIM)).sum().backward()
+            step(sharded(front_end, Net(mine), **options))
         message = str(caught.value)
-        assert message.startswith("The models of the ranks differ."), message
-        assert difference in message, f"{difference!r} is not in\n{message}"
-        assert f"at {__file__}" in message
-    model = sharded(front_end, Net())
-    model(torch.ones(2, DIM)).sum().backward()
+        assert_told(
+            message, r"^The models of the ranks differ\.", re.escape(difference), f"at {HERE}"
+        )
+    step(sharded(front_end, Net()))
 
 
 def has_experts_of_its_own() -> list[float]:
@@ -431,11 +368,8 @@ def counted(found: list[str]) -> Iterator[None]:
         found.append(call.removesuffix("()"))
         meet(self, call, *args)
 
-    StoreRendezvous.meet = counting
-    try:
+    with mock.patch.object(StoreRendezvous, "meet", counting):
         yield
-    finally:
-        StoreRendezvous.meet = meet
 
 
 def meets() -> dict[str, list[str]]:
@@ -443,48 +377,44 @@ def meets() -> dict[str, list[str]]:
     optim = torch.optim.Adam(model.parameters())
     step(model)
     optim.step()
-    found: dict[str, list[str]] = {}
-
-    @contextlib.contextmanager
-    def during(what: str) -> Iterator[None]:
-        with counted(found.setdefault(what, [])):
-            yield
-
-    with during("full"):
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    with counted(found["full"]):
         full = {name: value.clone() for name, value in model.state_dict().items()}
         FSDP.optim_state_dict(model, optim)
-    with during("other calls"):
+    with counted(found["other calls"]):
         model.clip_grad_norm_(1.0)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         model.apply(lambda module: None)
         with FSDP.summon_full_params(model):
             pass
-    with during("clips again"):
+    with counted(found["clips again"]):
         model.clip_grad_norm_(1.0)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with FSDP.summon_full_params(model), during("whole already"):
+    with FSDP.summon_full_params(model), counted(found["whole already"]):
         model.state_dict()
         model.apply(lambda module: None)
         with FSDP.summon_full_params(model):
             pass
-    with during("loads"):
+    sharded_type = functools.partial(
+        FSDP.state_dict_type, state_dict_type=StateDictType.SHARDED_STATE_DICT
+    )
+    with counted(found["loads"]):
         state = FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
         optim.load_state_dict(state)
-        with FSDP.state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
-        ):
+        rank_0 = FullStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, rank_0):
             model.load_state_dict(full if dist.get_rank() == 0 else {})
         cut_otherwise = FSDP(nn.Sequential(*(Block() for _ in range(3))))
-        with FSDP.state_dict_type(cut_otherwise, StateDictType.SHARDED_STATE_DICT):
+        with sharded_type(cut_otherwise):
             model.load_state_dict(cut_otherwise.state_dict())
-    with during("nothing sent"):
+    with counted(found["nothing sent"]):
         model.load_state_dict(full)
-        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        with sharded_type(model):
             model.load_state_dict(model.state_dict())
         step(model)
-    with during("said, not sent"), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+    with counted(found["said, not sent"]), sharded_type(model):
         FSDP.optim_state_dict(model, optim)
-    return found
+    return dict(found)
 
 
 def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
@@ -525,52 +455,6 @@ def test_fake_ranks_are_not_waited_for() -> None:
 # -- programs
 
 
-PROGRAM = """
-import os, signal, sys, threading, time, torch, torch.distributed as dist
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from torch import nn
-
-rank, path, fate = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-model = FSDP(nn.Linear(4, 4))
-pids = [None, None]
-dist.all_gather_object(pids, os.getpid())
-if rank == 1 and fate == "ends":
-    raise KeyError("no such file")
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-elif fate != "ends":
-    while open(f"/proc/{pids[1]}/stat").read().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.01)
-    number = signal.SIGKILL if fate == "killed" else signal.SIGCONT
-    delay_s = 0.0 if fate == "killed" else 2.5  # five times the limit of an idle rank
-    threading.Timer(delay_s, os.kill, (pids[1], number)).start()
-started = time.monotonic()
-model.state_dict()
-print(f"saved after {time.monotonic() - started:.1f} s")
-"""
-
-
-def test_programs_that_end_are_killed_or_are_stopped(tmp_path: Path) -> None:
-    arguments = [
-        (rank, tmp_path / fate, fate) for fate in ("ends", "killed", "stopped") for rank in range(2)
-    ]
-    first, ended, second, killed, third, stopped = run_programs(
-        PROGRAM, arguments, tmp_path, FSDP_COMPAT_MEET_TIMEOUT="0.5"
-    )
-    assert_told(
-        first.err,
-        r"rank 0 called state_dict\(\) at <program>:\d+ in <module>\(\)",
-        r"rank 1 .*ended with KeyError: 'no such file'",
-    )
-    assert "KeyError" in ended.err and "StateError" not in ended.err
-    assert_told(second.err, r"rank 1 has not arrived: its process ended without a message")
-    assert (first.code, ended.code, second.code, killed.code) == (1, 1, 1, -9)
-    for each in (third, stopped):
-        assert each.code == 0 and each.out.startswith("saved after"), each
-    assert float(third.out.split()[2]) > 2.0, "it was waited for"
-
-
 LOST = """
 import contextlib, os, signal, sys, time, torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -597,7 +481,7 @@ if rank == 2 and fate == "exec":
 if rank == 2:
     raise KeyError("no such file")
 try:
-    model(x)
+    model.state_dict() if fate == "save" else model(x)
 finally:
     dist.distributed_c10d._get_default_store().add("noticed", 1)
     if rank == 1:
@@ -613,12 +497,25 @@ finally:
 def test_rank_that_is_gone_is_named_on_every_host_even_if_its_connections_are_open(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    fates, started = ("killed", "exec", "raises"), time.monotonic()
-    arguments = [(rank, tmp_path / fate, fate) for fate in fates for rank in range(3)]
-    ended = run_programs(LOST, arguments, tmp_path, **environment)
+    fates = ("killed", "exec", "raises", "save")
+    arguments, started = [], time.monotonic()
+    for fate in fates:
+        arguments += [(rank, tmp_path / fate, fate) for rank in range(3)]
+    ended = run_programs(LOST, arguments, tmp_path, FSDP_COMPAT_MEET_TIMEOUT="0.5", **environment)
     assert time.monotonic() - started < 45, "before the processes that hold the connections end"
-    gone = r"the process of rank 2 was killed, or runs another program now \(exec\)\."
-    for number, cause in enumerate((gone, gone, "rank 2 has ended with KeyError: 'no such file'")):
-        for each in ended[3 * number : 3 * number + 2]:
-            what = r"Waiting for the parameters of the root unit \(a Linear\) failed: "
-            assert_told(each.err, what + cause, "to do:    look at rank 2's own error first")
+    raised = r"ended with KeyError: 'no such file'"
+    forward = r"Waiting for the parameters of the root unit \(a Linear\) failed: "
+    gone = rf"{forward}the process of rank 2 was killed, or runs another program now \(exec\)\."
+    first = "to do:    look at rank 2's own error first"
+    told: list[tuple[str, ...]] = [
+        (gone, first),
+        (gone, first),
+        (f"{forward}rank 2 has {raised}", first),
+        (r"rank \d called state_dict\(\) at <program>:\d+ in <module>\(\)", f"rank 2 .*{raised}"),
+    ]
+    for number, facts in enumerate(told):
+        *others, lost = ended[3 * number : 3 * number + 3]
+        for each in others:
+            assert each.code == 1
+            assert_told(each.err, *facts)
+        assert "StateError" not in lost.err

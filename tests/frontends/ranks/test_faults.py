@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,9 @@ from tests.support.faults import (
     message_of_first,
     planted,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 0.3
 HERE = re.escape(str(ROOT / "tests"))
 BOTH_WORLDS = pytest.mark.parametrize("ranks", [2, 3])
 # in_place: the model is sharded with fully_shard
@@ -61,29 +60,17 @@ PART_OF_A_STEP = (
 )
 
 
-def subject_of(folder: str, timeout: timedelta | None = None, *, in_place: bool = False) -> Subject:
+def subject_of(
+    folder: Path, timeout: timedelta | None = None, *, in_place: bool = False
+) -> Subject:
     """A model of its own over a new process group. Three ranks read each other's memory in place,
     and map it where the front end can; two ranks send everything."""
     warnings.simplefilter("ignore", DeprecationWarning)
-    return Subject(
-        dist.new_group(timeout=timeout),
-        folder,
-        use_orig_params=dist.get_world_size() == 2,
-        in_place=in_place,
+    sends = dist.get_world_size() == 2
+    os.environ.update(
+        {"FSDP_COMPAT_SAME_HOST": "messages"} if sends else {"FSDP_COMPAT_MAP_FROM": "1"}
     )
-
-
-def run_faults(ranks: int, function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Run a function of this file on ``ranks`` ranks, see ``run_ranks``."""
-    run_ranks(ranks, _run, function.__name__, *args, **options)
-
-
-def _run(name: str, *args: Any) -> None:
-    if dist.get_world_size() == 3:
-        os.environ["FSDP_COMPAT_MAP_FROM"] = "1"
-    else:
-        os.environ["FSDP_COMPAT_SAME_HOST"] = "messages"
-    globals()[name](*args)
+    return Subject(dist.new_group(timeout=timeout), str(folder), sends, in_place)
 
 
 def share_of(calls: dict[str, Any]) -> dict[str, Any]:
@@ -106,70 +93,60 @@ def another_than(name: str, calls: Iterable[str]) -> str:
     return next(other for other in later if user_name(other) != user_name(name))
 
 
-def refuses_different_calls(folder: str, in_place: bool) -> None:
+def called(rank: int, name: str) -> str:
+    """Return the pattern of a message that says which call a rank has made, and where."""
+    return rf"rank {rank} (called|waits in) \S*\b{re.escape(user_name(name))}\(\).* at {HERE}"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@on_ranks(2, timeout=120)
+def test_different_calls_are_refused_and_the_next_step_trains(
+    in_place: bool, tmp_path: Path
+) -> None:
     """The last rank makes another call than the others."""
-    subject = subject_of(folder, in_place=in_place)
-    with limits(idle_s=5, patience_s=PATIENCE_S):
+    subject = subject_of(tmp_path, in_place=in_place)
+    with limits(idle_s=5):
         for name in subject.refusable:
             another = another_than(name, subject.refusable)
             own, other = (another, name) if subject.is_last else (name, another)
             message = message_of(REFUSABLE[own], subject)
-            facts = called(subject.rank, own) + called(1 - subject.rank, other)
-            assert_told(message, "Not all ranks called", *facts)
-            subject.assert_trains()
-
-
-def called(rank: int, name: str) -> list[str]:
-    """Return patterns of a message that says which call a rank has made, and where."""
-    call = rf"{re.escape(user_name(name))}\(\)"
-    return [rf"rank {rank} (called|waits in) \S*\b{call}.* at {HERE}"]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_different_calls_are_refused_and_the_next_step_trains(
-    in_place: bool, tmp_path: Path
-) -> None:
-    run_faults(2, refuses_different_calls, str(tmp_path), in_place, timeout=120)
-
-
-def refuses_calls_made_by_some(folder: str, in_place: bool) -> None:
-    """The last rank trains on: it waits for parameters of the others."""
-    subject = subject_of(folder, in_place=in_place)
-    with limits(idle_s=20, patience_s=PATIENCE_S):
-        for name, call in share_of(subject.refusable).items():
-            if not subject.is_last:
-                message = message_of(call, subject)
-                assert_told(message, "Not all ranks called", *called(subject.rank, name))
-                assert_told(message, rf"waits for {FIRST_OF_A_STEP} from rank \d")
+            both = called(subject.rank, own), called(1 - subject.rank, other)
+            assert_told(message, "Not all ranks called", *both)
             subject.assert_trains()
 
 
 @ON_FRONT_ENDS
+@on_ranks("ranks", timeout=120)
 def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
     ranks: int, in_place: bool, tmp_path: Path
 ) -> None:
-    run_faults(ranks, refuses_calls_made_by_some, str(tmp_path), in_place, timeout=120)
-
-
-def refuses_calls_without_an_idle_rank(folder: str) -> None:
-    """The last rank waits in a barrier, until the others have been told."""
-    subject = subject_of(folder)
-    # on every rank: an idle one also looks for questions as often as its limit says
-    with limits(idle_s=0.4, patience_s=PATIENCE_S):
-        for name, call in REFUSABLE.items():
+    """The last rank trains on: it waits for parameters of the others."""
+    subject = subject_of(tmp_path, in_place=in_place)
+    with limits(idle_s=20):
+        for name, call in share_of(subject.refusable).items():
             if not subject.is_last:
                 message = message_of(call, subject)
-                last = rf"rank {subject.pair.ranks - 1} has"
-                assert_told(message, *called(subject.rank, name), last)
-            dist.barrier()
-            with limits(idle_s=20, patience_s=PATIENCE_S):  # the other rank may be slow
-                subject.assert_trains()
+                assert_told(message, "Not all ranks called", called(subject.rank, name))
+                assert_told(message, rf"waits for {FIRST_OF_A_STEP} from rank \d, at {HERE}")
+            subject.assert_trains()
 
 
+@on_ranks(2, timeout=120)
 def test_calls_that_an_idle_rank_does_not_make_are_refused_and_the_next_step_trains(
     tmp_path: Path,
 ) -> None:
-    run_faults(2, refuses_calls_without_an_idle_rank, str(tmp_path), timeout=120)
+    """The last rank waits in a barrier, until the others have been told."""
+    subject = subject_of(tmp_path)
+    # on every rank: an idle one also looks for questions as often as its limit says
+    with limits(idle_s=0.4):
+        for name, call in REFUSABLE.items():
+            if not subject.is_last:
+                message = message_of(call, subject)
+                last = rf"rank 1 has not arrived: it is at {HERE}\S+ in \S+\(\), and has made no"
+                assert_told(message, called(subject.rank, name), last)
+            dist.barrier()
+            with limits(idle_s=20):  # the other rank may be slow
+                subject.assert_trains()
 
 
 # Wrong uses, made by the last rank alone.
@@ -214,9 +191,11 @@ WRONG: dict[str, tuple[Call, Call]] = {
 }
 
 
-def refuses_wrong_arguments(folder: str) -> None:
-    subject = subject_of(folder)
-    with limits(idle_s=20, patience_s=PATIENCE_S):
+@BOTH_WORLDS
+@on_ranks("ranks", timeout=120)
+def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
+    subject = subject_of(tmp_path)
+    with limits(idle_s=20):
         for right, wrong in share_of(WRONG).values():
             with pytest.raises(FsdpCompatError) as caught:
                 (wrong if subject.is_last else right)(subject)
@@ -224,13 +203,12 @@ def refuses_wrong_arguments(folder: str) -> None:
             subject.assert_trains()
 
 
-@BOTH_WORLDS
-def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
-    run_faults(ranks, refuses_wrong_arguments, str(tmp_path), timeout=120)
-
-
-def raises_on_all_ranks(folder: str, in_place: bool) -> None:
-    subject = subject_of(folder, in_place=in_place)
+@ON_FRONT_ENDS
+@on_ranks("ranks", timeout=120)
+def test_an_exception_on_all_ranks_gives_nothing_up(
+    ranks: int, in_place: bool, tmp_path: Path
+) -> None:
+    subject = subject_of(tmp_path, in_place=in_place)
     names = [name for name in share_of(subject.refusable) if "load" not in name]
     for number, place in enumerate(PLACES):
         for name in ("forward", *names[number % 2 :: 2]):
@@ -240,28 +218,24 @@ def raises_on_all_ranks(folder: str, in_place: bool) -> None:
         subject.assert_trains()
 
 
-@ON_FRONT_ENDS
-def test_an_exception_on_all_ranks_gives_nothing_up(
-    ranks: int, in_place: bool, tmp_path: Path
-) -> None:
-    run_faults(ranks, raises_on_all_ranks, str(tmp_path), in_place, timeout=120)
-
-
 # -- a failure in the middle is for good
 
 
-def fails_where_one_rank_raises(folder: str, in_place: bool) -> None:
+@ON_FRONT_ENDS
+@on_ranks("ranks", timeout=120)
+def test_a_rank_that_raises_alone_in_a_step_fails_all_ranks_for_good(
+    ranks: int, in_place: bool, tmp_path: Path
+) -> None:
     """The last rank raises in a step and catches it; each time it makes another call then. Two
     ranks make other calls than three. A flat model on two ranks has all the places."""
-    ranks = dist.get_world_size()
     places = list(enumerate(IN_STEP))
     if in_place or ranks == 3:
         places = places[ranks % 2 :: 2]
     for number, place in places:
-        subject = subject_of(folder, in_place=in_place)
+        subject = subject_of(tmp_path, in_place=in_place)
         calls = list(subject.calls.values())
         call = calls[number + (len(IN_STEP) if ranks == 2 and not in_place else 0)]
-        with limits(idle_s=20, patience_s=PATIENCE_S):
+        with limits(idle_s=20):
             if subject.is_last:
                 with planted(subject, place), pytest.raises(Planted, match=f"^{place}$"):
                     subject.train()
@@ -277,22 +251,19 @@ def fails_where_one_rank_raises(folder: str, in_place: bool) -> None:
         assert_stays_failed(subject)
 
 
-@ON_FRONT_ENDS
-def test_a_rank_that_raises_alone_in_a_step_fails_all_ranks_for_good(
-    ranks: int, in_place: bool, tmp_path: Path
-) -> None:
-    run_faults(ranks, fails_where_one_rank_raises, str(tmp_path), in_place, timeout=120)
-
-
 def interrupt() -> None:
     raise KeyboardInterrupt("stop")
 
 
-def fails_where_one_rank_is_interrupted(folder: str) -> None:
+@BOTH_WORLDS
+@on_ranks("ranks", timeout=120)
+def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(
+    ranks: int, tmp_path: Path
+) -> None:
     """An interrupt ends the last rank's wait in the middle of each call."""
     for call in (PASSES | share_of(BETWEEN_STEPS)).values():
-        subject = subject_of(folder)
-        with limits(idle_s=20, patience_s=PATIENCE_S):
+        subject = subject_of(tmp_path)
+        with limits(idle_s=20):
             if subject.is_last:
                 with at_first_wait(interrupt), pytest.raises(KeyboardInterrupt, match="stop"):
                     call(subject)
@@ -304,15 +275,10 @@ def fails_where_one_rank_is_interrupted(folder: str) -> None:
 
 
 @BOTH_WORLDS
-def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(
-    ranks: int, tmp_path: Path
-) -> None:
-    run_faults(ranks, fails_where_one_rank_is_interrupted, str(tmp_path), timeout=120)
-
-
-def is_interrupted_with_files(folder: str) -> None:
+@on_ranks("ranks")
+def test_an_interrupt_in_a_save_or_load_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
     """Ranks that save or load tell each other by way of the store: nothing of the model is sent."""
-    subject = subject_of(folder)
+    subject = subject_of(tmp_path)
     for name in ("checkpoint.save", "checkpoint.load"):
         if subject.is_last:
             with at_first_wait(interrupt), pytest.raises(KeyboardInterrupt, match="stop"):
@@ -323,16 +289,12 @@ def is_interrupted_with_files(folder: str) -> None:
         subject.assert_trains()
 
 
-@BOTH_WORLDS
-def test_an_interrupt_in_a_save_or_load_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
-    run_faults(ranks, is_interrupted_with_files, str(tmp_path))
-
-
-def passes_the_time_limit(folder: str) -> None:
+@on_ranks(2)
+def test_a_wait_beyond_the_time_limit_fails_all_ranks_for_good(tmp_path: Path) -> None:
     """The last rank makes nothing of a pass until the others have failed."""
     store = dist.distributed_c10d._get_default_store()
     for name, call in PASSES.items():
-        subject = subject_of(folder, timeout=timedelta(seconds=3))
+        subject = subject_of(tmp_path, timeout=timedelta(seconds=3))
         if subject.is_last:
             store.wait([name])
             assert_told(message_of(call, subject), "no message within 3 s")
@@ -341,10 +303,6 @@ def passes_the_time_limit(folder: str) -> None:
             assert_told(message, "no message within 3 s", rf"{PART_OF_A_STEP} from rank")
             store.set(name, "")
         assert_stays_failed(subject)
-
-
-def test_a_wait_beyond_the_time_limit_fails_all_ranks_for_good(tmp_path: Path) -> None:
-    run_faults(2, passes_the_time_limit, str(tmp_path))
 
 
 # -- a process that ends, and one that stops

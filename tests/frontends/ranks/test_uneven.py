@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from fsdp_compat import BackwardPrefetch, ShardingStrategy, StateError
+from fsdp_compat import BackwardPrefetch, ShardingStrategy
+from tests.support.errors import assert_told, prompt_message_of
 from tests.support.models import Inner, Outer, Stack, Switch, TwoHeads
 from tests.support.pairwise import each_value
 from tests.support.parity import (
@@ -61,14 +62,8 @@ def test_every_rank_may_use_other_units_in_every_step(
 
 @both_forms
 def test_an_output_may_be_used_on_one_rank_only(use_orig_params: bool) -> None:
-    run_ranks(
-        2,
-        trains,
-        TwoHeads,
-        step=FIRST_USES_BOTH,
-        allow_unused_units=True,
-        use_orig_params=use_orig_params,
-    )
+    options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
+    run_ranks(2, trains, TwoHeads, step=FIRST_USES_BOTH, **options)
 
 
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
@@ -79,11 +74,7 @@ def test_ranks_may_use_units_in_different_orders(prefetch: BackwardPrefetch | No
 @both_forms
 def test_units_inside_of_units_train_when_unused_ones_are_allowed(use_orig_params: bool) -> None:
     options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
-    run_ranks(2, trains, _nested_stack, (Outer, Inner), **options)
-
-
-def _nested_stack() -> nn.Module:
-    return Stack(2, Outer)
+    run_ranks(2, trains, partial(Stack, 2, Outer), (Outer, Inner), **options)
 
 
 def test_replicas_may_use_other_units_too() -> None:
@@ -94,35 +85,24 @@ def test_replicas_may_use_other_units_too() -> None:
 
 
 def _fails(build: Callable[[], nn.Module], step: Any, **options: Any) -> str:
-    try:
-        train(build, step=step, **options)
-    except StateError as error:
-        return str(error)
-    return ""
+    return prompt_message_of(lambda: train(build, step=step, **options))
 
 
-def _assert_names_unit_and_remedy(messages: list[str], units: list[str]) -> None:
-    assert all(messages), "a rank that did not notice would train on"
-    assert any(f"unit '{unit}'" in message for message in messages for unit in units)
-    for message in messages:
-        assert message.startswith("Waiting for ")
-        assert "allow_unused_units=True" in message
-        assert "within 2 s" in message
-
-
-@both_forms
-def test_a_unit_unused_on_one_rank_is_an_error_after_the_time_limit(use_orig_params: bool) -> None:
-    messages = run_ranks(
-        2, _fails, Switch, _rank_uses("ab", "a"), use_orig_params=use_orig_params, group_timeout=2
-    )
-    _assert_names_unit_and_remedy(messages, ["b"])
-
-
-def test_an_output_used_on_one_rank_is_an_error_after_the_time_limit() -> None:
-    messages = run_ranks(2, _fails, TwoHeads, FIRST_USES_BOTH, group_timeout=2)
-    _assert_names_unit_and_remedy(messages, ["right"])
-
-
-def test_units_in_different_orders_are_an_error_after_the_time_limit() -> None:
-    messages = run_ranks(2, _fails, Switch, _rank_uses("ab", "ba"), group_timeout=2)
-    _assert_names_unit_and_remedy(messages, ["a", "b"])
+@pytest.mark.parametrize(
+    ("build", "step", "units", "use_orig_params"),
+    [
+        (Switch, _rank_uses("ab", "a"), "b", False),
+        (Switch, _rank_uses("ab", "a"), "b", True),
+        (TwoHeads, FIRST_USES_BOTH, "right", False),
+        (Switch, _rank_uses("ab", "ba"), "a|b", False),
+    ],
+    ids=["a unit", "a unit, original parameters", "an output", "other orders"],
+)
+def test_other_units_on_one_rank_are_an_error_after_the_time_limit(
+    build: Callable[[], nn.Module], step: list[Step], units: str, use_orig_params: bool
+) -> None:
+    options = {"use_orig_params": use_orig_params, "group_timeout": 2}
+    messages = run_ranks(2, _fails, build, step, **options)
+    assert_told("\n".join(messages), f"unit '({units})'")
+    for message in messages:  # a rank that did not notice would train on
+        assert_told(message, "^Waiting for ", "allow_unused_units=True", "within 2 s")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
-from tests.support.models import DIM, WIDE, Stack, chain
+from tests.support.models import WIDE, Stack, chain
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     backward,
@@ -22,7 +23,7 @@ from tests.support.parity import (
     train,
     wide_vectors,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 # -- losses from elsewhere
 
@@ -129,37 +130,24 @@ def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
 # -- freed parameters
 
 
+@both_forms
 @on_ranks(2)
-def test_freed_parameters_are_not_within_reach() -> None:
+def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
+    """Original parameters are flat parts, with names as before. What else modules show is in
+    test_entry_points."""
+    pair = train(Stack, use_orig_params=use_orig_params)
     wrapped = "_fsdp_wrapped_module"
-    expected = [
-        f"{wrapped}._flat_param",
-        *(f"{wrapped}.blocks.{i}.{wrapped}._flat_param" for i in range(3)),
-    ]
-    pair = train(Stack)
-    for use in (
-        lambda: pair.model.blocks[0].up.weight.data,
-        lambda: pair.model.blocks[0].up(torch.randn(2, DIM)),
-        lambda: pair.model.stem(torch.randn(2, DIM)),
-    ):
-        with pytest.raises(AttributeError, match="weight"):
-            use()
-    names = [name for name, _ in pair.model.named_parameters()]
-    assert sorted(names) == expected
-
-
-def _shows_original_parameters() -> list[tuple[str, int, int]]:
-    pair = train(Stack, use_orig_params=True)
-    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in pair.model.named_parameters()]
-    assert names == [name for name, _ in pair.plain.named_parameters()]
-    return [(names[i], p.dim(), p.numel()) for i, p in enumerate(pair.model.parameters())]
-
-
-def test_original_parameters_are_flat_parts_with_names_as_before_that_may_be_read() -> None:
-    first, second = run_ranks(2, _shows_original_parameters)
-    sizes = {name: p.numel() for name, p in Stack().named_parameters()}
-    assert {name: a + b for (name, _, a), (_, _, b) in zip(first, second, strict=True)} == sizes
-    assert {dim for _, dim, _ in first + second} == {1}
+    found = dict(pair.model.named_parameters())
+    assert {p.dim() for p in found.values()} == {1}
+    if not use_orig_params:
+        units = ["", *(f"blocks.{index}.{wrapped}." for index in range(3))]
+        assert list(found) == [f"{wrapped}.{unit}_flat_param" for unit in units]
+        return
+    expected = {name: p.numel() for name, p in pair.plain.named_parameters()}
+    assert [name.replace(f"{wrapped}.", "") for name in found] == list(expected)
+    sizes = torch.tensor([p.numel() for p in found.values()])
+    dist.all_reduce(sizes)
+    assert sizes.tolist() == list(expected.values())
 
 
 # -- units called without their root

@@ -168,9 +168,6 @@ def test_a_checkpoint_saves_what_its_policy_says(
 # -- mixed precision
 
 
-# -- mixed precision
-
-
 def _gradients_in_bf16(build: Any, around: dict[str, Any] | None, **options: Any) -> list[Tensor]:
     precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     pair = make_pair(build, mixed_precision=precision, **options)

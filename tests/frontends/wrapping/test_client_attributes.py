@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from fsdp_compat import BackwardPrefetch, CPUOffload, FlatParameter, MixedPrecision, StateError
+import fsdp_compat
+from fsdp_compat import CPUOffload, FlatParameter, MixedPrecision, StateError
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, both_forms, make_pair, one_backward
+from tests.support.parity import Pair, both_forms, make_pair, one_backward, seeded
 from tests.support.ranks import on_ranks
 
 
@@ -37,14 +38,14 @@ def test_attributes_equal_those_of_torch() -> None:
                 "limit_all_gathers": not flag,
                 "use_orig_params": flag,
             }
-            ours = FSDP(
-                Block(), backward_prefetch=prefetch and BackwardPrefetch[prefetch], **options
-            )
-            theirs = TorchFSDP(
-                Block(),
-                backward_prefetch=prefetch and TorchBackwardPrefetch[prefetch],
-                device_id=torch.device("cpu"),
-                **options,
+            ours, theirs = (
+                library.FullyShardedDataParallel(
+                    Block(),
+                    backward_prefetch=prefetch and library.BackwardPrefetch[prefetch],
+                    device_id=torch.device("cpu"),
+                    **options,
+                )
+                for library in (fsdp_compat, torch_fsdp)
             )
             for name in (
                 "forward_prefetch",
@@ -56,13 +57,10 @@ def test_attributes_equal_those_of_torch() -> None:
             ):
                 assert getattr(ours, name) == getattr(theirs, name), name
             for name in ("backward_prefetch", "training_state", "sharding_strategy"):
-                assert getattr(getattr(ours, name), "name", None) == getattr(
-                    getattr(theirs, name), "name", None
-                ), name
-            assert (
-                ours.cpu_offload == CPUOffload(False)
-                and FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
-            )
+                got, expected = (getattr(getattr(m, name), "name", None) for m in (ours, theirs))
+                assert got == expected, name
+            assert ours.cpu_offload == CPUOffload(False)
+            assert FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
             assert [p.dim() for p in ours.params] == [p.dim() for p in theirs.params] == [1]
             assert ours._has_params and not FSDP(nn.Sequential(FSDP(Block())))._has_params
             for model in (ours, theirs):
@@ -72,9 +70,8 @@ def test_attributes_equal_those_of_torch() -> None:
                 assert list(map(clean, model._flat_param._fqns)) == [
                     name for name, _ in Block().named_parameters()
                 ]
-                assert (
-                    model._handle._offload_params is False and model._handle.uses_sharded_strategy
-                )
+                assert model._handle._offload_params is False
+                assert model._handle.uses_sharded_strategy
     with FSDP.summon_full_params(ours):
         assert ours.training_state.name == "SUMMON_FULL_PARAMS"
     seen = []
@@ -91,9 +88,8 @@ def test_attributes_set_by_clients_have_no_effect(use_orig_params: bool) -> None
     pair.step(one_backward)
     model = pair.model
     model._is_root = None
-    model._exec_order_data._forward_prefetch_limit = (
-        model._exec_order_data._backward_prefetch_limit
-    ) = 3
+    model._exec_order_data._forward_prefetch_limit = 3
+    model._exec_order_data._backward_prefetch_limit = 3
     assert model._is_root and model._exec_order_data._forward_prefetch_limit == 3
     FSDP._lazy_init(model, model)
     assert FSDP._root_pre_forward(model, model, [1], {"a": 2}) == ([1], {"a": 2})
@@ -107,19 +103,15 @@ def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
     handles = pair.model._all_handles
-    assert len(handles) == 3 and all(
-        a is b for a, b in zip(handles, pair.model._all_handles, strict=True)
-    )
+    assert len(handles) == 3
+    assert list(map(id, handles)) == list(map(id, pair.model._all_handles))
     for _ in range(2):
         for handle in handles:
             flat = handle.flat_param
             assert flat is handle.flat_param and flat.requires_grad
-            assert (
-                flat.data.data_ptr() == flat._local_shard.data_ptr()
-                and flat.data.size() == flat._local_shard.size()
-            )
             first, second = flat.data, flat._local_shard
             assert first is not second
+            assert (first.data_ptr(), first.size()) == (second.data_ptr(), second.size())
             handle.flat_param_to(torch.device("cpu"), non_blocking=True)
             flat._local_shard = flat.data
     with torch.no_grad():
@@ -163,35 +155,24 @@ def upcast(model: nn.Module, cls: type[Any]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")
 def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -> None:
-    inner = Stack(2).bfloat16()
-    torch.manual_seed(1)
-    for p in inner.parameters():
-        nn.init.normal_(p, std=0.1)
+    inner = seeded(partial(Stack, 2)).bfloat16()
     plain, precision = copy.deepcopy(inner).float(), MixedPrecision(param_dtype=torch.float32)
-    frozen = use_orig_params
     for module in (inner, plain):
-        module.head.weight.requires_grad_(not frozen)
+        module.head.weight.requires_grad_(not use_orig_params)
     model = FSDP(
         inner,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=use_orig_params,
         mixed_precision=precision,
     )
-    optims = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain)]
+    pair = Pair(plain, model)
     upcast(model, FSDP)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "of a unit, all shards"
-    assert all(
-        handle._orig_param_dtype == handle.flat_param.dtype == torch.float32
-        for handle in model._all_handles
-    )
-    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(2))
+    for handle in model._all_handles:
+        assert handle._orig_param_dtype == handle.flat_param.dtype == torch.float32
     for _ in range(2):
-        for module, optim in zip((model, plain), optims, strict=True):
-            module(x).pow(2).mean().backward()
-            optim.step()
-            optim.zero_grad()
-    for name, value in plain.state_dict().items():
-        assert_close(model.state_dict()[name], value, name)
+        pair.step()
+    pair.assert_state_equal()
     with pytest.raises(ValueError, match="before the first forward"):
         model._handle._orig_param_dtype = torch.bfloat16
 

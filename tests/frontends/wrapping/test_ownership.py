@@ -17,24 +17,14 @@ from torch import nn
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.pairwise import pairwise
-from tests.support.parity import both_forms
+from tests.support.parity import Pair, both_forms, make_pair, seeded, square
 from tests.support.ranks import on_ranks
 
 FSDP = FullyShardedDataParallel
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def assert_same_gradients(model: FSDP, plain: nn.Module) -> None:
-    """Compare after one more backward of both. Collective."""
-    for module in (plain, model):
-        module(torch.ones(2, 8)).pow(2).mean().backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, wanted.grad)
+    return seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
 
 
 @both_forms
@@ -47,14 +37,10 @@ def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool)
         model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
     )
     gc.collect()
-    alive = [ref() for ref in originals]
     if not use_orig_params:
-        assert alive == [None] * 4, "nothing holds the whole parameters"
-    held = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-        for p in sharded.parameters()
-        if p.numel()
-    }
+        assert all(ref() is None for ref in originals), "nothing holds the whole parameters"
+    storages = [p.untyped_storage() for p in sharded.parameters() if p.numel()]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert sum(held.values()) <= 4 * (whole // 2 + 32), "the parameters that are left hold shards"
 
 
@@ -93,8 +79,8 @@ def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
 def test_existing_gradients_are_added_to(use_orig_params: bool) -> None:
     model, plain = network(), network()
     for module in (model, plain):
-        module(torch.ones(2, 8)).sum().backward()
-    assert_same_gradients(FSDP(model, use_orig_params=use_orig_params), plain)
+        square(module, torch.ones(2, 8)).backward()
+    Pair(plain, FSDP(model, use_orig_params=use_orig_params)).step()
 
 
 @both_forms
@@ -116,10 +102,10 @@ def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: b
 
 @on_ranks(2)
 def test_gradients_are_averaged_whatever_the_default_device_was_when_wrapping() -> None:
-    model, plain = network(), network()
+    model = network()
     with torch.device("meta"):
         sharded = FSDP(model, use_orig_params=True)
-    assert_same_gradients(sharded, plain)
+    Pair(network(), sharded).step()
 
 
 def trained(model: nn.Module) -> dict[str, Any]:
@@ -141,9 +127,8 @@ def test_groups_of_some_ranks_and_of_all_do_not_disturb_each_other() -> None:
     torch.testing.assert_close(trained(FSDP(network())), expected)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = FSDP(network(), process_group=halves[rank // 2])  # two models at the same time
-    with FSDP.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
-    ):
+    rank_0 = FullStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, rank_0):
         state = trained(model)
     assert bool(state) is (rank % 2 == 0), "the first rank of the group, not of the world"
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
@@ -167,11 +152,8 @@ class TiedBlocks(nn.Module):
 @both_forms
 @on_ranks(2)
 def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    plain = TiedBlocks()
-    torch.manual_seed(0)
-    model = FSDP(TiedBlocks(), auto_wrap_policy=always_wrap_policy, use_orig_params=use_orig_params)
-    assert_same_gradients(model, plain)
+    policy = always_wrap_policy
+    make_pair(TiedBlocks, auto_wrap_policy=policy, use_orig_params=use_orig_params).step()
 
 
 class WithOwnParameters(nn.Module):

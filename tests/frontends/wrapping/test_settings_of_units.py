@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp_compat
 from fsdp_compat import (
     BackwardPrefetch,
+    FlatParameter,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
@@ -34,7 +34,7 @@ from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
 from tests.support.pairwise import each_value, pairs
-from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded
+from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded, train
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -43,12 +43,10 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 NESTED = partial(Stack, 2, Outer)  # two Outers of two Inners each, in a root
 
 
-def _two_copies(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
-    return seeded(build), seeded(build)
-
-
-def _train(pair: Pair, num_steps: int = 2) -> Pair:
-    for _ in range(num_steps):
+def _train(model: Any, build: Callable[[], nn.Module] = NESTED) -> Pair:
+    """Train a sharded model beside the unsharded one."""
+    pair = Pair(seeded(build), model)
+    for _ in range(2):
         pair.step()
     return pair
 
@@ -96,7 +94,7 @@ def test_every_strategy_nested_in_every_other_trains_as_unsharded(
     others = zip(itertools.cycle(ShardingStrategy), itertools.cycle((False, True)), strict=False)
     models = zip(nested[::2], (nested[1::2] + nested[:1])[: len(nested[::2])], strict=True)
     for (root, use_orig_params), by_block in zip(others, models, strict=False):
-        plain, model = _two_copies(NESTED)
+        model: Any = seeded(NESTED)
         wrap = partial(FSDP, use_orig_params=use_orig_params)
         outer, inner = by_block[1]
         block = model.blocks[1]
@@ -108,7 +106,7 @@ def test_every_strategy_nested_in_every_other_trains_as_unsharded(
         model = wrap(model, auto_wrap_policy=policy, **options[root])
         got = [unit.sharding_strategy for unit in FSDP.fsdp_modules(model)]
         assert got == [root, *[s for outer, inner in by_block for s in (outer, inner, inner)]]
-        _train(Pair(plain, model))
+        _train(model)
 
 
 # -- original parameters in some units
@@ -121,13 +119,10 @@ def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, in
     policy = CustomPolicy(
         partial(_answers, {Outer: {"use_orig_params": not root}, Inner: {"use_orig_params": root}})
     )
-    plain, model = _two_copies(NESTED)
-    pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, use_orig_params=root)), 3)
-    flat = sum(
-        isinstance(p, fsdp_compat.fully_sharded_data_parallel.FlatParameter)
-        for p in pair.model.parameters()
-    )
-    assert (flat, len(list(pair.model.parameters())) - flat) == expected
+    model = FSDP(seeded(NESTED), auto_wrap_policy=policy, use_orig_params=root)
+    parameters = list(_train(model).model.parameters())
+    flat = sum(isinstance(p, FlatParameter) for p in parameters)
+    assert (flat, len(parameters) - flat) == expected
 
 
 # -- dtypes
@@ -164,14 +159,12 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.bfl
 def test_every_unit_computes_in_the_dtype_it_was_given(
     strategy: ShardingStrategy, by_hand: bool, use_orig_params: bool
 ) -> None:
-    plain, model = _two_copies(lambda: nn.Sequential(*(Computes() for _ in DTYPES)))
+    plain, model = (seeded(partial(chain, *[Computes] * len(DTYPES))) for _ in range(2))
     precisions = {}
     for dtype, unit, ours in zip(DTYPES, plain, model, strict=True):
         unit.compute = dtype
         reduce_dtype = torch.promote_types(dtype, torch.float32)
-        precisions[ours] = MixedPrecision(
-            param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=True
-        )
+        precisions[ours] = MixedPrecision(dtype, reduce_dtype, cast_forward_inputs=True)
     options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     if by_hand:
         wrapped = [FSDP(unit, mixed_precision=precisions[unit], **options) for unit in model]
@@ -199,15 +192,13 @@ DIFFERENT = partial(chain, Block, Inner, Block, Inner, partial(nn.Linear, DIM, 3
 
 def _low_in_some(library: Any, module: nn.Module) -> bool | dict[str, Any]:
     """For CustomPolicy: strategies and dtypes that differ from unit to unit."""
-    strategies, low = (
-        library.ShardingStrategy,
-        partial(library.MixedPrecision, cast_forward_inputs=True),
-    )
+    low = partial(library.MixedPrecision, cast_forward_inputs=True)
     if isinstance(module, Inner):
         return {"mixed_precision": low(param_dtype=torch.float32)}
     if isinstance(module, Block):
         precision = low(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return {"sharding_strategy": strategies.SHARD_GRAD_OP, "mixed_precision": precision}
+        strategy = library.ShardingStrategy.SHARD_GRAD_OP
+        return {"sharding_strategy": strategy, "mixed_precision": precision}
     return False
 
 
@@ -258,7 +249,7 @@ def test_every_way_to_prefetch_gives_the_same_bits(
             **dict(zip(PREFETCHING, prefetching, strict=True)),
             **meshed,
         )
-        states.append(_state(_train(Pair(seeded(NESTED), model))))
+        states.append(_state(_train(model)))
         assert states[-1] == states[0], f"{prefetching} gives other bits"
 
 
@@ -273,9 +264,8 @@ def test_units_with_different_prefetching_train_as_unsharded() -> None:
         return dict(zip(PREFETCHING, next(settings), strict=True))
 
     for root in (*BackwardPrefetch, None):
-        plain, model = _two_copies(NESTED)
         policy = CustomPolicy(choose)
-        _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, backward_prefetch=root)))
+        _train(FSDP(seeded(NESTED), auto_wrap_policy=policy, backward_prefetch=root))
 
 
 # -- the ranks
@@ -296,10 +286,8 @@ def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) ->
     for strategy in (FULL_SHARD, NO_SHARD):
         # Every two of a strategy, a form and a way are combined.
         for ranks in ways[(strategy is NO_SHARD) ^ use_orig_params :: 2]:
-            plain, model = _two_copies(Stack)
             options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            policy = ModuleWrapPolicy({Block})
-            pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, **options, **ranks)))
+            pair = train(Stack, **options, **ranks)
             assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1, 2]
             first = first or _state(pair)
             assert strategy is NO_SHARD or _state(pair) == first
@@ -310,16 +298,15 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
     """By hand and by policy; inner units over a group of their own with the same ranks, and over a
     mesh."""
     group, mesh = dist.new_group(), init_device_mesh("cpu", (dist.get_world_size(),))
-    plain, model = _two_copies(NESTED)
+    model: Any = seeded(NESTED)
     for index, block in enumerate(model.blocks):
         block.first = FSDP(block.first, device_mesh=mesh)
         model.blocks[index] = FSDP(block, process_group=group)
-    _train(Pair(plain, FSDP(model)))
+    _train(FSDP(model))
     policy = CustomPolicy(
         partial(_answers, {Outer: {"process_group": group}, Inner: {"device_mesh": mesh}})
     )
-    plain, model = _two_copies(NESTED)
-    _train(Pair(plain, FSDP(model, auto_wrap_policy=policy)))
+    _train(FSDP(seeded(NESTED), auto_wrap_policy=policy))
 
 
 # -- torch's own objects
@@ -330,21 +317,21 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
     """In the constructor and in the answers of a policy of torch's; the two forms together have
     every strategy. Everything computes in float32 anyway."""
-    options = _options()
+    options, low = _options(), partial(torch_fsdp.MixedPrecision, cast_forward_inputs=True)
     prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
     strategies = list(torch_fsdp.ShardingStrategy)[use_orig_params::2]
+    answer = options[HYBRID] | {
+        "sharding_strategy": torch_fsdp.ShardingStrategy.HYBRID_SHARD,
+        "mixed_precision": low(torch.float32),
+    }
+    policy = torch_wrap.CustomPolicy(
+        lambda module: answer if isinstance(module, Inner) else isinstance(module, Outer)
+    )
     for strategy, prefetch in zip(strategies, prefetches, strict=False):
         ours = ShardingStrategy[strategy.name]
-        answer = {
-            "mixed_precision": torch_fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)
-        }
-        answer |= options[HYBRID] | {"sharding_strategy": torch_fsdp.ShardingStrategy.HYBRID_SHARD}
-        plain, model = _two_copies(NESTED)
         model = FSDP(
-            model,
-            auto_wrap_policy=torch_wrap.CustomPolicy(
-                lambda m, answer=answer: answer if isinstance(m, Inner) else isinstance(m, Outer)
-            ),
+            seeded(NESTED),
+            auto_wrap_policy=policy,
             backward_prefetch=prefetch,
             cpu_offload=torch_fsdp.CPUOffload(offload_params=True),
             mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float32),
@@ -353,62 +340,46 @@ def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
         )
         units = FSDP.fsdp_modules(model)
         assert [unit.sharding_strategy for unit in units] == [ours, *[ours, HYBRID, HYBRID] * 2]
-        own, inner = (
-            MixedPrecision(reduce_dtype=torch.float32),
-            MixedPrecision(torch.float32, cast_forward_inputs=True),
-        )
+        own = MixedPrecision(reduce_dtype=torch.float32)
+        inner = MixedPrecision(torch.float32, cast_forward_inputs=True)
         assert [unit.mixed_precision for unit in units] == [own, *[own, inner, inner] * 2]
-        _train(Pair(plain, model))
+        _train(model)
 
 
 @on_ranks(2)
 def test_torch_wrap_accepts_our_class() -> None:
-    plain, model = _two_copies(NESTED)
+    model: Any = seeded(NESTED)
     strategy = torch_fsdp.ShardingStrategy.SHARD_GRAD_OP
     with torch_wrap.enable_wrap(wrapper_cls=FSDP, sharding_strategy=strategy):
         model.blocks = nn.ModuleList(torch_wrap.wrap(block) for block in model.blocks)
         model = torch_wrap.wrap(model)
     units = FSDP.fsdp_modules(model)
-    assert {unit.sharding_strategy for unit in units} == {SHARD_GRAD_OP}
-    _train(Pair(plain, model))
-    assert len(units) == 3
+    assert [unit.sharding_strategy for unit in units] == [SHARD_GRAD_OP] * 3
+    _train(model)
 
 
 @on_ranks(2)
 def test_torch_state_dict_types_and_configs_are_accepted() -> None:
-    _, model = _two_copies(NESTED)
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Outer}))
-    full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-    default = StateDictSettings(full, FullStateDictConfig(), FullOptimStateDictConfig())
-    before = FSDP.set_state_dict_type(
+    model, kinds = FSDP(seeded(NESTED)), torch_fsdp.StateDictType
+    FSDP.set_state_dict_type(
         model,
-        torch_fsdp.StateDictType.SHARDED_STATE_DICT,
+        kinds.SHARDED_STATE_DICT,
         torch_fsdp.ShardedStateDictConfig(offload_to_cpu=True),
         torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
     )
-    assert before == default
-    now = StateDictSettings(
-        sharded,
+    sharded = StateDictSettings(
+        StateDictType.SHARDED_STATE_DICT,
         ShardedStateDictConfig(offload_to_cpu=True),
         ShardedOptimStateDictConfig(offload_to_cpu=False),
     )
-    assert FSDP.get_state_dict_type(model) == now
-    full_config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, torch_fsdp.StateDictType.FULL_STATE_DICT, full_config):
-        inside = StateDictSettings(
-            full, FullStateDictConfig(True, True), FullOptimStateDictConfig()
+    assert FSDP.get_state_dict_type(model) == sharded
+    config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    optim_config = torch_fsdp.FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, kinds.FULL_STATE_DICT, config, optim_config):
+        assert FSDP.get_state_dict_type(model) == StateDictSettings(
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            FullOptimStateDictConfig(rank0_only=True),
         )
-        assert FSDP.get_state_dict_type(model) == inside
         assert bool(model.state_dict()) is (dist.get_rank() == 0)
-        optim_config = torch_fsdp.FullOptimStateDictConfig(rank0_only=True)
-        with FSDP.state_dict_type(
-            model, torch_fsdp.StateDictType.FULL_STATE_DICT, full_config, optim_config
-        ):
-            assert FSDP.get_state_dict_type(
-                model
-            ).optim_state_dict_config == FullOptimStateDictConfig(rank0_only=True)
-    assert FSDP.get_state_dict_type(model) == now
-    FSDP.set_state_dict_type(
-        model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
-    )
-    assert FSDP.get_state_dict_type(model) == default
+    assert FSDP.get_state_dict_type(model) == sharded

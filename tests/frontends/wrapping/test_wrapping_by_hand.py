@@ -22,14 +22,12 @@ from fsdp_compat.wrap import (
     size_based_auto_wrap_policy,
     wrap,
 )
-from tests.support.models import DIM, Block, Stack
+from tests.support.models import Block, Stack
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     assert_close,
-    backward,
     both_forms,
-    make_pair,
     one_backward,
     seeded,
     square,
@@ -37,14 +35,10 @@ from tests.support.parity import (
 from tests.support.ranks import on_ranks
 
 
-def _two_copies(build: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
-    return seeded(build), seeded(build)
-
-
-def _train(pair: Pair, num_steps: int = 2) -> int:
+def _train(pair: Pair) -> int:
     """Return the number of units."""
-    for index in range(num_steps):
-        pair.step(one_backward, as_a_user=index == num_steps - 1)
+    pair.step()
+    pair.step(as_a_user=True)
     return len(FSDP.fsdp_modules(pair.model))
 
 
@@ -75,22 +69,17 @@ def _by_hand_and_policy(model: Any, **options: Any) -> FSDP:
 def test_instances_nested_by_hand_train_as_unsharded(
     wraps: Callable[..., Any], use_orig_params: bool
 ) -> None:
-    plain, model = _two_copies()
-    assert _train(Pair(plain, wraps(model, use_orig_params=use_orig_params))) == 4
+    model = wraps(seeded(Stack), use_orig_params=use_orig_params)
+    assert _train(Pair(seeded(Stack), model)) == 4
 
 
 @both_forms
 @on_ranks(2)
 def test_former_root_can_become_nested(use_orig_params: bool) -> None:
     options = {"use_orig_params": use_orig_params}
-    plain, model = _two_copies()
+    plain, model = seeded(Stack), seeded(Stack)
     model.blocks[0] = FSDP(model.blocks[0], **options)
-    for own in (plain.blocks[0], model.blocks[0]):
-        backward(square(own, torch.ones(2, DIM)))
-        with torch.no_grad():
-            for p in own.parameters():
-                p.sub_(0 if p.grad is None else p.grad)
-        own.zero_grad()
+    Pair(plain.blocks[0], model.blocks[0]).step()
     _train(Pair(plain, FSDP(model, **options)))
 
 
@@ -125,7 +114,7 @@ def test_ignored_parameters_stay_unsharded_and_unsynchronized(
     """Ignored parameters keep their shape and device, and their gradient is that of the local
     batch."""
     options = {"use_orig_params": use_orig_params}
-    plain, model = _two_copies()
+    plain, model = seeded(Stack), seeded(Stack)
     head, norm = model.head, model.blocks[1].norm
     options |= {
         "modules": {"ignored_modules": [head, norm]},
@@ -142,40 +131,17 @@ def test_ignored_parameters_stay_unsharded_and_unsynchronized(
     pair = Pair(plain, model)
     for _ in range(2):
         batches = pair.batches()
-        own: list[torch.Tensor] = []
-        for rank, x in enumerate(batches):
-            before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in ignored]
-            backward(square(plain, x))
-            if rank == pair.rank:
-                own = [p.grad - grad for p, grad in zip(ignored, before, strict=True)]
-        backward(square(model, batches[pair.rank]))
+        own = torch.autograd.grad(square(plain, batches[pair.rank]), ignored)
+        pair.plain_backwards([one_backward] * pair.ranks, batches)
+        one_backward(model, batches[pair.rank])
         for p, grad in zip(kept, own, strict=True):
             assert_close(p.grad, grad, "gradient of an ignored parameter")
             dist.all_reduce(p.grad)  # synchronising ignored parameters is up to the user
             p.grad /= pair.ranks
-        pair.average_plain_gradients()
         pair.compare_and_update()
         for p, expected in zip(kept, ignored, strict=True):
             assert_close(p, expected, "ignored parameter")
     pair.assert_state_equal()
-
-
-@both_forms
-@on_ranks(4)
-def test_two_process_groups_train_two_models_independently(use_orig_params: bool) -> None:
-    """Train two groups of two ranks, each with its own model and data."""
-    options = {"use_orig_params": use_orig_params}
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    which = dist.get_rank() // 2
-    pair = make_pair(Stack, seed=which, process_group=groups[which], **options)
-    for _ in range(2):
-        batches = pair.batches()[2 * which : 2 * which + 2]
-        for x in batches:
-            backward(square(pair.plain, x))
-        for p in pair.plain.parameters():
-            p.grad /= 2
-        backward(square(pair.model, batches[dist.get_rank() % 2]))
-        pair.compare_and_update()
 
 
 def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, Any]:
