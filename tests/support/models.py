@@ -134,6 +134,18 @@ class Tiny(nn.Module):
         return x * self.scale
 
 
+class Tied(nn.Module):
+    """Two modules of one unit share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).tanh())
+
+
 class Head(nn.Linear):
     """A separate class, for policies."""
 

@@ -11,21 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, StateError, UsageError, checkpoint
-from tests.support.models import DIM, Block, Stack, chain
-from tests.support.parity import (
-    Pair,
-    assert_same_values,
-    both_forms,
-    make_pair,
-    whole_gradients,
-)
+from tests.support.models import DIM, Block, Stack, Tied, chain
+from tests.support.parity import Pair, assert_same_values, both_forms, make_pair, whole_gradients
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -122,16 +115,6 @@ def test_an_optimizer_of_the_assigned_object_is_refused() -> None:
 
 
 # -- refused
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x))
 
 
 @both_forms
@@ -244,39 +227,30 @@ class Renews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.when = nn.Linear(DIM, DIM), ""
+        self.linear, self.renews = nn.Linear(DIM, DIM), False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.when == "before use":
+        if self.renews:
             self.linear.weight.data = self.linear.weight.data * 2
-        x = self.linear(x)
         self.seen = self.linear.weight
-        return x
+        return self.linear(x)
 
 
+@pytest.mark.parametrize("when", ["in forward", "before backward", "in evaluation"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_other_memory_for_a_whole_parameter_is_refused(strategy: str) -> None:
-    for when, use in (
-        ("before use", lambda model: model(batch()).sum().backward()),
-        ("between", None),
-        ("in evaluation", lambda model: model(batch())),
-    ):
-        model = FSDP(Renews(), sharding_strategy=ShardingStrategy[strategy])
-        before = model.state_dict()["linear.weight"].clone()
-        model.module.when = "before use" if when == "in evaluation" else when
-        with (
-            pytest.raises(AssertionError, match="other memory"),
-            torch.set_grad_enabled(when != "in evaluation"),
-        ):
-            if use is not None:
-                use(model)
-                model(batch())
-            else:
-                loss = model(batch()).sum()
-                model.module.seen.data = torch.zeros(DIM, DIM)
-                loss.backward()
-        model.module.when = ""
-        model(batch()).sum().backward()
-        assert torch.equal(model.state_dict()["linear.weight"], before), when
-        dist.barrier()
+def test_other_memory_for_a_whole_parameter_is_refused(strategy: str, when: str) -> None:
+    model = FSDP(Renews(), sharding_strategy=ShardingStrategy[strategy])
+    before = model.state_dict()["linear.weight"].clone()
+    model.module.renews = when != "before backward"
+    trains = when != "in evaluation"
+    with pytest.raises(AssertionError, match="other memory"), torch.set_grad_enabled(trains):
+        loss = model(batch()).sum()
+        if when == "before backward":
+            model.module.seen.data = torch.zeros(DIM, DIM)
+        if trains:
+            loss.backward()
+        model(batch())
+    model.module.renews = False
+    model(batch()).sum().backward()
+    assert torch.equal(model.state_dict()["linear.weight"], before)

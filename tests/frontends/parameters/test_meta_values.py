@@ -25,7 +25,6 @@ from tests.support.models import DIM
 from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
-    assert_close,
     assert_same_values,
     both_forms,
     flat_form,
@@ -186,9 +185,7 @@ def fill(model: nn.Module) -> None:
 
 @original_form
 @on_ranks(2)
-def test_uninitialized_buffers_are_reported_by_name_until_written(
-    use_orig_params: bool,
-) -> None:
+def test_uninitialized_buffers_are_reported_by_name_until_written(use_orig_params: bool) -> None:
     for units in (True, False):
         for forward in ("train", "no_grad", "eval", "block alone")[: 4 if units else 3]:
             with about((units, forward)):
@@ -228,36 +225,28 @@ def test_replaced_buffers_count_as_initialized() -> None:
 def test_uninitialized_parameters_are_reported_until_loaded_or_written(
     use_orig_params: bool,
 ) -> None:
-    plain = Net()
-    for num_loads in (0, 1):
-        model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
-        text = refusal(partial(model, batch()))
-        assert re.search(r"'(linear\.weight' of unit 'blocks\.0|blocks\.0\.linear\.weight)'", text)
-        if num_loads:
-            model.load_state_dict(plain.state_dict())
-            text = refusal(partial(model, batch()))  # the non-persistent buffer
-            assert "inv_freq" in text and "linear" not in text and "order" not in text, text
-        else:
-            with FSDP.summon_full_params(model), torch.no_grad():
-                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                    p.copy_(q)
-                for b, c in zip(model.buffers(), plain.buffers(), strict=True):
-                    b.copy_(c)
-        fill(model)
-        assert_trains(model, Net())
-
-
-@flat_form
-@on_ranks(2)
-def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) -> None:
     source = wrapped(Net(), use_orig_params=use_orig_params)
     with FSDP.state_dict_type(source, StateDictType.SHARDED_STATE_DICT):
-        state = source.state_dict()
-    model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
-    model.load_state_dict(state)
-    fill(model)
-    assert_same_values(model.state_dict(), source.state_dict(), "value", 0.0)
-    assert_close(model(batch()), source(batch()), "output")
+        sharded = source.state_dict()
+    for state in (None, source.state_dict(), sharded):
+        model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
+        text = refusal(partial(model, batch()))
+        assert re.search(
+            r"'(linear\.weight' of unit 'blocks\.0|blocks\.0\.linear\.weight)'", text
+        ), text
+        if state is None:
+            with FSDP.summon_full_params(model), FSDP.summon_full_params(source), torch.no_grad():
+                for p, q in zip(model.parameters(), source.parameters(), strict=True):
+                    p.copy_(q)
+                for b, c in zip(model.buffers(), source.buffers(), strict=True):
+                    b.copy_(c)
+        else:
+            model.load_state_dict(state)
+            text = refusal(partial(model, batch()))  # the non-persistent buffer
+            assert "inv_freq" in text and "linear" not in text and "order" not in text, text
+        fill(model)
+        assert_same_values(model.state_dict(), source.state_dict(), "value", 0.0)
+        assert_trains(model, Net())
 
 
 @each_value

@@ -28,8 +28,6 @@ from fsdp_compat._engine.gradients import LARGE
 from tests.support.models import (
     DIM,
     Block,
-    Fragile,
-    FragileInside,
     Lora,
     Odd,
     Recomputed,
@@ -210,24 +208,6 @@ def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
     assert torch.equal(shard, values), "the state dict is a view of the shard"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-@on_ranks("num_ranks")
-def test_the_next_forward_sees_an_update_of_the_shards(
-    strategy: ShardingStrategy, num_ranks: int
-) -> None:
-    """The next forward copies updated shards; a pending backward does not see the update."""
-    pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
-    x = pair.batches()[0]
-    with torch.no_grad():
-        assert_close(pair.model(x), pair.plain(x), "output")
-        for p in (*pair.model.parameters(), *pair.plain.parameters()):
-            p.mul_(1.5)
-        assert_close(pair.model(x), pair.plain(x), "output after an update")
-    pair.assert_idle()
-    pair.step(one_backward)
-
-
 # -- summon_full_params and state dicts
 
 
@@ -308,31 +288,3 @@ def _train(pair: Pair, x: Tensor) -> None:
     one_backward(pair.model, x)
     pair.optim.step()
     pair.optim.zero_grad()
-
-
-# -- exceptions
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("pattern", ["s", "n"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_step_after_an_exception_in_backward_works(
-    num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
-) -> None:
-    make = FragileInside if inside else Fragile
-    build = partial(chain, make, make, make)
-    pair = make_pair(build, (make,), use_orig_params=use_orig_params, **OFFLOAD)
-    pair.step(one_backward)
-    for unit in pair.model.module:
-        unit.module.fault_in_backward = True
-        with pair.model.no_sync() if pattern == "n" else contextlib.nullcontext():
-            loss = square(pair.model, torch.ones(2, DIM))
-            with pytest.raises(ValueError, match="backward"):
-                loss.backward()
-        unit.module.fault_in_backward = False
-        pair.optim.zero_grad()  # drops reduced gradients
-        pair.step(one_backward)
-    pair.step(one_backward, as_a_user=True)

@@ -5,6 +5,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
-from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.models import Block
+from tests.support.models import Block, chain
+from tests.support.parity import make_pair
 from tests.support.ranks import run_ranks
 from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
@@ -27,21 +28,17 @@ FULL, KEPT, NONE = "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"
 
 def wrapped(strategy: str) -> FSDP:
     """Two blocks and, in the root unit, a layer."""
-    torch.manual_seed(0)
-    return FSDP(
-        nn.Sequential(Block(WIDTH), Block(WIDTH), nn.Linear(WIDTH, WIDTH)),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=True,
-    )
+    build = partial(chain, *[partial(Block, WIDTH)] * 2, partial(nn.Linear, WIDTH, WIDTH))
+    strategies = {"sharding_strategy": ShardingStrategy[strategy]}
+    return make_pair(build, use_orig_params=True, **strategies).model
 
 
-def batch(step: int = 0) -> Tensor:
-    return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + step + dist.get_rank())
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + dist.get_rank())
 
 
-def in_every_way(function: Callable[..., Any], *args: Any, ranks: int = 2) -> list[list[Any]]:
-    return [run_ranks(ranks, function, *args, environment=environment) for environment in WAYS]
+def in_every_way(function: Callable[..., Any], *args: Any) -> list[list[Any]]:
+    return [run_ranks(2, function, *args, environment=environment) for environment in WAYS]
 
 
 # -- to unsharded parameters
@@ -80,8 +77,8 @@ def sees_a_write(strategy: str, write: Callable[[Tensor], None]) -> list[list[bo
         model(batch()).sum().backward()
         for handle in handles:
             handle.remove()
-        shards = [bool((parameter == 3.0).any()) for parameter in model.parameters()]
-        found.append([*seen[:3], any(shards)])
+        is_kept = any((parameter == 3.0).any() for parameter in model.parameters())
+        found.append([*seen[:3], is_kept])
     return found
 
 
@@ -194,16 +191,12 @@ def train_adversaries(model: nn.Module, inner: Adversaries, batches: list[Tensor
 
 
 def trains_adversaries(strategy: str) -> None:
-    torch.manual_seed(0)
-    plain = Adversaries()
-    model = FSDP(Adversaries(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
-    model.load_state_dict(plain.state_dict())
+    strategies = {"sharding_strategy": ShardingStrategy[strategy]}
+    pair = make_pair(Adversaries, auto_wrap_policy=None, use_orig_params=True, **strategies)
     batches = [torch.randn(3, WIDTH) for _ in range(3)]  # the same on all ranks
-    train_adversaries(plain, plain, batches)
-    train_adversaries(model, model.module, batches)
-    with FSDP.summon_full_params(model):
-        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(found, expected)
+    train_adversaries(pair.plain, pair.plain, batches)
+    train_adversaries(pair.model, pair.model.module, batches)
+    pair.assert_state_equal()
 
 
 @pytest.mark.parametrize("strategy", [FULL, KEPT])

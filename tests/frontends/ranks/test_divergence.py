@@ -70,30 +70,25 @@ def assert_goes_on(model: FSDP) -> None:
     model.zero_grad()
 
 
-def calls_something_else() -> list[str]:
-    """The same call of different models, and two calls in different orders."""
+@on_ranks(2)
+def test_one_call_of_different_models_and_other_orders_are_refused() -> None:
     model, other, rank = build(), build(1), dist.get_rank()
     step(model)
     step(other)
 
-    def save() -> None:
+    def state_dict() -> None:
         (model if rank == 0 else other).state_dict()
 
-    def clip() -> None:
+    def clip_grad_norm_() -> None:
         for each in (model, other) if rank == 0 else (other, model):
             each.clip_grad_norm_(1.0)
 
-    found = [message_of(diverge) for diverge in (save, clip)]
+    for diverge in (state_dict, clip_grad_norm_):
+        name, message = diverge.__name__, message_of(diverge)
+        for number in range(2):
+            assert_told(message, rf"rank {number} called {name}\(\) at {HERE}:\d+ in {name}\(\)")
     assert_goes_on(model)
     assert_goes_on(other)
-    return found
-
-
-def test_one_call_of_different_models_and_other_orders_are_refused() -> None:
-    for found in run_ranks(2, calls_something_else):
-        for message, name in zip(found, ("state_dict", "clip_grad_norm_"), strict=True):
-            for rank in range(2):
-                assert_told(message, rf"rank {rank} called {name}\(\) at {HERE}:\d+ in \w+\(\)")
 
 
 @pytest.mark.parametrize("environment", [NOT_MAPPED, MAPPED])
@@ -112,55 +107,44 @@ def test_clipping_on_one_rank_while_another_trains_fails_on_both(
     assert_told(message, "ranks wait for each other", "rank 0 waits for the norm of the gradients")
 
 
-def builds_alone() -> list[str]:
+@on_ranks(2, environment=NOT_MAPPED)
+def test_model_built_by_one_rank_alone_is_refused_and_all_ranks_go_on() -> None:
     """Rank 0 builds a model over another process group. Rank 1 trains, and then waits in a
     barrier. At last both build."""
-    model, group, found = build(), dist.new_group(), []
+    model, group, is_first = build(), dist.new_group(), dist.get_rank() == 0
     step(model)
-    for action in (lambda: step(model), dist.barrier):
-        with limits():
-            if dist.get_rank() == 0:
-                found.append(message_of(lambda: FSDP(Block(), process_group=group)))
-            action()
-    step(FSDP(Block(), process_group=group))
-    assert_goes_on(model)
-    return found
-
-
-def test_model_built_by_one_rank_alone_is_refused_and_all_ranks_go_on() -> None:
-    (circle, idle), _ = run_ranks(2, builds_alone, environment=NOT_MAPPED)
     connect = r"connect\(\) over a process group"
-    assert circle.startswith("Not all ranks called connect() over a process group.")
-    assert_told(
-        circle,
+    facts: tuple[str, ...] = (
+        rf"^Not all ranks called {connect}\.",
         rf"rank 0 waits in {connect} for the ranks \[1\], at {HERE}:\d+ in <lambda>\(\)",
         rf"rank 1 waits for the parameters of unit '0' from rank 0, at {HERE}:\d+ in step\(\)",
     )
-    assert_told(
-        idle,
+    with limits():
+        if is_first:
+            assert_told(message_of(lambda: FSDP(Block(), process_group=group)), *facts)
+        step(model)
+    facts = (
         rf"rank 0 called {connect} at {HERE}:\d+ in <lambda>\(\)",
-        r"rank 1 has not arrived: it is at .*:\d+ in builds_alone\(\), and has made no progress",
+        r"rank 1 has not arrived: it is at .*:\d+ in \w+\(\), and has made no progress",
     )
+    with limits():
+        if is_first:
+            assert_told(message_of(lambda: FSDP(Block(), process_group=group)), *facts)
+        dist.barrier()
+    step(FSDP(Block(), process_group=group))
+    assert_goes_on(model)
 
 
-def builds_alone_without_the_check() -> str:
-    model = None
-    if dist.get_rank() == 0:
-        with pytest.raises(StateError) as caught:
-            model = build()
-        dist.distributed_c10d._get_default_store().set("caught", "")
-        return str(caught.value)
-    dist.distributed_c10d._get_default_store().wait(["caught"])
-    return "" if model is None else "a model"
-
-
+@on_ranks(2, environment={"FSDP_COMPAT_MEET": "0"}, group_timeout=2)
 def test_model_built_by_one_rank_alone_without_the_check_fails_at_gloos_time_limit() -> None:
-    environment = {"FSDP_COMPAT_MEET": "0"}
-    message, _ = run_ranks(
-        2, builds_alone_without_the_check, environment=environment, group_timeout=2
-    )
-    assert message.startswith("Waiting for connect() failed: "), message
-    assert_told(message, rf"rank 0 waits in connect\(\) for ranks \[1\], at {HERE}:\d+ in ")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        with pytest.raises(StateError, match=r"^Waiting for connect\(\) failed: ") as caught:
+            build()
+        waits = rf"rank 0 waits in connect\(\) for ranks \[1\], at {HERE}:\d+ in "
+        assert_told(str(caught.value), waits)
+        store.set("caught", "")
+    store.wait(["caught"])
 
 
 # -- forward and backward: a warning, as the missing rank may still come
@@ -180,75 +164,81 @@ class _Recorder(logging.Handler):
             self.store.set("warned", "")
 
 
-def is_left_alone(in_place: bool, mistake: str) -> list[str]:
-    """Rank 1 does something else than rank 0 until rank 0 has warned, and then the same."""
-    store, model = dist.distributed_c10d._get_default_store(), build(in_place=in_place)
-    recorder = _Recorder(store)
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Yield a list of the warnings of this rank; rank 1 may wait for the second one of rank 0."""
+    recorder = _Recorder(dist.distributed_c10d._get_default_store())
     logging.getLogger("fsdp_compat.waits").addHandler(recorder)
-    step(model)
-    if dist.get_rank() == 1:
-        store.wait(["warned"])
-    if mistake == "evaluates":
-        with torch.no_grad():
-            model(torch.ones(2, DIM))
-    elif mistake == "has a batch less":
-        step(model)
+    yield recorder.found
     logging.getLogger("fsdp_compat.waits").removeHandler(recorder)
-    return recorder.found
 
 
-@pytest.mark.parametrize("mistake", ["has a batch less", "evaluates"])
-@pytest.mark.parametrize(
-    ("in_place", "environment"),
-    [(False, MESSAGES), (True, COPIED), (False, MAPPED), (True, MAPPED)],
-    ids=["messages", "counters", "mapped", "mapped in place"],
-)
-def test_waiting_rank_warns_and_says_where_the_missing_one_is(
-    in_place: bool, environment: dict[str, str], mistake: str
-) -> None:
-    environment = environment | {"FSDP_COMPAT_WARN_AFTER": "0.3"}
-    found, others = run_ranks(2, is_left_alone, in_place, mistake, environment=environment)
-    assert others == []
-    first, second = (re.fullmatch(_WARNING, text) for text in found[:2])
-    assert first and second, "\n".join(found)
-    assert float(first["waited_s"]) >= 0.3 and float(second["waited_s"]) >= 0.6
+def wait_for_warnings() -> None:
+    dist.distributed_c10d._get_default_store().wait(["warned"])
 
 
+WARNS = {"FSDP_COMPAT_WARN_AFTER": "0.3"}
 _WARNING = (
     r"For (?P<waited_s>[\d.]+) s rank 0 waits for (the parameters of (the root unit|unit '0')|the "
     r"beginning of a forward of the root unit \(a \w+\)) from rank 1, at "
-    rf"{HERE}:\d+ in \w+\(\)\.\n  rank 1: it is at {HERE}:\d+ in is_left_alone\(\), for "
+    rf"{HERE}:\d+ in \w+\(\)\.\n  rank 1: it is at {HERE}:\d+ in wait_for_warnings\(\), for "
     r"at least [\d.]+ s\n"
     r"  Every rank must run the same forwards and backwards\..* comes in [\d.]+ s.*"
 )
 
 
-def raises_before_backward() -> list[str]:
-    """Rank 1 alone has other memory for its parameters in backward, and catches the error."""
-    store, model = dist.distributed_c10d._get_default_store(), build(strategy="SHARD_GRAD_OP")
-    recorder, loss = _Recorder(store), model(torch.ones(2, DIM)).sum()
-    logging.getLogger("fsdp_compat.waits").addHandler(recorder)
+@pytest.mark.parametrize("mistake", ["has a batch less", "evaluates"])
+@pytest.mark.parametrize(
+    ("in_place", "environment"),
+    [
+        (False, WARNS | MESSAGES),
+        (True, WARNS | COPIED),
+        (False, WARNS | MAPPED),
+        (True, WARNS | MAPPED),
+    ],
+    ids=["messages", "counters", "mapped", "mapped in place"],
+)
+@on_ranks(2)
+def test_waiting_rank_warns_and_says_where_the_missing_one_is(
+    in_place: bool, environment: dict[str, str], mistake: str
+) -> None:
+    """Rank 1 does something else than rank 0 until rank 0 has warned, and then the same."""
+    model = build(in_place=in_place)
+    with recorded() as found:
+        step(model)
+        if dist.get_rank() == 1:
+            wait_for_warnings()
+        if mistake == "evaluates":
+            with torch.no_grad():
+                model(torch.ones(2, DIM))
+        else:
+            step(model)
     if dist.get_rank() == 1:
+        assert found == []
+        return
+    first, second = (re.fullmatch(_WARNING, text) for text in found[:2])
+    assert first and second, "\n".join(found)
+    assert float(first["waited_s"]) >= 0.3 and float(second["waited_s"]) >= 0.6
+
+
+@on_ranks(2, environment=NOT_MAPPED | WARNS)
+def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
+    """Rank 1 alone has other memory for its parameters in backward, and catches the error."""
+    model, is_missing = build(strategy="SHARD_GRAD_OP"), dist.get_rank() == 1
+    loss = model(torch.ones(2, DIM)).sum()
+    if is_missing:
         for parameter in model.parameters():
             parameter.data = torch.ones_like(parameter)
-    with pytest.raises(StateError):  # rank 0 waits until rank 1 has given up
-        loss.backward()
-    if dist.get_rank() == 1:
-        store.wait(["warned"])
-        report = deadlock.Report({1: "rank 1 has left"}, "an exception")
-        deadlock.give_up(model._runtime.groups[0].shard.connections, report)
-    logging.getLogger("fsdp_compat.waits").removeHandler(recorder)
-    return recorder.found
-
-
-def test_waiting_rank_says_which_error_the_missing_one_has_raised() -> None:
-    environment = NOT_MAPPED | {"FSDP_COMPAT_WARN_AFTER": "0.3"}
-    found, _ = run_ranks(2, raises_before_backward, environment=environment)
-    assert re.search(
-        r"rank 1: it has raised AssertedStateError in its last pass \(Parameters were changed "
-        rf"between forward and .*\), and is at {HERE}:\d+ in raises_before_backward\(\), for ",
-        found[0],
-    ), found[0]
+    with recorded() as found:
+        with pytest.raises(StateError):  # rank 0 waits until rank 1 has given up
+            loss.backward()
+        if is_missing:
+            wait_for_warnings()
+            report = deadlock.Report({1: "rank 1 has left"}, "an exception")
+            deadlock.give_up(model._runtime.groups[0].shard.connections, report)
+        else:
+            raised = r"AssertedStateError in its last pass \(Parameters were changed between .*\)"
+            assert_told(found[0], rf"rank 1: it has raised {raised}, and is at {HERE}:\d+ in ")
 
 
 # -- models that differ
@@ -341,19 +331,16 @@ def test_models_that_differ_are_refused_before_anything_is_sent(
     step(sharded(front_end, Net()))
 
 
-def has_experts_of_its_own() -> list[float]:
+@on_ranks(4)
+def test_ranks_of_other_process_groups_may_have_other_modules() -> None:
     """Two ranks share an expert that has another width than that of the other two."""
     rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4 + rank // 2))
     model[1] = FSDP(model[1], process_group=groups[rank // 2])
     model = FSDP(model)
-    model(torch.ones(2, DIM)).sum().backward()
-    return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
-
-
-def test_ranks_of_other_process_groups_may_have_other_modules() -> None:
-    assert all(run_ranks(4, has_experts_of_its_own))
+    step(model)
+    assert all(p.grad.sum() for p in model.parameters() if p.grad is not None)
 
 
 # -- no error
@@ -435,7 +422,7 @@ def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
 
 @on_ranks(2)
 def test_all_calls_work_without_the_check() -> None:
-    model, found = build(), []
+    model, found = build(), list[str]()
     step(model)
     os.environ["FSDP_COMPAT_MEET"] = "0"
     with counted(found):

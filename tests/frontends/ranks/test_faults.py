@@ -149,45 +149,17 @@ def test_calls_that_an_idle_rank_does_not_make_are_refused_and_the_next_step_tra
                 subject.assert_trains()
 
 
-# Wrong uses, made by the last rank alone.
-WRONG: dict[str, tuple[Call, Call]] = {
-    # name: (the right use, the wrong one)
-    "load_state_dict": (
-        BETWEEN_STEPS["load_state_dict, rank0_only"],
-        lambda subject: subject.model.load_state_dict(5),  # type: ignore[arg-type]
-    ),
-    "optim_state_dict": (
-        BETWEEN_STEPS["optim_state_dict"],
-        lambda subject: FSDP.optim_state_dict(subject.model, subject.pair.plain_optim),
-    ),
-    "optim_state_dict_to_load": (
-        BETWEEN_STEPS["optim_state_dict_to_load"],
-        lambda subject: FSDP.optim_state_dict_to_load(
-            subject.model, subject.optim, {"state": {"absent": {}}, "param_groups": []}
-        ),
-    ),
-    "summon_full_params": (
-        BETWEEN_STEPS["summon_full_params"],
-        lambda subject: FSDP.summon_full_params(
-            subject.model, writeback=True, rank0_only=True
-        ).__enter__(),
-    ),
-    "clip_grad_norm_": (
-        BETWEEN_STEPS["clip_grad_norm_"],
-        lambda subject: subject.model.clip_grad_norm_(1.0, norm_type="big"),  # type: ignore[arg-type]
-    ),
-    "checkpoint.save": (
-        FILES["checkpoint.save"],
-        lambda subject: checkpoint.save(subject.next_folder(), subject.model, step=-1),
-    ),
-    "checkpoint.async_save": (
-        FILES["checkpoint.async_save"],
-        lambda subject: checkpoint.async_save(subject.next_folder(), subject.model, step=-1),
-    ),
-    "checkpoint.load": (
-        FILES["checkpoint.load"],
-        lambda subject: checkpoint.load(subject.folder / "absent", subject.model, subject.optim),
-    ),
+ABSENT: dict[str, Any] = {"state": {"absent": {}}, "param_groups": []}
+# Wrong uses of REFUSABLE calls, made by the last rank alone.
+WRONG: dict[str, Call] = {
+    "load_state_dict, rank0_only": lambda s: s.model.load_state_dict(5),
+    "optim_state_dict": lambda s: FSDP.optim_state_dict(s.model, s.pair.plain_optim),
+    "optim_state_dict_to_load": lambda s: FSDP.optim_state_dict_to_load(s.model, s.optim, ABSENT),
+    "summon_full_params": lambda s: FSDP.summon_full_params(s.model, rank0_only=True).__enter__(),
+    "clip_grad_norm_": lambda s: s.model.clip_grad_norm_(1.0, norm_type="big"),
+    "checkpoint.save": lambda s: checkpoint.save(s.next_folder(), s.model, step=-1),
+    "checkpoint.async_save": lambda s: checkpoint.async_save(s.next_folder(), s.model, step=-1),
+    "checkpoint.load": lambda s: checkpoint.load(s.folder / "absent", s.model, s.optim),
 }
 
 
@@ -196,9 +168,9 @@ WRONG: dict[str, tuple[Call, Call]] = {
 def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
     subject = subject_of(tmp_path)
     with limits(idle_s=20):
-        for right, wrong in share_of(WRONG).values():
+        for name, wrong in share_of(WRONG).items():
             with pytest.raises(FsdpCompatError) as caught:
-                (wrong if subject.is_last else right)(subject)
+                (wrong if subject.is_last else REFUSABLE[name])(subject)
             assert_told(str(caught.value))
             subject.assert_trains()
 

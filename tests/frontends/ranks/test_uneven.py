@@ -14,16 +14,8 @@ from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from tests.support.errors import assert_told, prompt_message_of
 from tests.support.models import Inner, Outer, Stack, Switch, TwoHeads
 from tests.support.pairwise import each_value
-from tests.support.parity import (
-    Step,
-    backward,
-    both_forms,
-    both_strategies,
-    make_pair,
-    train,
-    trains,
-)
-from tests.support.ranks import run_ranks
+from tests.support.parity import Step, backward, both_forms, both_strategies, make_pair, train
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
@@ -43,42 +35,53 @@ def _rank_uses(*uses: str) -> list[Step]:
     return [partial(_uses, inner) for inner in uses]
 
 
-def _trains_switches(*steps: tuple[str, ...], num_steps: int = 2, **options: Any) -> None:
-    pair = make_pair(Switch, allow_unused_units=True, **options)
-    for uses in steps[:1] * num_steps + steps[1:]:
-        pair.step(_rank_uses(*uses))
-
-
 @each_value
 @both_forms
 @both_strategies
+@on_ranks(2, group_timeout=30)
 def test_every_rank_may_use_other_units_in_every_step(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    uses = [("ab", "a"), ("a", "ab"), ("ab", "ab"), ("", "b"), ("ba", "ab"), ("a", "a"), ("", "")]
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(2, _trains_switches, *uses, num_steps=1, group_timeout=30, **options)
+    pair = make_pair(Switch, allow_unused_units=True, **options)
+    both = ("ab", "a"), ("a", "ab"), ("ab", "ab"), ("", "b"), ("ba", "ab"), ("a", "a"), ("", "")
+    for uses in both:
+        pair.step(_rank_uses(*uses))
 
 
 @both_forms
+@on_ranks(2)
 def test_an_output_may_be_used_on_one_rank_only(use_orig_params: bool) -> None:
     options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
-    run_ranks(2, trains, TwoHeads, step=FIRST_USES_BOTH, **options)
+    train(TwoHeads, step=FIRST_USES_BOTH, **options)
 
 
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+@on_ranks(2)
 def test_ranks_may_use_units_in_different_orders(prefetch: BackwardPrefetch | None) -> None:
-    run_ranks(2, _trains_switches, ("ab", "ba"), num_steps=3, backward_prefetch=prefetch)
+    pair = make_pair(Switch, allow_unused_units=True, backward_prefetch=prefetch)
+    for _ in range(3):
+        pair.step(_rank_uses("ab", "ba"))
 
 
 @both_forms
+@on_ranks(2)
 def test_units_inside_of_units_train_when_unused_ones_are_allowed(use_orig_params: bool) -> None:
     options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
-    run_ranks(2, trains, partial(Stack, 2, Outer), (Outer, Inner), **options)
+    train(partial(Stack, 2, Outer), (Outer, Inner), **options)
 
 
+@on_ranks(4)
 def test_replicas_may_use_other_units_too() -> None:
-    run_ranks(4, _trains_switches, ("ab", "a", "", "b"), replicas=2)
+    train(Switch, step=_rank_uses("ab", "a", "", "b"), replicas=2, allow_unused_units=True)
+
+
+@both_forms
+@on_ranks(2)
+def test_a_unit_that_no_rank_uses_has_no_gradient(use_orig_params: bool) -> None:
+    pair = make_pair(Switch, use_orig_params=use_orig_params)
+    for uses in ("a", "a", "ab", "a"):  # in the last step the optimizer has momentum for b
+        pair.step(partial(_uses, uses))
 
 
 # -- not allowed

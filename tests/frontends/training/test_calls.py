@@ -1,5 +1,5 @@
-"""However units are called: twice, partly, in turns with evaluation, from several models, with
-nested or modified tensors."""
+"""However units are called: twice, partly, without their root, in turns with evaluation, from
+several models, with nested or modified tensors, for losses that forward does not return."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat import CPUOffload, ShardingStrategy, StateError
 from tests.support.models import DIM, Block, Named, Record, Reuse, Stack, TwoHeads, chain, frozen
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
@@ -149,6 +148,41 @@ class GivesContext(nn.Module):
         return out
 
 
+class LossAside(nn.Module):
+    """Stores a loss of its own as an attribute."""
+
+    aux: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x).tanh()
+        self.aux = self.b(hidden).pow(2).mean()
+        return hidden * 1
+
+
+class LossAsideFromNone(LossAside):
+    """The attribute exists from the beginning, as None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = None
+
+
+class LossElsewhere(LossAside):
+    """Puts its loss into a list that belongs to no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        elsewhere.append(self.__dict__.pop("aux"))
+        return hidden
+
+
+elsewhere: list[Tensor] = []
+
+
 def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
     return backward(square(m, x) + 2 * square(m, x * 0.5))
 
@@ -189,6 +223,28 @@ def _begins_in_inference_mode(m: nn.Module, x: Tensor) -> Tensor:
     return one_backward(m, x)
 
 
+def _output_and_attribute(m: nn.Module, x: Tensor) -> Tensor:
+    y = m(x)
+    return backward(y.pow(2).mean() + m[1].aux)
+
+
+def _attributes_alone(m: nn.Module, x: Tensor) -> Tensor:
+    m(x)
+    return backward(sum(m[index].aux for index in range(3)))
+
+
+def _losses_in_a_list(m: nn.Module, x: Tensor) -> Tensor:
+    elsewhere.clear()
+    m(x)
+    return backward(sum(elsewhere))
+
+
+def _with_and_without_the_root(m: nn.Module, x: Tensor) -> Tensor:
+    loss = backward(m.blocks[1](m.blocks[0](x)).pow(2).mean())
+    return loss + one_backward(m, x)
+
+
+LOSSES = partial(chain, *[LossAside] * 3)
 CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "a unit runs twice, on its own output": (partial(Reuse, True),),
     "a unit runs twice, in parallel": (partial(Reuse, False),),
@@ -211,6 +267,14 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
     "no_grad before backward": (Stack, (Block,), partial(_evaluates_between, "no_grad")),
     "inference before backward": (Stack, (Block,), partial(_evaluates_between, "inference_mode")),
     "inference first": (Stack, (Block,), _begins_in_inference_mode),
+    "a loss in an attribute": (LOSSES, (LossAside,), _output_and_attribute),
+    "losses in attributes alone": (LOSSES, (LossAside,), _attributes_alone),
+    "a loss in an attribute that was None": (
+        partial(chain, *[LossAsideFromNone] * 3),
+        (LossAsideFromNone,),
+        _output_and_attribute,
+    ),
+    "units without their root": (Stack, (Block,), _with_and_without_the_root),
     "a forward before backward": (Stack, (Block,), partial(_evaluates_between, "grad")),
 }
 
@@ -227,18 +291,59 @@ def test_however_units_are_called_training_equals_unsharded(
     train(*CASES[case], **options)
 
 
+# -- losses that no module holds
+
+
+KEPT = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+
+
+@both_forms
+@on_ranks(2)
+def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: bool) -> None:
+    options = {**KEPT, "use_orig_params": use_orig_params}
+    train(partial(chain, *[LossElsewhere] * 3), (LossElsewhere,), _losses_in_a_list, **options)
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("num_units", "num_backwards", "options", "error", "facts"),
+    [
+        (3, 1, {}, RuntimeError, ["storage of size 0"]),  # of freed parameters
+        (1, 2, KEPT, StateError, ["unit '0'", "never reduced"]),  # gradients pass every hook
+    ],
+)
+@on_ranks(2)
+def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
+    num_units: int,
+    num_backwards: int,
+    options: dict[str, Any],
+    error: type[Exception],
+    facts: list[str],
+    use_orig_params: bool,
+) -> None:
+    build = partial(chain, *[LossElsewhere] * num_units)
+    model = make_pair(build, (LossElsewhere,), use_orig_params=use_orig_params, **options).model
+    with pytest.raises(error) as caught:
+        for _ in range(num_backwards):
+            _losses_in_a_list(model, torch.randn(4, DIM))
+    assert all(fact in str(caught.value) for fact in facts)
+
+
 # -- evaluation
 
 
-@each_value
+@pairwise
 @both_forms
-@both_strategies
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("mode", GRADIENT_MODES)
-@on_ranks(2)
+@on_ranks("num_ranks")
 def test_a_forward_without_backward_sees_new_weights_and_leaves_nothing(
-    mode: str, strategy: ShardingStrategy, use_orig_params: bool
+    mode: str, num_ranks: int, offload: bool, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    pair = make_pair(Stack, cpu_offload=CPUOffload(offload), **options)
     for _ in range(3):  # evaluation comes first
         with GRADIENT_MODES[mode]():
             x = pair.batches()[0]
@@ -278,14 +383,3 @@ def test_one_backward_may_pass_several_models(
         for pair in (one, other):
             pair.average_plain_gradients()
             pair.compare_and_update()
-
-
-@on_ranks(1)
-def test_a_wrapped_module_reports_its_settings() -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Tanh()), mixed_precision=precision)
-    inner = model.module[0]
-    assert (model.mixed_precision, inner.mixed_precision) == (precision, MixedPrecision())
-    assert model.compute_device == inner.compute_device == torch.device("cpu")
-    assert (model._is_root, inner._is_root) == (True, False)
-    assert (model._has_params, inner._has_params) == (False, True)

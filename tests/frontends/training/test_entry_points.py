@@ -16,12 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import (
-    MixedPrecision,
-    ShardingStrategy,
-    StateError,
-    register_fsdp_forward_method,
-)
+from fsdp_compat import MixedPrecision, ShardingStrategy, StateError, register_fsdp_forward_method
 from fsdp_compat._comm.transport import Kind
 from tests.support.cases import about
 from tests.support.models import encoder_layer
@@ -37,7 +32,7 @@ from tests.support.parity import (
     original_form,
     sequences,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 DIM, NUM_TOKENS = 8, 13
 
@@ -202,25 +197,20 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
         assert torch.equal(model.generate(own, number), plain.generate(own, number))
 
 
-def _counts_gathers(synced: bool) -> list[int]:
-    """The all-gathers of a method that calls forward once, and of one that calls it four times."""
+@pytest.mark.parametrize(("synced", "num_units"), [(False, 6), (True, 7)])
+@on_ranks(2)
+def test_call_inside_a_synced_method_gathers_each_unit_once(synced: bool, num_units: int) -> None:
+    """The root stays whole for all calls. Around it are three layers with an Mlp each, and one Mlp
+    that forward does not use."""
     model = pair_of("generate", synced=synced).model
     comms = {id(group.shard): group.shard for group in model._runtime.groups}.values()
-    counts = []
     for num_calls in (1, 4):
         for comm in comms:
             comm.traffic.clear()
         with torch.no_grad():
             model.generate(tokens(), num_calls)
-        counts.append(sum(comm.traffic.counts[Kind.GATHER] for comm in comms))
-    return counts
-
-
-def test_call_inside_a_synced_method_gathers_each_unit_once() -> None:
-    # The root stays whole for all calls. Around it are three layers with an Mlp each, and one Mlp
-    # that forward does not use.
-    assert run_ranks(2, _counts_gathers, False) == [[1 + 6, 1 + 4 * 6]] * 2
-    assert run_ranks(2, _counts_gathers, True) == [[1 + 7, 1 + 4 * 7]] * 2
+        count = sum(comm.traffic.counts[Kind.GATHER] for comm in comms)
+        assert count == 1 + num_calls * num_units
 
 
 # -- gradients

@@ -34,14 +34,7 @@ from tests.support.models import (
     saves_products,
 )
 from tests.support.pairwise import pairwise
-from tests.support.parity import (
-    backward,
-    both_forms,
-    both_strategies,
-    make_pair,
-    square,
-    train,
-)
+from tests.support.parity import backward, both_forms, both_strategies, make_pair, square, train
 from tests.support.ranks import on_ranks
 
 

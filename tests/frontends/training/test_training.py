@@ -1,48 +1,54 @@
-"""Sharded training equals unsharded training with every strategy, world size and shape of
-parameters. What a step costs is in tests/engine/test_counts.py."""
+"""Sharded training equals unsharded training with every strategy, world size and kind of module or
+parameter. What a step costs is in tests/engine/test_counts.py, modules that read parameters of
+others are in test_entry_points."""
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, weight_norm
 
 from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from tests.support.models import (
     DIM,
+    NUM_TOKENS,
+    Block,
+    FrozenInCheckpoint,
     Head,
     Inner,
+    Lora,
     Odd,
     Outer,
     Stack,
+    Tied,
     Tiny,
     Transformer,
     chain,
+    frozen,
 )
 from tests.support.pairwise import each_value, pairwise
-from tests.support.parity import both_forms, tokens, train, vectors
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.parity import (
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    square,
+    tokens,
+    train,
+    two_backwards,
+)
+from tests.support.ranks import on_ranks
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
-
-
-class TiedInside(nn.Module):
-    """Two modules of one unit share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh())
-
-
-def _trains_and_returns_state(*args: Any, **kwargs: Any) -> dict[str, list[float]]:
-    pair = train(*args, **kwargs)
-    return {name: value.flatten().tolist() for name, value in pair.model.state_dict().items()}
 
 
 @pairwise
@@ -80,14 +86,78 @@ def test_units_inside_of_units_train_as_unsharded_on_any_number_of_ranks(
     ],
     ids=["two replicas", "two replicas, kept", "four replicas"],
 )
+@on_ranks(4)
 def test_replicas_train_as_unsharded_and_stay_bit_equal(
     strategy: ShardingStrategy, options: dict[str, Any]
 ) -> None:
     build, units = partial(Stack, 2, Outer), (Outer, Inner)
-    states = run_ranks(
-        4, _trains_and_returns_state, build, units, sharding_strategy=strategy, **options
-    )
-    assert all(state == states[0] for state in states)
+    pair = train(build, units, sharding_strategy=strategy, **options)
+    for value in pair.model.state_dict().values():
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(value, first)
+
+
+# -- kinds of modules and parameters
+
+
+class SpareParameter(Block):
+    """Has parameters that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 5)
+
+
+class ManyDtypes(Block):
+    """float32, bfloat16 and int8 in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(
+            torch.randint(-128, 127, (5, 3), dtype=torch.int8), requires_grad=False
+        )
+        self.low = nn.Parameter(torch.randn(6).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.codes.float().mean() + self.low.float().mean()
+
+
+class SparseEmbedding(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(NUM_TOKENS, DIM, sparse=True), Block()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embed(tokens))
+
+
+class Copies(nn.Sequential):
+    """Blocks made by deepcopy."""
+
+    def __init__(self) -> None:
+        block = Block()
+        super().__init__(block, copy.deepcopy(block), copy.deepcopy(block))
+
+
+class Parametrized(nn.Module):
+    """A linear layer whose weight is computed from other parameters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        wrap = {
+            "old weight_norm": weight_norm,
+            "weight_norm": parametrizations.weight_norm,
+            "spectral_norm": parametrizations.spectral_norm,
+            "orthogonal": parametrizations.orthogonal,
+        }[kind]
+        self.linear = wrap(nn.Linear(DIM, DIM))
+        self.train(kind != "spectral_norm")  # the power iteration depends on the number of calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
 
 
 def _sizes() -> nn.Module:
@@ -95,19 +165,77 @@ def _sizes() -> nn.Module:
     return chain(partial(nn.Linear, DIM, DIM), Odd, Tiny, partial(nn.Linear, DIM, 7))
 
 
+def _under_autocast(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = square(m, x)
+    return backward(loss)
+
+
+LORAS, SPARE = partial(chain, *[partial(Lora, DIM)] * 3), partial(Stack, 3, SpareParameter)
+PARTLY_FROZEN = partial(chain, *[Block, partial(frozen, Block)] * 2)
+RECOMPUTED_LAST = partial(chain, *[FrozenInCheckpoint] * 3)
+CASES: dict[str, Callable[..., object]] = {
+    "sizes": partial(train, _sizes, (Odd, Tiny, nn.Linear)),
+    "tied across units": partial(
+        train, Transformer, (nn.TransformerEncoderLayer, nn.Embedding, Head), batch=tokens
+    ),
+    "tied inside a unit": partial(train, partial(chain, *[Tied] * 2), (Tied,)),
+    "float32, bfloat16 and int8": partial(train, partial(Stack, 2, ManyDtypes), (ManyDtypes,)),
+    "frozen weights beside trainable ones": partial(train, LORAS, (Lora,)),
+    "frozen, two backwards": partial(train, LORAS, (Lora,), two_backwards),
+    "frozen, recomputed last": partial(train, RECOMPUTED_LAST, (FrozenInCheckpoint,)),
+    "frozen units between trainable ones": partial(train, PARTLY_FROZEN),
+    "an unused parameter beside used ones": partial(train, SPARE, (SpareParameter,)),
+    "sparse gradients": partial(train, SparseEmbedding, (nn.Embedding, Block), batch=tokens),
+    "autocast": partial(train, Stack, step=_under_autocast, num_steps=4),
+    "modules made by deepcopy": partial(train, Copies),
+}
+for _kind in ("old weight_norm", "weight_norm", "spectral_norm", "orthogonal"):
+    _build = partial(chain, *[partial(Parametrized, _kind)] * 2)
+    CASES[_kind] = partial(train, _build, (Parametrized,))
+
+
+@pairwise
 @both_forms
-@pytest.mark.parametrize(
-    ("num_ranks", "build", "units", "batch"),
-    [
-        (2, _sizes, (Odd, Tiny, nn.Linear), vectors),
-        (4, _sizes, (Odd, Tiny, nn.Linear), vectors),
-        (2, Transformer, (nn.TransformerEncoderLayer, nn.Embedding, Head), tokens),
-        (2, partial(chain, TiedInside, TiedInside), (TiedInside,), vectors),
-    ],
-    ids=["sizes, 2 ranks", "sizes, 4 ranks", "tied across units", "tied inside a unit"],
-)
+@both_strategies
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
 @on_ranks("num_ranks")
-def test_sizes_and_ties_train_as_unsharded(
-    num_ranks: int, build: Any, units: Any, batch: Any, use_orig_params: bool
+def test_modules_and_parameters_of_every_kind_train_as_unsharded(
+    case: str, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    train(build, units, batch=batch, use_orig_params=use_orig_params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of weight_norm
+        CASES[case](sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+# -- a forward of an instance
+
+
+def _scaled(forward: Any, x: Tensor) -> Tensor:
+    return forward(x) * 1.5
+
+
+def _scale_outputs(model: nn.Module) -> nn.Module:
+    """Set a forward on the instance, around the one it had, as hooks of other libraries do."""
+    for block in model.blocks:
+        block.up.forward = partial(_scaled, block.up.forward)
+    return model
+
+
+@each_value
+@both_forms
+@pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
+@on_ranks(2)
+def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:
+    scales = when == "before wrapping"
+    pair = make_pair(
+        lambda: _scale_outputs(Stack()) if scales else Stack(), use_orig_params=use_orig_params
+    )
+    for _ in range(2):
+        for _ in range({"before wrapping": 0, "before every step": 1, "twice at once": 2}[when]):
+            _scale_outputs(pair.plain)
+            _scale_outputs(pair.model)
+        forwards = [block.up.forward for block in pair.model.blocks]
+        pair.step(one_backward)
+        assert [block.up.forward for block in pair.model.blocks] == forwards

@@ -62,7 +62,9 @@ def test_attributes_equal_those_of_torch() -> None:
             assert ours.cpu_offload == CPUOffload(False)
             assert FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
             assert [p.dim() for p in ours.params] == [p.dim() for p in theirs.params] == [1]
-            assert ours._has_params and not FSDP(nn.Sequential(FSDP(Block())))._has_params
+            outer = FSDP(nn.Sequential(FSDP(Block())))
+            assert ours._has_params and not outer._has_params
+            assert outer._is_root and not outer.module[0]._is_root
             for model in (ours, theirs):
                 assert all(m._is_fsdp_managed_module for m in model.module.modules())
                 assert all(p._fsdp_flattened for p in model.parameters())

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import UsageError, fully_shard
+from tests.support.parity import local
 from tests.support.ranks import on_ranks
 
 
@@ -23,22 +24,17 @@ def _sharded(kind: str) -> nn.Module:
     return FSDP(inner, use_orig_params=kind == "original")
 
 
-def _local(parameter: Any) -> torch.Tensor:
-    value = parameter.detach()
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 @pytest.mark.parametrize("kind", ["flat", "original", "fully_shard"])
 @on_ranks(2)
 def test_ddp_refuses_sharded_parameters_unless_it_ignores_them(kind: str) -> None:
     x = torch.full((2, 4), float(dist.get_rank()))
     sharded = _sharded(kind)
-    before = [_local(p).clone() for p in sharded.parameters()]
+    before = [local(p).clone() for p in sharded.parameters()]
     model = nn.Sequential(sharded, nn.Linear(4, 2))
     for module in (sharded, model):
         with pytest.raises(UsageError, match="DistributedDataParallel cannot synchronize"):
             DDP(module)
-    assert all(map(torch.equal, before, map(_local, sharded.parameters())))
+    assert all(map(torch.equal, before, map(local, sharded.parameters())))
 
     names = [f"0.{name}" for name, _ in sharded.named_parameters()]
     DDP._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -49,4 +45,4 @@ def test_ddp_refuses_sharded_parameters_unless_it_ignores_them(kind: str) -> Non
     assert model[1].weight.grad is not None
     dist.all_gather_object(grads, model[1].weight.grad)
     assert torch.equal(*grads)
-    assert all(p.grad is not None for p in sharded.parameters() if _local(p).numel())
+    assert all(p.grad is not None for p in sharded.parameters() if local(p).numel())

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.models import Stack
 from tests.support.pairwise import pairwise
 from tests.support.parity import Pair, both_forms, make_pair, seeded, square
 from tests.support.ranks import on_ranks
@@ -72,6 +73,26 @@ def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
             assert line.partition("): ")[2] in text
     assert names == [name for name, _ in model.named_parameters()]
     assert torch.equal(model(torch.ones(2, 8)), network()(torch.ones(2, 8)))
+
+
+@both_forms
+@on_ranks(2)
+def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
+    """Original parameters are flat parts, with names as before. What else modules show is in
+    test_entry_points."""
+    pair = make_pair(Stack, use_orig_params=use_orig_params)
+    wrapped = "_fsdp_wrapped_module"
+    found = dict(pair.model.named_parameters())
+    assert {p.dim() for p in found.values()} == {1}
+    if not use_orig_params:
+        units = ["", *(f"blocks.{index}.{wrapped}." for index in range(3))]
+        assert list(found) == [f"{wrapped}.{unit}_flat_param" for unit in units]
+        return
+    expected = {name: p.numel() for name, p in pair.plain.named_parameters()}
+    assert [name.replace(f"{wrapped}.", "") for name in found] == list(expected)
+    sizes = torch.tensor([p.numel() for p in found.values()])
+    dist.all_reduce(sizes)
+    assert sizes.tolist() == list(expected.values())
 
 
 @both_forms

@@ -30,13 +30,12 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
+from fsdp_compat.wrap import CustomPolicy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
-from tests.support.pairwise import each_value, pairs
+from tests.support.pairwise import each_value
 from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded, train
 from tests.support.ranks import on_ranks
-from tests.support.sampling import sample
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
@@ -230,27 +229,6 @@ PREFETCHING: dict[str, Any] = {
     "forward_prefetch": (False, True),
     "limit_all_gathers": (False, True),
 }
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy", "use_orig_params"),
-    sample([(2, FULL_SHARD, True), (2, SHARD_GRAD_OP, False), (4, HYBRID, True)], 0, 1),
-)
-@on_ranks("num_ranks")
-def test_every_way_to_prefetch_gives_the_same_bits(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    states, meshed = [], _options()[strategy]
-    for prefetching in pairs(*PREFETCHING.values()):
-        model = FSDP(
-            seeded(NESTED),
-            auto_wrap_policy=ModuleWrapPolicy({Outer, Inner}),
-            use_orig_params=use_orig_params,
-            **dict(zip(PREFETCHING, prefetching, strict=True)),
-            **meshed,
-        )
-        states.append(_state(_train(model)))
-        assert states[-1] == states[0], f"{prefetching} gives other bits"
 
 
 @on_ranks(2)

