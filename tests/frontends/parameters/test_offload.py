@@ -53,41 +53,12 @@ from tests.support.parity import (
     wide_vectors,
 )
 from tests.support.ranks import on_ranks
-from tests.support.sampling import sample
 
 OFFLOAD: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=True)}
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 
 
 # -- training
-
-
-CASES = [
-    (1, NO_SHARD, False),
-    (2, FULL_SHARD, False),
-    (2, SHARD_GRAD_OP, True),
-    (2, NO_SHARD, False),
-    (3, FULL_SHARD, True),
-    (4, HYBRID, True),
-    (4, HYBRID_ZERO2, False),
-]
-
-
-@pytest.mark.parametrize(("num_ranks", "strategy", "use_orig_params"), sample(CASES, 2, 3, 4, 6))
-@on_ranks("num_ranks")
-def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
-    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    options |= OFFLOAD | ({"replicas": 2} if num_ranks == 4 else {})
-    for pattern in ("ss", "nns") if use_orig_params else ("s", "snsns"):
-        pair = train(Stack, step=partial(accumulates_mean, pattern), num_steps=2, **options)
-        for p in pair.model.parameters():
-            assert p.device.type == "cpu"
-        pair.backwards()
-        expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
-        assert_close(pair.model.clip_grad_norm_(0.01), expected, "norm")
-        pair.compare_and_update(as_a_user=True)
 
 
 WIDTH = 264
@@ -100,7 +71,9 @@ def _wide(generator: torch.Generator) -> Tensor:
 
 LINEAR, LARGE_LINEAR = partial(nn.Linear, DIM, DIM), partial(nn.Linear, WIDTH, WIDTH)
 FROZEN, SNS = partial(frozen, Block), partial(accumulates_mean, "sns")
-PARTS: dict[str, Callable[..., object]] = {
+CASES: dict[str, Callable[..., object]] = {
+    "kept": partial(train, Stack, step=SNS, sharding_strategy=SHARD_GRAD_OP),
+    "replicated": partial(train, Stack, step=SNS, sharding_strategy=NO_SHARD),
     "smaller than ranks": partial(train, partial(chain, LINEAR, Odd, Tiny, LINEAR), (Odd, Tiny)),
     "large": partial(train, partial(chain, *[LARGE_LINEAR] * 2), (nn.Linear,), SNS, batch=_wide),
     "frozen in part": partial(train, partial(chain, *[Lora] * 3), (Lora,), batch=wide_vectors),
@@ -115,12 +88,13 @@ PARTS: dict[str, Callable[..., object]] = {
 @each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("case", CASES)
 @on_ranks("num_ranks")
-def test_small_and_large_parameters_frozen_parts_and_recomputation_train_as_unsharded(
-    part: str, num_ranks: int, use_orig_params: bool
+def test_models_of_every_kind_train_as_unsharded(
+    case: str, num_ranks: int, use_orig_params: bool
 ) -> None:
-    PARTS[part](use_orig_params=use_orig_params, **OFFLOAD)
+    """Hybrid strategies are in parity/test_matrix."""
+    CASES[case](use_orig_params=use_orig_params, as_a_user=True, **OFFLOAD)
 
 
 @each_value
