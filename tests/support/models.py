@@ -146,6 +146,17 @@ class Tied(nn.Module):
         return self.two(self.one(x).tanh())
 
 
+class GradientIs(nn.Module):
+    """The gradient of ``weight`` is the input, bit for bit."""
+
+    def __init__(self, numel: int = 8, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x.to(self.weight.dtype)).sum()
+
+
 class Head(nn.Linear):
     """A separate class, for policies."""
 
