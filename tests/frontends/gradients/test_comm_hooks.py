@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp_compat
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.transport import Kind
 from tests.support.beside_torch import assert_as_torch, trained
-from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
+from tests.support.models import DIM, Block, GradientIs, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
-    accumulates_mean,
+    Step,
     assert_close,
     backward,
     both_forms,
@@ -35,10 +32,10 @@ from tests.support.parity import (
     original_form,
     square,
     vectors,
+    whole_gradients,
     wide_vectors,
 )
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import sample
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -47,6 +44,7 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.NO_SHARD,
 )
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 class Averages:
@@ -74,12 +72,6 @@ class Averages:
             output.copy_(total.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
 
 
-def _whole(model: FSDP) -> dict[str, Tensor]:
-    """Full gradients by name. Collective."""
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 # -- the contract
 
 
@@ -104,17 +96,19 @@ def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     hook, state = Averages(), list[int]()
     pair.model.register_comm_hook(state, hook)
-    for _ in range(3):
+    for _ in range(2):
         pair.step(one_backward)
+    with pair.model.no_sync():
+        square(pair.model, torch.ones(2, DIM)).backward()
+    pair.optim.zero_grad()
+    pair.step(one_backward)
     expected = []
     for group in pair.model._runtime.groups:
         numel, ranks = group.store.numel, group.shard.ranks
         expected.append((numel,) if ranks == 1 else (ranks * numel, numel))
     assert len(expected) == 4
-    assert sorted(hook.calls) == sorted(expected * 3)
-    assert state == list(range(12)), (
-        "the state that is handed over is the very one that was registered"
-    )
+    assert sorted(hook.calls) == sorted(expected * 3), "none under no_sync"
+    assert state == list(range(12)), "the registered state itself is passed"
     assert hook.dtypes == {FP32}
     # The hook gets the gradients of all wrapped parameters, with nothing but padding in between.
     whole = sum(call[0] for call in expected)
@@ -132,7 +126,6 @@ def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
 def test_result_of_the_hook_is_the_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    """The result of the hook is the gradient; nothing else sums or divides."""
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     pair.model.register_comm_hook(None, _nothing)
     group = pair.model._runtime.groups[0]
@@ -145,7 +138,7 @@ def test_result_of_the_hook_is_the_gradient(
             assert Kind.REDUCE not in axis.traffic.counts
             assert Kind.REPLICATE not in axis.traffic.counts
         square(pair.plain, x).backward()
-        grads = _whole(pair.model)
+        grads = whole_gradients(pair.model)
         for name, p in pair.plain.named_parameters():
             if strategy is NO_SHARD:
                 assert_close(grads[name], p.grad, name)  # this rank's own
@@ -189,64 +182,27 @@ def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> No
 
 def _trains_with(
     hook: Any,
-    *,
-    step: Any = one_backward,
-    build: Any = Stack,
-    units: Any = (Block,),
-    num_steps: int = 2,
+    build: Callable[[], nn.Module] = Stack,
+    units: Collection[type[nn.Module]] = (Block,),
+    step: Step | Sequence[Step] = one_backward,
     **options: Any,
 ) -> None:
-    batch = options.pop("batch", vectors)
     pair = make_pair(build, units, **options)
-    if isinstance(hook, type):
-        hook = hook()
     pair.model.register_comm_hook([], hook)
-    for _ in range(num_steps):
-        pair.step(step, batch=batch)
+    for _ in range(2):
+        pair.step(step)
 
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@on_ranks(2)
 def test_hook_may_replace_the_data_of_its_arguments(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    run_ranks(
-        2, _trains_with, _replaces_data, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
+    _trains_with(_replaces_data, sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
 # -- ways to train
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("pattern", ["ss", "snns"])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_accumulation_with_a_hook_adds_up_all_gradients(
-    strategy: ShardingStrategy, pattern: str, use_orig_params: bool
-) -> None:
-    step = partial(accumulates_mean, pattern)
-    run_ranks(
-        2,
-        _trains_with,
-        Averages,
-        step=step,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
-
-
-@on_ranks(2)
-def test_a_hook_is_not_called_under_no_sync() -> None:
-    model = make_pair(Stack).model
-    hook = Averages()
-    model.register_comm_hook([], hook)
-    with model.no_sync():
-        for _ in range(2):
-            square(model, torch.ones(2, DIM)).backward()
-    assert hook.calls == []
-    square(model, torch.ones(2, DIM)).backward()
-    assert len(hook.calls) == 4
 
 
 def _uses(inner: str, m: nn.Module, x: Tensor) -> Tensor:
@@ -259,24 +215,19 @@ def test_hook_works_with_nested_frozen_and_offloaded_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
-    _trains_with(Averages, build=partial(Stack, 2, Outer), units=(Outer, Block), **options)
-    _trains_with(
-        Averages, build=partial(chain, Lora, Lora), units=(Lora,), batch=wide_vectors, **options
-    )
-    _trains_with(Averages, cpu_offload=CPUOffload(offload_params=True), **options)
+    _trains_with(Averages(), partial(Stack, 2, Outer), (Outer, Block), **options)
+    _trains_with(Averages(), partial(chain, Lora, Lora), (Lora,), batch=wide_vectors, **options)
+    _trains_with(Averages(), cpu_offload=CPUOffload(offload_params=True), **options)
 
 
 @pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, True), (3, False)])
+@on_ranks("num_ranks", timeout=20)
 def test_hook_order_is_the_same_on_ranks_that_use_different_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:
-    options = {
-        "build": Switch,
-        "step": [partial(_uses, inner) for inner in ("a", "ab", "ab")[:num_ranks]],
-        "allow_unused_units": True,
-        "use_orig_params": use_orig_params,
-    }
-    run_ranks(num_ranks, _trains_with, Averages, timeout=20, **options)
+    steps = [partial(_uses, inner) for inner in ("a", "ab", "ab")[:num_ranks]]
+    options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
+    _trains_with(Averages(), Switch, step=steps, **options)
 
 
 def _in_shard_group(
@@ -311,7 +262,7 @@ def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
 
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"),
-    sample([(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)], 1, 2),
+    [(FULL_SHARD, True), (NO_SHARD, True)],
 )
 @on_ranks(2)
 def test_hook_gets_gradients_in_the_reduce_dtype(
@@ -337,53 +288,33 @@ def test_hook_gets_gradients_in_the_reduce_dtype(
             for model in (hooked, plain):
                 square(model, x).backward()
         assert hook.dtypes == {travels}
-        both = [
-            (p, q)
-            for p, q in zip(hooked.parameters(), plain.parameters(), strict=True)
-            if p.numel()
-        ]
-        assert {p.grad.dtype for p, _ in both} == {travels if keep else FP32}
-        for p, q in both:
-            eps = torch.finfo(travels).eps if travels is not FP32 else 1e-5
-            assert torch.allclose(
-                p.grad.float(),
-                q.grad.float(),
-                rtol=2 * eps,
-                atol=1e-4 if travels is not FP32 else 1e-6,
-            )
-
-
-class NotDivided(Averages):
-    """Gradients arrive as backward made them in any dtype, even 60,000 in fp16."""
-
-    def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
-        state.append(float(grad.max()))
-        super().__call__(state, grad, output)
-
-
-class GradientIs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
+        for p, q in zip(hooked.parameters(), plain.parameters(), strict=True):
+            if p.numel():
+                assert p.grad.dtype == (travels if keep else FP32)
+                low = travels is not FP32
+                rtol, atol = 2 * torch.finfo(travels).eps if low else 1e-5, 1e-4 if low else 1e-6
+                assert torch.allclose(p.grad.float(), q.grad.float(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @on_ranks(4)
 def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -> None:
+    """They arrive as backward made them in any dtype, even 60,000 in fp16."""
     sixty = float(torch.tensor(60000.0, dtype=FP16))
     model = FSDP(
         GradientIs(), sharding_strategy=strategy, mixed_precision=MixedPrecision(reduce_dtype=FP16)
     )
     model(torch.ones(8)).backward()  # without the hook gradients are divided on their way in
     model.zero_grad()
-    state: list[float] = []
-    model.register_comm_hook(state, NotDivided())
+    average = Averages()
+
+    def hook(state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
+        assert float(grad.max()) == sixty
+        average(state, grad, output)
+
+    model.register_comm_hook([], hook)
     model(torch.full((8,), 60000.0)).backward()
-    (grad,) = _whole(model).values()
-    assert [state[0], *sorted(set(grad.tolist()))] == [sixty, sixty]
+    assert whole_gradients(model)["weight"].tolist() == [sixty] * 8
 
 
 # -- the hooks of torch
@@ -415,13 +346,13 @@ def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) ->
     names = ("default", "fp16_compress_hook", "bf16_compress_hook")
     cases: list[tuple[str, str, Any, str]] = [
         (name, strategy, None, "sss")
-        for row, strategy in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+        for row, strategy in enumerate(STRATEGIES)
         for column, name in enumerate(names)
         if (row + column) % 2 == use_orig_params
     ]
     cases += [("default", strategy, bf16, "sss") for strategy in ("FULL_SHARD", "NO_SHARD")]
     cases += [("bf16_compress_hook", "FULL_SHARD", fp16, "sss")]
-    cases += [("default", strategy, None, "nsns") for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")]
+    cases += [("default", strategy, None, "nsns") for strategy in STRATEGIES]
     for name, strategy, precision, pattern in cases:
         options = {"strategy": strategy, "precision": precision, "pattern": pattern}
         train = partial(
@@ -429,28 +360,6 @@ def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) ->
         )
         with _without_streams():
             assert_as_torch(train, (name, options))
-
-
-@pytest.mark.parametrize("num_ranks", sample([1, 3], 1))
-@on_ranks("num_ranks")
-def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
-    for strategy, orig in itertools.product(
-        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)
-    ):
-        train = partial(
-            trained, fsdp_compat, strategy=strategy, use_orig_params=orig, pattern="sns"
-        )
-        expected = train()
-        for name, eps in (
-            ("default", 1e-5),
-            ("fp16_compress_hook", 2e-3),
-            ("bf16_compress_hook", 2e-2),
-        ):
-            with _without_streams():
-                got = train(prepare=partial(_registers, name))
-            for value, wanted in zip(got.values(), expected.values(), strict=True):
-                assert value.dtype == wanted.dtype
-                assert torch.allclose(value, wanted, rtol=eps, atol=eps), f"{name} with {strategy}"
 
 
 @on_ranks(2)
@@ -467,61 +376,28 @@ def test_hook_of_a_model_that_became_nested_is_kept() -> None:
     assert len(first.calls) == 1
 
 
-# -- copies and exceptions
-
-
-@on_ranks(2)
-def test_copy_has_the_hook_or_accepts_one() -> None:
-    pair = make_pair(Stack)
-    pair.model.register_comm_hook(None, _nothing)
-    for name, other in (
-        ("deepcopy", copy.deepcopy(pair.model)),
-        ("pickle", pickle.loads(pickle.dumps(pair.model))),
-    ):
-        square(other, torch.ones(2, DIM)).backward()
-        sevens = all(
-            torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values()
-        )
-        if sevens:
-            with pytest.raises(AssertionError, match="already"):
-                other.register_comm_hook(None, _nothing)
-        else:  # a copy without the hook can be given one
-            assert name == "pickle"
-            other.zero_grad()
-            other.register_comm_hook(None, _nothing)
-            square(other, torch.ones(2, DIM)).backward()
-            assert all(
-                torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values()
-            )
-
-
-class RaisesOnce(Averages):
-    def __init__(self, when: int) -> None:
-        super().__init__()
-        self.when = when
-
-    def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
-        self.when -= 1
-        if self.when == 0:
-            raise ValueError("the hook")
-        super().__call__(state, grad, output)
+# -- exceptions
 
 
 @pytest.mark.parametrize(
-    ("strategy", "use_orig_params"),
-    sample(
-        [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (FULL_SHARD, True), (NO_SHARD, False)], 1, 3
-    ),
+    ("strategy", "use_orig_params"), [(SHARD_GRAD_OP, True), (NO_SHARD, False)]
 )
+@pytest.mark.parametrize("when", [1, 3, 4])
 @on_ranks(2)
 def test_step_after_an_exception_in_a_hook_works(
-    strategy: ShardingStrategy, use_orig_params: bool
+    when: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    for when in (1, 3, 4):
-        pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
-        pair.model.register_comm_hook([], RaisesOnce(when))
-        with pytest.raises(ValueError, match="the hook"):
-            square(pair.model, torch.ones(2, DIM)).backward()
-        pair.optim.zero_grad()
-        pair.step(one_backward)
-        pair.step(one_backward, as_a_user=True)
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    average, calls = Averages(), itertools.count(1)
+
+    def hook(state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
+        if next(calls) == when:
+            raise ValueError("the hook")
+        average(state, grad, output)
+
+    pair.model.register_comm_hook([], hook)
+    with pytest.raises(ValueError, match="the hook"):
+        square(pair.model, torch.ones(2, DIM)).backward()
+    pair.optim.zero_grad()
+    pair.step(one_backward)
+    pair.step(one_backward, as_a_user=True)
