@@ -4,6 +4,7 @@ happened."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -35,7 +36,7 @@ def _build(kind: type[Fragile]) -> nn.Module:
     return chain(Block, kind, Block, Block)
 
 
-def _raise_in_forward(pair: Pair, error: type[BaseException]) -> None:
+def _raise_in_forward(error: type[BaseException], pair: Pair) -> None:
     fragile = _fragile(pair.model)
     fragile.fault_in_forward = error
     with pytest.raises(error, match="forward"):
@@ -43,58 +44,46 @@ def _raise_in_forward(pair: Pair, error: type[BaseException]) -> None:
     fragile.fault_in_forward = None
 
 
-def _raise_in_backward(pair: Pair) -> Tensor:
-    """Return the loss, whose graph still exists."""
+def _raise_in_backward(retry: bool, pair: Pair) -> None:
+    """retry: the backward, without another forward."""
     fragile = _fragile(pair.model)
     loss = square(pair.model, torch.randn(2, DIM))
     fragile.fault_in_backward = True
     with pytest.raises(ValueError, match="backward"):
         loss.backward(retain_graph=True)
     fragile.fault_in_backward = False
-    return loss
-
-
-any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
-
-
-@each_value
-@both_forms
-@both_strategies
-@any_kind
-@pytest.mark.parametrize(
-    "error", [ValueError, KeyboardInterrupt]
-)  # module hooks do not run for an interrupt
-@on_ranks(2)
-def test_training_goes_on_after_an_exception_in_forward(
-    error: type[BaseException],
-    kind: type[Fragile],
-    strategy: ShardingStrategy,
-    use_orig_params: bool,
-) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
-    for _ in range(2):
-        _raise_in_forward(pair, error)
+    if retry:
         pair.optim.zero_grad()
-        pair.step(one_backward)
+        loss.backward()
+
+
+FAULTS: dict[str, Callable[[Pair], None]] = {
+    "in forward": partial(_raise_in_forward, ValueError),
+    "interrupted": partial(_raise_in_forward, KeyboardInterrupt),  # module hooks do not run
+    "in backward": partial(_raise_in_backward, False),
+    "in backward, which is repeated": partial(_raise_in_backward, True),
+}
 
 
 @each_value
 @both_forms
 @both_strategies
-@any_kind
-@pytest.mark.parametrize("retry", [False, True])
+@pytest.mark.parametrize("kind", [Fragile, FragileInside])
+@pytest.mark.parametrize("fault", FAULTS)
 @on_ranks(2)
-def test_training_goes_on_after_an_exception_in_backward(
-    retry: bool, kind: type[Fragile], strategy: ShardingStrategy, use_orig_params: bool
+def test_states_are_right_and_training_goes_on_after_an_exception(
+    fault: str, kind: type[Fragile], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
     for _ in range(2):
-        loss = _raise_in_backward(pair)
-        if retry:  # without a forward
-            pair.optim.zero_grad()
-            loss.backward()
+        FAULTS[fault](pair)
+        pair.optim.zero_grad()
+        pair.assert_state_equal()
+        with FSDP.summon_full_params(pair.model):
+            pass
+        pair.assert_idle()
+        FAULTS[fault](pair)
         pair.optim.zero_grad()
         pair.step(one_backward)
 
@@ -129,28 +118,3 @@ def test_a_backward_repeated_after_an_exception_gives_its_own_gradients_only(
 
     for _ in range(3):
         pair.step(step)
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@on_ranks(2)
-def test_state_dicts_and_whole_parameters_are_right_after_an_exception(
-    where: str, use_orig_params: bool
-) -> None:
-    pair = train(
-        partial(_build, FragileInside),
-        (Block, Fragile),
-        num_steps=1,
-        use_orig_params=use_orig_params,
-    )
-    if where == "forward":
-        _raise_in_forward(pair, ValueError)
-    else:
-        _raise_in_backward(pair)
-        pair.optim.zero_grad()
-    pair.assert_state_equal()
-    with FSDP.summon_full_params(pair.model):
-        pass
-    pair.assert_idle()
-    pair.step(one_backward)

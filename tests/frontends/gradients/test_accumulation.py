@@ -22,7 +22,7 @@ from tests.support.parity import (
     no_sync,
     one_backward,
     square,
-    trains,
+    train,
 )
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -37,17 +37,16 @@ from tests.support.ranks import on_ranks, run_ranks
         (2, ShardingStrategy.FULL_SHARD),
         (2, ShardingStrategy.SHARD_GRAD_OP),
         (2, ShardingStrategy.NO_SHARD),
+        (4, ShardingStrategy.HYBRID_SHARD),
     ],
 )
+@on_ranks("num_ranks")
 def test_any_pattern_of_synchronised_backwards_adds_up_all_gradients(
     num_ranks: int, strategy: ShardingStrategy, pattern: str, use_orig_params: bool
 ) -> None:
+    replicas = 2 if strategy is ShardingStrategy.HYBRID_SHARD else 1
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(num_ranks, trains, Stack, step=partial(accumulates, pattern), num_steps=2, **options)
-
-
-def test_replicas_accumulate_too() -> None:
-    run_ranks(4, trains, Stack, step=partial(accumulates, "nns"), replicas=2)
+    train(Stack, step=partial(accumulates, pattern), replicas=replicas, **options)
 
 
 def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor) -> Tensor:
@@ -58,14 +57,10 @@ def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor) -> Tensor:
 
 
 @both_forms
+@on_ranks(2)
 def test_no_sync_applies_to_the_backward_not_the_forward(use_orig_params: bool) -> None:
-    run_ranks(
-        2,
-        trains,
-        Stack,
-        step=_forward_under_no_sync_backward_outside,
-        use_orig_params=use_orig_params,
-    )
+    step = _forward_under_no_sync_backward_outside
+    train(Stack, step=step, use_orig_params=use_orig_params)
 
 
 def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor) -> Tensor:
@@ -75,12 +70,11 @@ def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor) -> Tensor:
 
 
 @both_forms
+@on_ranks(2)
 def test_parameters_used_only_in_an_unsynchronised_backward_are_reduced_by_the_next_one(
     use_orig_params: bool,
 ) -> None:
-    run_ranks(
-        2, trains, Switch, step=_uses_a_unit_in_the_first_pass_only, use_orig_params=use_orig_params
-    )
+    train(Switch, step=_uses_a_unit_in_the_first_pass_only, use_orig_params=use_orig_params)
 
 
 @each_value
@@ -92,8 +86,7 @@ def test_zero_grad_drops_unsynchronised_gradients(
     set_to_none: bool, before: str, use_orig_params: bool
 ) -> None:
     """before: patterns of backwards whose gradients zero_grad drops."""
-    options = {"use_orig_params": use_orig_params}
-    pair = make_pair(Stack, **options)
+    pair = make_pair(Stack, use_orig_params=use_orig_params)
     for _ in range(3):
         batches = pair.batches()
         for x in batches:
@@ -114,8 +107,7 @@ def test_zero_grad_drops_unsynchronised_gradients(
 def test_zero_grad_clears_units_that_the_next_backward_does_not_use(
     set_to_none: bool, use_orig_params: bool
 ) -> None:
-    options = {"use_orig_params": use_orig_params}
-    pair = make_pair(Switch, **options)
+    pair = make_pair(Switch, use_orig_params=use_orig_params)
     for _ in range(2):
         batches = pair.batches()
         for x in batches:

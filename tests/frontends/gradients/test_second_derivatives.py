@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,16 @@ from fsdp_compat import ShardingStrategy
 from tests.support.models import Block, Stack
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
+    Step,
     backward,
     both_forms,
     both_strategies,
     make_pair,
     one_backward,
     square,
-    trains,
+    train,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 
 class Forces(nn.Module):
@@ -52,16 +52,32 @@ def _penalty_alone(m: nn.Module, x: Tensor) -> Tensor:
     return backward(grad.pow(2).mean())
 
 
+def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
+    """They leave those of parameters alone."""
+    x = x.requires_grad_()
+    (grad,) = torch.autograd.grad(square(m, x), x)
+    square(m, x).backward(inputs=[x])
+    assert x.grad is not None
+    return backward(square(m, x.detach())) + grad.sum() + x.grad.sum()
+
+
 @pairwise
 @both_forms
 @both_strategies
-@pytest.mark.parametrize("step", [_loss_and_penalty, _penalty_alone])
-def test_a_gradient_penalty_trains_as_unsharded(
-    step: Any, strategy: ShardingStrategy, use_orig_params: bool
+@pytest.mark.parametrize(
+    ("build", "step"),
+    [
+        (Stack, _loss_and_penalty),
+        (Stack, _penalty_alone),
+        (Stack, _takes_gradients_of_inputs),
+        (Forces, one_backward),
+    ],
+)
+@on_ranks(2)
+def test_derivatives_of_any_kind_train_as_unsharded(
+    build: type[nn.Module], step: Step, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    run_ranks(
-        2, trains, Stack, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
+    train(build, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
 def _creates_graph(m: nn.Module, x: Tensor) -> Tensor:
@@ -82,42 +98,7 @@ def _creates_graph(m: nn.Module, x: Tensor) -> Tensor:
 def test_backward_with_create_graph_trains_as_unsharded(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    pair = make_pair(Stack, **options)
-    for _ in range(3):
-        pair.step(
-            _creates_graph, idle=False
-        )  # a second backward could still come: full until the next forward
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for _ in range(3):  # a second backward could still come: full until the next forward
+        pair.step(_creates_graph, idle=False)
     pair.step(one_backward)
-
-
-def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    (grad,) = torch.autograd.grad(square(m, x), x)
-    square(m, x).backward(inputs=[x])
-    assert x.grad is not None
-    return backward(square(m, x.detach())) + grad.sum() + x.grad.sum()
-
-
-@each_value
-@both_forms
-@both_strategies
-def test_gradients_of_inputs_leave_those_of_parameters_alone(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(
-        2,
-        trains,
-        Stack,
-        step=_takes_gradients_of_inputs,
-        sharding_strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
-
-
-@both_forms
-@both_strategies
-def test_a_derivative_may_be_taken_inside_of_forward(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    run_ranks(2, trains, Forces, sharding_strategy=strategy, use_orig_params=use_orig_params)

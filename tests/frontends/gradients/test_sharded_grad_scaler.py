@@ -30,8 +30,8 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch
 from tests.support.models import DIM, Block, Named, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, both_forms
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.parity import assert_close, both_forms, seeded
+from tests.support.ranks import on_ranks
 
 both_shardings = pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
@@ -57,9 +57,8 @@ def _fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = [_sgd, _fused_sgd, _fused_adamw, _fused_adagrad]
-any_optimizer = pytest.mark.parametrize(
-    "make", OPTIMIZERS
-)  # fused ones take another path through the scaler
+# Fused ones take another path through the scaler.
+any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS)
 
 
 class Spiky(nn.Module):
@@ -82,8 +81,7 @@ def _scaler(**options: Any) -> ShardedGradScaler:
 
 
 def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
-    torch.manual_seed(0)
-    return FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return FSDP(seeded(build), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 @contextlib.contextmanager
@@ -100,15 +98,8 @@ def _reductions() -> Iterator[list[int]]:
         yield seen
 
 
-def _parameters(
-    *shapes: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, value: float = 1.0
-) -> list[nn.Parameter]:
-    return [
-        nn.Parameter(
-            torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=dtype)
-        )
-        for shape in shapes
-    ]
+def _parameters(*shapes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
 
 
 def _fill(parameters: list[nn.Parameter], scaler: ShardedGradScaler, value: float = 1.0) -> None:
@@ -139,18 +130,25 @@ def _spikes(step: int, rank: int, ranks: int) -> Tensor:
 SCALES = [1024, 512, 512, 1024, 512, 512, 1024]  # after each of 7 steps
 
 
-def _trains_as_unsharded(
-    make: Callable[..., torch.optim.Optimizer], clip: bool, kwargs: dict[str, Any]
-) -> list[float]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = _wrapped(Spiky, **kwargs)
-    torch.manual_seed(0)
-    plain = Spiky()
+@each_value
+@both_forms
+@both_shardings
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("make", [_sgd, _fused_adamw])
+@on_ranks("ranks")
+def test_training_with_skipped_steps_equals_the_unsharded_model(
+    make: Callable[..., torch.optim.Optimizer],
+    ranks: int,
+    clip: bool,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+) -> None:
+    kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    rank, model, plain = dist.get_rank(), _wrapped(Spiky, **kwargs), seeded(Spiky)
     optim, plain_optim = make(model.parameters()), make(plain.parameters())
-    scaler, plain_scaler = (
-        _scaler(),
-        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
-    )
+    scaler = _scaler()
+    plain_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     generator = torch.Generator().manual_seed(1)
     scales = []
     for step in range(len(SCALES)):
@@ -161,10 +159,8 @@ def _trains_as_unsharded(
         if clip:
             plain_scaler.unscale_(plain_optim)
             scaler.unscale_(optim)
-            norm, plain_norm = (
-                model.clip_grad_norm_(0.5),
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
-            )
+            norm = model.clip_grad_norm_(0.5)
+            plain_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             if step not in (1, 4):
                 assert_close(norm, plain_norm, "norm of the gradients")
         plain_scaler.step(plain_optim)
@@ -182,45 +178,13 @@ def _trains_as_unsharded(
         optim.zero_grad()
     for name, value in model.state_dict().items():
         assert_close(value, plain.state_dict()[name], name)
-    return scales
-
-
-@each_value
-@both_forms
-@both_shardings
-@pytest.mark.parametrize(
-    ("make", "clip"), [(_sgd, False), (_sgd, True), (_fused_adamw, False), (_fused_adamw, True)]
-)
-def test_training_with_skipped_steps_equals_the_unsharded_model(
-    make: Callable[..., torch.optim.Optimizer],
-    clip: bool,
-    strategy: ShardingStrategy,
-    use_orig_params: bool,
-) -> None:
-    kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    assert run_ranks(2, _trains_as_unsharded, make, clip, kwargs) == [SCALES] * 2
-
-
-@each_value
-@both_forms
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_training_with_skipped_steps_equals_the_unsharded_model_on_1_and_4_ranks(
-    ranks: int, use_orig_params: bool
-) -> None:
-    for make in (_sgd, _fused_adamw):
-        assert (
-            run_ranks(
-                ranks, _trains_as_unsharded, make, False, {"use_orig_params": use_orig_params}
-            )
-            == [SCALES] * ranks
-        )
+    assert scales == SCALES
 
 
 def _trained_in_half(strategy: str, use_orig_params: bool, library: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
     cls = library.FullyShardedDataParallel
     model = cls(
-        Stack(),
+        seeded(Stack),
         auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
         sharding_strategy=library.ShardingStrategy[strategy],
         mixed_precision=library.MixedPrecision(
@@ -261,11 +225,22 @@ def test_half_precision_training_equals_torch(strategy: str, use_orig_params: bo
 # -- one rank has a non-finite gradient
 
 
-def _skips_together(
-    make: Callable[..., torch.optim.Optimizer], at_once: bool, kwargs: dict[str, Any]
+@each_value
+@both_forms
+@both_shardings
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@any_optimizer
+@on_ranks("ranks")
+def test_a_non_finite_gradient_on_any_rank_skips_the_step_on_all_ranks(
+    make: Callable[..., torch.optim.Optimizer],
+    ranks: int,
+    at_once: bool,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = _wrapped(Spiky, **kwargs)
+    kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    rank, model = dist.get_rank(), _wrapped(Spiky, **kwargs)
     optim = make(model.parameters())
     scaler = _scaler(growth_interval=100)
     for bad in range(2 * ranks):
@@ -288,29 +263,14 @@ def _skips_together(
     assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-@each_value
-@both_forms
-@both_shardings
-@pytest.mark.parametrize("make", [_sgd, _fused_adamw])
-def test_a_non_finite_gradient_on_any_rank_skips_the_step_on_all_ranks(
-    make: Callable[..., torch.optim.Optimizer], strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    for at_once in (False, True):
-        run_ranks(2, _skips_together, make, at_once, kwargs)
-
-
-@any_optimizer
-def test_a_non_finite_gradient_on_one_of_four_ranks_skips_the_step_on_all(
-    make: Callable[..., torch.optim.Optimizer],
-) -> None:
-    run_ranks(4, _skips_together, make, True, {"use_orig_params": True})
-
-
-def _unit_smaller_than_the_ranks(
+@pytest.mark.parametrize(
+    ("make", "use_orig_params"),
+    [(make, number % 2 == 0) for number, make in enumerate(OPTIMIZERS)] + [(_sgd, False)],
+)
+@on_ranks(4)
+def test_ranks_with_empty_shards_take_part(
     make: Callable[..., torch.optim.Optimizer], use_orig_params: bool
-) -> list[int]:
-    """Return the number of elements that each rank has."""
+) -> None:
     model = FSDP(nn.Linear(1, 1), use_orig_params=use_orig_params)
     optim = make(model.parameters())
     scaler = _scaler(growth_interval=100)
@@ -328,25 +288,14 @@ def _unit_smaller_than_the_ranks(
             same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
         assert same == [bad] * len(same)
         assert scaler.get_scale() == (scale / 2 if bad else scale)
-    return sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("make", "use_orig_params"),
-    [(make, number % 2 == 0) for number, make in enumerate(OPTIMIZERS)] + [(_sgd, False)],
-)
-def test_ranks_with_empty_shards_take_part(
-    make: Callable[..., torch.optim.Optimizer], use_orig_params: bool
-) -> None:
-    numels = run_ranks(4, _unit_smaller_than_the_ranks, make, use_orig_params)
     if use_orig_params:
-        assert numels == [1, 1, 0, 0]
+        assert sum(p.numel() for p in model.parameters()) == (1, 1, 0, 0)[dist.get_rank()]
 
 
 @any_optimizer
 @on_ranks(4)
 def test_ranks_without_gradients_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
-    parameters = _parameters(3, (0,))
+    parameters = _parameters(3, 0)
     optim, scaler = make(parameters), _started(growth_interval=100)
     for bad, expected in ((True, 512), (False, 512), (True, 256)):
         before = parameters[0].detach().clone()
@@ -361,27 +310,8 @@ def test_ranks_without_gradients_take_part(make: Callable[..., torch.optim.Optim
         assert torch.equal(parameters[0], before) is (bad or dist.get_rank() != 1)
 
 
-@any_optimizer
 @on_ranks(2)
-def test_each_step_of_an_optimizer_reduces_one_number(
-    make: Callable[..., torch.optim.Optimizer],
-) -> None:
-    parameters = _parameters(*range(1, 30), dtype=torch.float32) + _parameters(
-        *range(1, 30), dtype=torch.float64
-    )
-    optim, scaler = make(parameters), _started()
-    for unscale in (True, False):
-        _fill(parameters, scaler)
-        with _reductions() as seen:
-            if unscale:
-                scaler.unscale_(optim)
-            scaler.step(optim)
-            scaler.update()
-        assert seen == [1]
-
-
-@on_ranks(2)
-def test_gradients_of_several_dtypes_are_unscaled_and_checked() -> None:
+def test_gradients_of_several_dtypes_are_unscaled_and_checked_by_one_number() -> None:
     dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
     parameters = [p for dtype in dtypes for p in _parameters(2, dtype=dtype)]
     optim, scaler = torch.optim.SGD(parameters, 0.5), _started(growth_interval=100)
@@ -392,15 +322,15 @@ def test_gradients_of_several_dtypes_are_unscaled_and_checked() -> None:
             gradient = parameters[bad].grad
             assert gradient is not None
             gradient[1] = float("-inf")
-        scaler.unscale_(optim)
-        for index, p in enumerate(parameters):
-            assert p.grad is not None and p.grad.dtype is dtypes[index]
-            assert p.grad.tolist() == [
-                1.0,
-                float("-inf") if bad == index and dist.get_rank() == 1 else 1.0,
-            ]
-        scaler.step(optim)
-        scaler.update()
+        with _reductions() as seen:
+            scaler.unscale_(optim)
+            for index, p in enumerate(parameters):
+                assert p.grad is not None and p.grad.dtype is dtypes[index]
+                last = float("-inf") if bad == index and dist.get_rank() == 1 else 1.0
+                assert p.grad.tolist() == [1.0, last]
+            scaler.step(optim)
+            scaler.update()
+        assert seen == [1]
         wanted = [old - 0.5 if bad is None else old for old in before]
         assert all(torch.equal(p, value) for p, value in zip(parameters, wanted, strict=True))
         assert scaler.get_scale() == 1024 / 2 ** (0 if bad is None else bad + 1)
@@ -432,7 +362,8 @@ def test_each_optimizer_is_skipped_separately_and_the_scale_shrinks_once(
         assert scaler.get_scale() == expected
 
 
-def _groups_apart() -> float:
+@on_ranks(4)
+def test_only_ranks_of_the_process_group_agree_on_a_step() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     scaler = _started(process_group=groups[rank % 2])
@@ -444,25 +375,7 @@ def _groups_apart() -> float:
     scaler.step(optim)
     scaler.update()
     assert torch.equal(parameters[0], torch.ones(2)) is (rank % 2 == 0)
-    return scaler.get_scale()
-
-
-def test_only_ranks_of_the_process_group_agree_on_a_step() -> None:
-    assert run_ranks(4, _groups_apart) == [512, 1024, 512, 1024]
-
-
-@any_optimizer
-@on_ranks(1)
-def test_a_single_rank_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
-    parameters = _parameters(2)
-    optim, scaler = make(parameters), _started()
-    with _reductions() as seen:
-        for bad in (True, False):
-            _fill(parameters, scaler, float("inf") if bad else 1.0)
-            scaler.step(optim)
-            scaler.update()
-            assert torch.equal(parameters[0], torch.ones(2)) is bad
-    assert seen == []
+    assert scaler.get_scale() == (1024 if rank % 2 else 512)
 
 
 @any_optimizer
@@ -470,11 +383,8 @@ def test_a_single_rank_sends_nothing(make: Callable[..., torch.optim.Optimizer])
 def test_a_disabled_scaler_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
     if dist.get_rank() == 0:  # the other rank does not take part
         parameters = _parameters(2)
-        optim, scaler, loss = (
-            make(parameters),
-            ShardedGradScaler("cpu", enabled=False),
-            torch.tensor(2.0),
-        )
+        optim, loss = make(parameters), torch.tensor(2.0)
+        scaler = ShardedGradScaler("cpu", enabled=False)
         parameters[0].grad = torch.ones(2)
         assert scaler.scale(loss) is loss
         scaler.unscale_(optim)
@@ -535,21 +445,6 @@ def test_the_default_group_is_looked_up_on_first_use() -> None:
     assert scaler.get_scale() == 512
 
 
-@on_ranks(1)
-def test_gradients_are_unscaled_once_per_step() -> None:
-    parameters = _parameters(2)
-    optim, scaler = _sgd(parameters), _started()
-    _fill(parameters, scaler)
-    scaler.unscale_(optim)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optim)
-    scaler.step(optim)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(optim)
-    with pytest.raises(RuntimeError, match="after step"):
-        scaler.unscale_(optim)
-
-
 # -- without process groups
 
 
@@ -588,14 +483,7 @@ def test_update_sets_a_new_scale(new_scale: Any) -> None:
 def test_the_default_scaler_warns_and_is_disabled_without_cuda() -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = ShardedGradScaler()
-    loss, parameters = torch.tensor(2.0), _parameters(2)
-    optim = _sgd(parameters)
-    parameters[0].grad = torch.ones(2)
-    assert scaler.scale(loss) is loss
-    scaler.step(optim)
-    scaler.update()
     assert not scaler.is_enabled()
-    assert parameters[0].tolist() == pytest.approx([0.9, 0.9])
 
 
 # -- an accelerator, in tensors that have a device and no values
@@ -604,11 +492,8 @@ def test_the_default_scaler_warns_and_is_disabled_without_cuda() -> None:
 @pytest.mark.parametrize(
     ("backends", "device", "sent_from"),
     [
-        (
-            "meta:nccl",
-            "cpu",
-            "meta",
-        ),  # a CPU tensor cannot move to "cuda" without CUDA, even in this simulation
+        # A CPU tensor cannot move to "cuda" without CUDA, even in this simulation.
+        ("meta:nccl", "cpu", "meta"),
         ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda"),
         ("cpu:gloo", "cuda", "cpu"),

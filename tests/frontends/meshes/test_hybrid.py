@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ from tests.support.parity import (
     square,
     whole_gradients,
 )
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
 MESHES = [(4, 1), (2, 2), (1, 4), (2, 1), (1, 2)]  # (replicas, shards)
@@ -115,14 +114,28 @@ def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> N
             )
 
 
-def _trains(
-    ways: list[Callable[..., dict[str, Any]]],
-    mesh: tuple[int, int],
-    strategy: ShardingStrategy,
-    **options: Any,
+@pytest.mark.parametrize(
+    ("mesh", "num_ranks", "strategy", "use_orig_params"),
+    [
+        ((2, 2), 4, HYBRID, False),
+        ((2, 2), 4, HYBRID_ZERO2, True),
+        ((4, 1), 4, HYBRID, False),
+        ((1, 4), 4, HYBRID_ZERO2, True),
+        ((2, 1), 2, HYBRID_ZERO2, True),
+        ((1, 2), 2, HYBRID, False),
+    ],
+)
+@on_ranks("num_ranks")
+def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
+    mesh: tuple[int, int], num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
+    """Every way to give a mesh is tried with (2, 2), and one way with each other mesh."""
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    ways = WAYS[int(use_orig_params) :: 2]
+    if mesh != (2, 2):
+        ways = [ways[MESHES.index(mesh) % len(ways)]]
     for way in ways:
-        pair = make_pair(Everything, UNITS, sharding_strategy=strategy, **way(*mesh), **options)
+        pair = make_pair(Everything, UNITS, **way(*mesh), **options)
         for pattern in ("s", "sns") if way is ways[0] else ("sns",):
             pair.backwards(partial(accumulates, pattern))
             _assert_equal_on_all_ranks(
@@ -139,47 +152,19 @@ def _trains(
         )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "strategy", "use_orig_params"),
-    [
-        ((2, 2), HYBRID, False),
-        ((2, 2), HYBRID_ZERO2, True),
-        ((4, 1), HYBRID, False),
-        ((1, 4), HYBRID_ZERO2, True),
-        ((2, 1), HYBRID_ZERO2, True),
-        ((1, 2), HYBRID, False),
-    ],
-)
-def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
-    mesh: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """Every way to give a mesh is tried with (2, 2), and one way with each other mesh."""
-    ways = WAYS[int(use_orig_params) :: 2]
-    if mesh != (2, 2):
-        ways = [ways[MESHES.index(mesh) % len(ways)]]
-    run_ranks(mesh[0] * mesh[1], _trains, ways, mesh, strategy, use_orig_params=use_orig_params)
-
-
 # -- the resulting mesh
 
 
-def _groups_of(mesh: tuple[int, int]) -> dict[str, list[int]]:
-    """The ranks in the public process group, by the way in which the mesh was given."""
-    found = {}
+@pytest.mark.parametrize(("mesh", "num_ranks"), [((2, 2), 4), ((1, 4), 4), ((2, 1), 2)], ids=str)
+@on_ranks("num_ranks")
+def test_process_group_is_the_shard_group(mesh: tuple[int, int], num_ranks: int) -> None:
+    (replicas, shards), rank = mesh, dist.get_rank()
+    first = rank // shards * shards
     for way in WAYS:
         model = FSDP(Stack(), sharding_strategy=HYBRID, **way(*mesh))
-        found[way.__name__] = sorted(dist.get_process_group_ranks(model.process_group))
-    return found
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (2, 1)], ids=str)
-def test_process_group_is_the_shard_group(mesh: tuple[int, int]) -> None:
-    replicas, shards = mesh
-    for rank, found in enumerate(run_ranks(replicas * shards, _groups_of, mesh)):
-        first = rank // shards * shards
-        backwards = list(range(rank % replicas, replicas * shards, replicas))
-        expected = {way.__name__: list(range(first, first + shards)) for way in WAYS}
-        assert found == {**expected, "_backwards": backwards}
+        found = sorted(dist.get_process_group_ranks(model.process_group))
+        backwards = list(range(rank % replicas, num_ranks, replicas))
+        assert found == (backwards if way is _backwards else list(range(first, first + shards)))
 
 
 @on_ranks(4)
@@ -246,16 +231,15 @@ def test_a_mesh_of_one_dimension_is_one_copy(use_orig_params: bool) -> None:
                 device_id=torch.device("cpu"),
                 **_one_dimension(1, 2),
             )
-        pairs = []
+        states = []
         for way in (_one_dimension, _as_mesh):
             options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
             pair = make_pair(Everything, UNITS, **options, **way(1, 2))
-            pairs.append(pair)
             for _ in range(2):
                 pair.step()
             assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
-        one, two = (pair.model.state_dict() for pair in pairs)
-        assert all(torch.equal(value, two[name]) for name, value in one.items())
+            states.append(pair.model.state_dict())
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 # -- mixed precision
@@ -283,37 +267,6 @@ def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
         model(rows[dist.get_rank()][None]).sum().backward()
         with type(model).summon_full_params(model, writeback=False, with_grads=True):
             assert torch.equal(linear.weight.grad[0], rows.float().mean(0).bfloat16()), mesh
-
-
-# -- beside other strategies
-
-
-def _hybrid_inside(hybrid: dict[str, Any], module: nn.Module) -> bool | dict[str, Any]:
-    if isinstance(module, Outer):
-        return hybrid
-    return {"sharding_strategy": NO_SHARD} if isinstance(module, Inner) else False
-
-
-@original_form
-@on_ranks(4)
-def test_hybrid_units_train_beside_units_of_other_meshes(use_orig_params: bool) -> None:
-    for mesh in ((2, 2),) if use_orig_params else ((4, 1), (1, 4)):
-        policy = CustomPolicy(
-            partial(_hybrid_inside, {"sharding_strategy": HYBRID, **_as_mesh(*mesh)})
-        )
-        pair = make_pair(
-            partial(Stack, 2, Outer),
-            set(),
-            auto_wrap_policy=policy,
-            use_orig_params=use_orig_params,
-        )
-        strategies = [unit.sharding_strategy for unit in FSDP.fsdp_modules(pair.model)]
-        assert strategies == [
-            FULL_SHARD,
-            *[HYBRID, *[NO_SHARD] * 2] * 2,
-        ]
-        for pattern in ("s", "ns"):
-            pair.step(partial(accumulates, pattern), as_a_user=pattern == "ns")
 
 
 # -- checkpoints
@@ -380,7 +333,14 @@ def _three_units() -> nn.Module:
     return chain(*[partial(chain, linear, linear)] * 3)
 
 
-def _sends(mesh: tuple[int, int], way: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "num_ranks"), [(mesh, mesh[0] * mesh[1]) for mesh in MESHES], ids=str
+)
+@on_ranks("num_ranks")
+def test_a_step_sends_no_more_than_the_formula_says_and_no_sync_reduces_nothing(
+    mesh: tuple[int, int], num_ranks: int
+) -> None:
+    way = (_as_mesh, _as_groups, _node_by_node)[MESHES.index(mesh) % 3]
     for strategy in (HYBRID, HYBRID_ZERO2):
         model = FSDP(
             _three_units(),
@@ -407,11 +367,3 @@ def _sends(mesh: tuple[int, int], way: Callable[..., dict[str, Any]]) -> None:
                 assert {kind for kind, _ in sent} <= {"GATHER"}
             elif number:  # the first step does not know the order
                 assert sorted(sent) == sorted(expected.items()), "the units share their axes"
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_step_sends_no_more_than_the_formula_says_and_no_sync_reduces_nothing(
-    mesh: tuple[int, int],
-) -> None:
-    way = (_as_mesh, _as_groups, _node_by_node)[MESHES.index(mesh) % 3]
-    run_ranks(mesh[0] * mesh[1], _sends, mesh, way)

@@ -198,35 +198,18 @@ def found() -> Found:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_constructing_takes_the_same_steps_for_8_ranks_and_for_16384(
+def test_constructing_and_training_take_the_same_steps_for_8_ranks_and_for_16384(
     found: Found, use_orig_params: bool
 ) -> None:
     few, many = (found.costs[use_orig_params, 0, ranks] for ranks in WORLD_SIZES)
-    assert few.shard_numel == 2**26 + 2**13
-    assert many.shard_numel == 2**15 + 2**2
+    assert (few.shard_numel, many.shard_numel) == (2**26 + 2**13, 2**15 + 2**2)
     assert many.constructing == few.constructing
-    few, many = (
-        found.costs[use_orig_params, -1, ranks] for ranks in WORLD_SIZES
-    )  # which hold parts of more, or fewer, parameters
-    assert many.constructing <= few.constructing
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_training_step_takes_the_same_steps_for_8_ranks_and_for_16384(
-    found: Found, use_orig_params: bool
-) -> None:
-    few, many = (found.costs[use_orig_params, 0, ranks] for ranks in WORLD_SIZES)
     assert many.stepping == few.stepping
+    assert many.tensors == few.tensors
+    # The last ranks hold parts of more, or fewer, parameters.
     few, many = (found.costs[use_orig_params, -1, ranks] for ranks in WORLD_SIZES)
+    assert many.constructing <= few.constructing
     assert many.stepping <= few.stepping
-
-
-@pytest.mark.parametrize("rank", [0, -1])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_as_many_tensors_are_alive_with_8_ranks_as_with_16384(
-    found: Found, use_orig_params: bool, rank: int
-) -> None:
-    few, many = (found.costs[use_orig_params, rank, ranks] for ranks in WORLD_SIZES)
     assert many.tensors == few.tensors
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,34 +37,22 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.parity import Pair, backward, sgd, whole
+from tests.support.models import DIM, Block
+from tests.support.parity import Pair, backward, flat_form, original_form, seeded, sgd, whole
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import TEST_ALL, sample
 
-DIM, LENGTH = 8, 8
+LENGTH = 8
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
+SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID = ShardingStrategy.HYBRID_SHARD
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 12), nn.Linear(12, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,8 +87,7 @@ Plan = Callable[[Net, DeviceMesh], None]
 
 
 def network(dtype: torch.dtype = torch.float64) -> Net:
-    torch.manual_seed(0)
-    return Net().to(dtype)
+    return seeded(Net).to(dtype)
 
 
 def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
@@ -139,7 +125,7 @@ class TwoDimensional(Pair):
             FSDP(
                 model,
                 device_mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"],
-                auto_wrap_policy=ModuleWrapPolicy({Mlp}) if wrapped else None,
+                auto_wrap_policy=ModuleWrapPolicy({Block}) if wrapped else None,
                 **options,
             ),
             optimizer=lambda parameters: optimizer([p for p in parameters if p.requires_grad]),
@@ -164,6 +150,7 @@ class TwoDimensional(Pair):
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    """A step in the dtype of the model."""
     return backward(model(x).pow(2).mean())
 
 
@@ -174,16 +161,9 @@ def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
         yield {clean_name(name): p for name, p in model.named_parameters()}
 
 
-def in_forms(forms: Sequence[bool], function: Callable[..., None], *arguments: Any) -> None:
-    """Call with each value of use_orig_params, in one call of run_ranks: DTensor plans each of its
-    operations once a call, which takes most of the time."""
-    for use_orig_params in forms:
-        with about(f"use_orig_params={use_orig_params}"):
-            function(*arguments, use_orig_params)
-
-
 def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
-    """Call all functions, in one call of run_ranks."""
+    """Call all functions, in one call of run_ranks: DTensor plans each of its operations once a
+    call, which takes most of the time."""
     for function in functions:
         with about(function.__name__.strip("_")):
             function(*arguments)
@@ -217,7 +197,9 @@ def _trains(plan: Plan, use_orig_params: bool) -> None:
                 pair.step(mean_square)
 
 
-def _trains_hybrid(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(4)
+def test_a_third_dimension_may_hold_replicas(use_orig_params: bool) -> None:
     pair = TwoDimensional(
         whole_sequence,
         shape=(2, 1, 2) if use_orig_params else (1, 2, 2),
@@ -232,10 +214,6 @@ def _trains_hybrid(use_orig_params: bool) -> None:
     ]
     assert_equal(norms[1], norms[0], "norm")
     pair.update()
-
-
-def test_a_third_dimension_may_hold_replicas() -> None:
-    run_ranks(4, in_forms, sample((False, True), 1), _trains_hybrid)
 
 
 FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("blocks.0.down.bias",)]
@@ -266,7 +244,9 @@ def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumula
     run_ranks(4, in_one_call, functions, plan, use_orig_params, timeout=120)
 
 
-def _evaluates_between_steps(use_orig_params: bool) -> None:
+@original_form
+@on_ranks(2)
+def test_evaluation_sees_new_weights(use_orig_params: bool) -> None:
     pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
     x = torch.randn(3, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for context in (torch.no_grad, torch.inference_mode):
@@ -275,14 +255,19 @@ def _evaluates_between_steps(use_orig_params: bool) -> None:
         pair.step(mean_square)
 
 
-def test_evaluation_sees_new_weights() -> None:
-    run_ranks(2, in_forms, sample((False, True), 1), _evaluates_between_steps)
-
-
 # -- clipping
 
 
-def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
+@flat_form
+@pytest.mark.parametrize(
+    ("plan", "frozen"),
+    [(blocks_only, FROZEN[1]), (whole_sequence, ())],
+    ids=["partly frozen", "all"],
+)
+@on_ranks(4)
+def test_gradient_norms_equal_the_unsharded_model(
+    plan: Plan, frozen: tuple[str, ...], use_orig_params: bool
+) -> None:
     pair = TwoDimensional(plan, frozen=frozen, use_orig_params=use_orig_params)
 
     def by_torch(max_norm: float, norm_type: float) -> Tensor:
@@ -297,15 +282,6 @@ def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
             assert expected > 1e-3
             assert_equal(whole(clip(max_norm, norm_type)), expected, f"norm {norm_type}")
             pair.update()
-
-
-@pytest.mark.parametrize(
-    ("plan", "frozen"),
-    [(blocks_only, FROZEN[1]), (whole_sequence, ())],
-    ids=["partly frozen", "all"],
-)
-def test_gradient_norms_equal_the_unsharded_model(plan: Plan, frozen: tuple[str, ...]) -> None:
-    run_ranks(4, in_forms, sample((False, True), 0), _clips, plan, frozen)
 
 
 # -- states and whole parameters
@@ -406,7 +382,7 @@ def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) ->
         model,
         process_group=mesh["dp"].get_group() if kind == "boxes" else None,
         device_mesh=mesh["dp"] if kind == "mesh" else None,
-        auto_wrap_policy=ModuleWrapPolicy({Mlp}),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=use_orig_params,
     )
 
@@ -525,7 +501,9 @@ def test_sharded_optimizer_state_values_cover_the_full_parameters(
                 assert torch.equal(found[name]["momentum_buffer"], value), (kind, target, name)
 
 
-def _copies(use_orig_params: bool) -> None:
+@flat_form
+@on_ranks(2)
+def test_a_copy_trains_on_its_own(use_orig_params: bool) -> None:
     pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
     pair.step(mean_square)
     second, before = copy.deepcopy(pair.model), pair.model.state_dict()
@@ -541,7 +519,3 @@ def _copies(use_orig_params: bool) -> None:
     pair.model, pair.optim = second, torch.optim.SGD(second.parameters(), 0.1)
     pair.plain_optim = torch.optim.SGD(pair.plain.parameters(), 0.1)
     pair.step(mean_square)
-
-
-def test_a_copy_trains_on_its_own() -> None:
-    run_ranks(2, in_forms, sample((False, True), 0), _copies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, RecomputesBlocks, Reuse, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, both_forms
+from tests.support.parity import assert_close, assert_same_values, both_forms, no_sync, seeded
 from tests.support.ranks import on_ranks
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9)}
@@ -31,17 +32,19 @@ def batch(seed: int) -> Tensor:
 def train(model: nn.Module, in_backward: bool, num_steps: int = 3) -> None:
     optim = None if in_backward else torch.optim.Adam(model.parameters(), **ADAM)
     for seed in range(num_steps):
-        if hasattr(model, "no_sync") and seed == 1:
-            with model.no_sync():
+        if seed == 1:
+            with no_sync(model):
                 model(batch(7)).pow(2).mean().backward()
-        elif seed == 1:
-            model(batch(7)).pow(2).mean().backward()
         model(batch(seed)).pow(2).mean().backward()
         if optim is None:
             assert all(p.grad is None for p in model.parameters())
         else:
             optim.step()
             optim.zero_grad()
+
+
+def assert_same_state(model: FSDP, plain: nn.Module, what: str) -> None:
+    assert_same_values(model.state_dict(), plain.state_dict(), what)
 
 
 @each_value
@@ -59,8 +62,7 @@ def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_pa
         (lambda: RecomputesBlocks(Block, False), {"sharding_strategy": ShardingStrategy.NO_SHARD}),
     ]
     for build, options in cases:
-        torch.manual_seed(0)
-        plain = build()
+        plain = seeded(build)
         model = FSDP(
             copy.deepcopy(plain),
             auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -70,16 +72,12 @@ def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_pa
         _apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), ADAM)
         train(model, in_backward=True)
         train(plain, in_backward=False)
-        for name, value in plain.state_dict().items():
-            assert_close(
-                model.state_dict()[name], value, f"{name} of {type(plain).__name__}, {options}"
-            )
+        assert_same_state(model, plain, f"{type(plain).__name__}, {options}")
 
 
 @on_ranks(2)
 def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:
-    torch.manual_seed(0)
-    inner = Stack(2)
+    inner = seeded(partial(Stack, 2))
     ours = FSDP(
         copy.deepcopy(inner), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
     )
@@ -105,8 +103,7 @@ def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:
 @both_forms
 @on_ranks(2)
 def test_optimizers_from_before_wrapping_go_on_or_are_refused(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    inner = Stack(2)
+    inner = seeded(partial(Stack, 2))
     plain = copy.deepcopy(inner)
     _apply_optimizer_in_backward(torch.optim.Adam, inner.parameters(), ADAM)
     if not use_orig_params:
@@ -116,5 +113,4 @@ def test_optimizers_from_before_wrapping_go_on_or_are_refused(use_orig_params: b
     model = FSDP(inner, use_orig_params=True)
     train(model, in_backward=True)
     train(plain, in_backward=False)
-    for name, value in plain.state_dict().items():
-        assert_close(model.state_dict()[name], value, name)
+    assert_same_state(model, plain, "after training")
