@@ -271,6 +271,7 @@ def runs_programs(first: int, num: int, shape: tuple[int, ...]) -> None:
         (200, at_most(1, of_all=10), (1,)),
         (300, at_most(1, of_all=10), (3,)),
         (500, at_most(1, of_all=10), (2, 2)),
+        (600, at_most(2, of_all=10), (4,)),
     ],
     ids=str,
 )
