@@ -91,14 +91,8 @@ class ShardedGradScaler(GradScaler):
             _refuse_number("init_scale", init_scale, "a finite factor > 0", 0, _INFINITE)
             _refuse_number("backoff_factor", backoff_factor, "0 < factor < 1", 0, 1)
             _refuse_number("growth_factor", growth_factor, "a finite factor > 1", 1, math.inf)
-            _refuse_number(
-                "growth_interval",
-                growth_interval,
-                "a whole number of steps > 0",
-                0,
-                math.inf,
-                Integral,
-            )
+            steps = "a whole number of steps > 0"
+            _refuse_number("growth_interval", growth_interval, steps, 0, math.inf, Integral)
             _refuse_group(process_group)
         super().__init__(
             _device_type(device),
@@ -198,12 +192,7 @@ class ShardedGradScaler(GradScaler):
         """
         self._refuse_call("update")
         if new_scale is not None and self.is_enabled():
-            new_scale = _checked_scale(new_scale)
-            new_scale = (
-                new_scale.reshape(()).to(self._device)
-                if isinstance(new_scale, torch.Tensor)
-                else new_scale
-            )
+            new_scale = _checked_scale(new_scale, self._device)
         super().update(new_scale)
 
     def _unscale_grads_(
@@ -283,7 +272,7 @@ def _as_unfused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         attributes[name] = True
 
 
-def _checked_scale(new_scale: float | torch.Tensor) -> float | torch.Tensor:
+def _checked_scale(new_scale: float | torch.Tensor, device: str) -> float | torch.Tensor:
     if isinstance(new_scale, torch.Tensor):
         good = (
             new_scale.numel() == 1 and not new_scale.requires_grad and new_scale.is_floating_point()
@@ -295,7 +284,9 @@ def _checked_scale(new_scale: float | torch.Tensor) -> float | torch.Tensor:
         expected = "a finite number > 0, or a floating-point tensor of one, without grad"
         where = "ShardedGradScaler.update"
         raise unusable("new_scale", expected, new_scale, where, "pass the same number on all ranks")
-    return new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale)
+    if isinstance(new_scale, torch.Tensor):
+        return new_scale.reshape(()).to(device)
+    return float(new_scale)
 
 
 def _device_type(device: Any) -> str:

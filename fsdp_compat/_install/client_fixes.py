@@ -64,17 +64,12 @@ def _clean_parameter_names(model: nn.Module) -> Iterator[None]:
         del model.named_parameters
 
 
-@contextlib.contextmanager
-def _full_state_dicts_on_all_ranks(model: nn.Module) -> Iterator[None]:
+def _full_state_dicts_on_all_ranks(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """With ``rank0_only`` the other ranks would find no names to load."""
-    settings = FullyShardedDataParallel.get_state_dict_type(model)
-    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        with FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
-        ):
-            yield
-    else:
-        yield
+    kind = FullyShardedDataParallel.get_state_dict_type(model).state_dict_type
+    if kind is not StateDictType.FULL_STATE_DICT:
+        return contextlib.nullcontext()
+    return FullyShardedDataParallel.state_dict_type(model, kind, FullStateDictConfig())
 
 
 # -- Accelerate

@@ -127,7 +127,7 @@ def contents() -> dict[str, dict[str, Any]]:
         "_unshard_param_utils": {
             "FLAT_PARAM": front_end.FLAT_PARAM,
             "_get_module_fsdp_state": private.module_state,
-            "_unshard_params": private.unshard_params,
+            "_unshard_params": front_end.FullyShardedDataParallel.summon_full_params,
             "_unshard_params_for_summon": private.summoned,
         },
     }

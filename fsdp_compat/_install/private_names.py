@@ -100,25 +100,11 @@ def reshard(
         of.reshard(free_unsharded_flat_param)
 
 
-def unshard_params(
-    module: nn.Module,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
-) -> contextlib.AbstractContextManager[None]:
-    """Collective, see ``summon_full_params``."""
-    return FullyShardedDataParallel.summon_full_params(
-        module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
-    )
-
-
 def summoned(
     module: nn.Module, state: FullyShardedDataParallel, **options: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Do so for the parameters of one wrapper."""
-    return unshard_params(state, recurse=False, **options)
+    """Collective, see ``summon_full_params``, here of one wrapper."""
+    return FullyShardedDataParallel.summon_full_params(state, recurse=False, **options)
 
 
 # -- process groups

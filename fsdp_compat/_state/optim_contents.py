@@ -108,7 +108,7 @@ class ParamOwnership:
         return [param for param, _ in store_of(group).sharded_params if param in self.held]
 
 
-def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> None:
+def require_units(units: Sequence[object], model: object, where: str) -> None:
     """Raise UsageError for a model without units."""
     if not units:
         raise UsageError.of(
@@ -116,8 +116,8 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
             expected="a model that FullyShardedDataParallel or fully_shard was applied to",
             got=f"a {type(model).__name__} without any",
             where=where,
-            fix="wrap the model first, or use optimizer.state_dict() and "
-            "optimizer.load_state_dict(...), which do not need a wrapped model",
+            fix="wrap the model first, or use its own state_dict() and load_state_dict(...), and "
+            "those of its optimizer",
         )
 
 

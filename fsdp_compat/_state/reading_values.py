@@ -200,7 +200,8 @@ def _whole(value: ShardedTensor) -> torch.Tensor:
         rank: [] for rank in dist.get_process_group_ranks(group)
     }
     for shard in metadata.shards_metadata:
-        by_rank[_rank_of(shard)].append(shard)
+        placement: Any = shard.placement
+        by_rank[placement.rank()].append(shard)
     numels = [[math.prod(shard.shard_sizes) for shard in shards] for shards in by_rank.values()]
     longest = max(1, *map(sum, numels))
     device = own_shards[0].device if own_shards else None
@@ -216,8 +217,3 @@ def _whole(value: ShardedTensor) -> torch.Tensor:
             place = tuple(slice(at - first, at - first + length) for at, first, length in box)
             whole[place] = run.view(sizes)
     return whole
-
-
-def _rank_of(shard: ShardMetadata) -> int:
-    placement: Any = shard.placement
-    return int(placement.rank())

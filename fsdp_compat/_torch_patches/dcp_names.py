@@ -14,7 +14,7 @@ from .. import _torch_private
 from .._state.optim_contents import ParamContents
 from .._state.rank_local import RankState
 from .._state.units import clean_name
-from ..errors import explain
+from ..errors import NotImplementedUsageError
 
 
 class Names:
@@ -74,14 +74,12 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (torch.Tensor, int, float, RankState)):
             found[prefix] = value
         else:
-            raise NotImplementedError(
-                explain(
-                    "This optimizer's state cannot be flattened.",
-                    expected="tensors, numbers and dicts of them",
-                    got=f"a {type(value).__name__}",
-                    where=prefix,
-                    fix="leave flatten_optimizer_state_dict out",
-                )
+            raise NotImplementedUsageError.of(
+                "This optimizer's state cannot be flattened.",
+                expected="tensors, numbers and dicts of them",
+                got=f"a {type(value).__name__}",
+                where=prefix,
+                fix="leave flatten_optimizer_state_dict out",
             )
 
     for name, entry in state["state"].items():

@@ -150,11 +150,8 @@ def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
         or value.is_meta
     ):
         return value
-    return (
-        copied(value, to_cpu=True)
-        if value.device.type != "cpu" or _torch_private.storage_key(value) in live
-        else value
-    )
+    is_kept = value.device.type == "cpu" and _torch_private.storage_key(value) not in live
+    return value if is_kept else copied(value, to_cpu=True)
 
 
 def _live_storages(model: nn.Module) -> set[int]:

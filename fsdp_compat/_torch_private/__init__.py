@@ -258,6 +258,9 @@ def group_named(name: str) -> dist.ProcessGroup | None:
     )
 
 
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
     """Return the time limit of a process group. Point-to-point waits need it as an argument."""
     for device in ("cpu", "cuda"):
@@ -265,11 +268,8 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
             return group._get_backend(torch.device(device)).options._timeout
         except (AttributeError, RuntimeError):
             continue
-    return (
-        dist.default_pg_timeout
-        if hasattr(dist, "default_pg_timeout")
-        else datetime.timedelta(minutes=30)
-    )
+    default: datetime.timedelta = getattr(dist, "default_pg_timeout", _TIMEOUT)
+    return default
 
 
 _ASYNC_GATHER: Any = AllgatherOptions()

@@ -19,6 +19,7 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Axis, Mesh
 from .._engine import rendezvous
+from .._state.optim_contents import require_units
 from .._state.units import ModelUnit, model_units_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError
 from . import _background as background
@@ -123,16 +124,7 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
     """Return the units in ``model`` and their ranks, once all have made this call. Raises
     UsageError without units, StateError if only some ranks call. Collective."""
     units = model_units_in(model) if isinstance(model, nn.Module) else []
-    if not units:
-        raise UsageError.of(
-            "The model is not wrapped.",
-            expected="a model that contains FullyShardedDataParallel modules, or modules that "
-            "fully_shard was applied to",
-            got=f"a {type(model).__name__} without any",
-            where=f"{call}(..., model)",
-            fix="wrap the model first, with FullyShardedDataParallel(model), or call "
-            "fully_shard(model)",
-        )
+    require_units(units, model, f"{call}(..., model)")
     axes = tensor_parallel_axes([each.unit for each in units])
     groups = [group for each in units for group in each.unit.groups]
     rendezvous.require_all_ranks(call, groups, copies=True, axes=axes)

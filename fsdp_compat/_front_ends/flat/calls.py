@@ -177,21 +177,18 @@ def checked_norm_type(norm_type: Any) -> float:
         and not isinstance(norm_type, bool)
         and 0 < norm_type <= math.inf
     ):
-        try:
+        with contextlib.suppress(OverflowError):
             return float(norm_type)
-        except OverflowError:
-            pass
     raise unusable("norm_type", "a positive number, or inf", norm_type, _CLIPPING)
 
 
 def _check_max_norm(max_norm: Any) -> None:
     """Raise UsageError unless ``max_norm`` is one number of at least 0."""
     if isinstance(max_norm, (int, float, torch.Tensor)) and not isinstance(max_norm, bool):
-        try:
+        # several numbers, a complex number, or one that is too large
+        with contextlib.suppress(OverflowError, RuntimeError, ValueError):
             if float(max_norm) >= 0:
                 return
-        except (OverflowError, RuntimeError, ValueError):
-            pass  # several numbers, a complex number, or one that is too large
     raise unusable("max_norm", "a number of at least 0", max_norm, _CLIPPING)
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._engine.gathering import Prefetch
 from ..._stores.flat_store import FlatParameter
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from .flat_param_handle import FlatParamHandle, handle_of, handles_of
 from .flat_unit import FlatUnit, flat_units_in
+from .settings import PREFETCHES
 
 
 class TrainingState(enum.Enum):
@@ -28,11 +28,7 @@ class TrainingState(enum.Enum):
     SUMMON_FULL_PARAMS = enum.auto()
 
 
-_PREFETCHES = {
-    Prefetch.NONE: None,
-    Prefetch.PRE: BackwardPrefetch.BACKWARD_PRE,
-    Prefetch.POST: BackwardPrefetch.BACKWARD_POST,
-}
+_PREFETCHES = {its: given for given, its in PREFETCHES.items()}
 
 
 def lazy_init(state: nn.Module, module: nn.Module) -> nn.Module:

@@ -43,6 +43,11 @@ _FLAGS = (
     "allow_unused_units",
 )
 _WHERE = "FullyShardedDataParallel"
+PREFETCHES = {
+    None: Prefetch.NONE,
+    BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
+    BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +171,7 @@ def resolve(module: nn.Module, kwargs: Mapping[str, Any]) -> Settings:
             # is the default in both directions; backward_prefetch=None, which asks for the least
             # memory, turns off both.
             forward_prefetch=flags["forward_prefetch"] or prefetch is not None,
-            backward_prefetch={
-                None: Prefetch.NONE,
-                BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
-                BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
-            }[prefetch],
+            backward_prefetch=PREFETCHES[prefetch],
             allow_unused_units=flags["allow_unused_units"],
             # A CPU does not send while it computes, so limiting the buffers costs no time there.
             max_inflight_reductions=(
