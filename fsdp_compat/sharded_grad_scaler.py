@@ -237,9 +237,8 @@ class ShardedGradScaler(GradScaler):
             return
         for optimizer in optimizers:
             if getattr(optimizer, "param_groups", None) is None:
-                raise wrong_type(
-                    "optimizer", "a torch.optim.Optimizer", optimizer, f"ShardedGradScaler.{method}"
-                )
+                where = f"ShardedGradScaler.{method}"
+                raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer, where)
         if self._scale is None:
             raise StateError.of(
                 "No loss was scaled yet.",
@@ -293,9 +292,8 @@ def _device_type(device: Any) -> str:
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        raise wrong_type(
-            "device", "a device type, such as 'cuda' or 'cpu'", device, "ShardedGradScaler"
-        ) from error
+        expected = "a device type, such as 'cuda' or 'cpu'"
+        raise wrong_type("device", expected, device, "ShardedGradScaler") from error
 
 
 def _refuse_number(

@@ -184,9 +184,8 @@ def size_based_auto_wrap_policy(
     try:
         is_large = nonwrapped_numel >= min_num_params
     except TypeError as error:
-        raise unusable(
-            "min_num_params", "a number of elements", min_num_params, "size_based_auto_wrap_policy"
-        ) from error
+        where = "size_based_auto_wrap_policy"
+        raise unusable("min_num_params", "a number of elements", min_num_params, where) from error
     return is_large and not isinstance(module, leaves if recurse else excluded)
 
 

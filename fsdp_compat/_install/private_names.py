@@ -117,10 +117,8 @@ def node_groups(
     place in the other nodes. Collective over all ranks."""
     inside, _ = dist.new_subgroups(num_devices_per_node)
     ranks = dist.get_process_group_ranks(group)
-    across, _ = dist.new_subgroups_by_enumeration(
-        [ranks[first::num_devices_per_node] for first in range(num_devices_per_node)],
-        backend=dist.get_backend(group),
-    )
+    rows = [ranks[first::num_devices_per_node] for first in range(num_devices_per_node)]
+    across, _ = dist.new_subgroups_by_enumeration(rows, backend=dist.get_backend(group))
     return inside, across
 
 

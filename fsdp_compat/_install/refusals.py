@@ -43,15 +43,14 @@ def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
             raise _too_late(
                 f"a class derived from torch's FullyShardedDataParallel: {', '.join(derived)}"
             )
-    bases = tuple(
-        cls for cls in (wrapper, getattr(package, "FSDPModule", None)) if isinstance(cls, type)
-    )
+    found = wrapper, getattr(package, "FSDPModule", None)
+    bases = tuple(cls for cls in found if isinstance(cls, type))
     if not bases:
         return
     live = {
-        f"{type(found).__module__}.{type(found).__qualname__}"
-        for found in gc.get_objects()
-        if issubclass(type(found), bases) and isinstance(found, nn.Module)
+        f"{type(each).__module__}.{type(each).__qualname__}"
+        for each in gc.get_objects()
+        if issubclass(type(each), bases) and isinstance(each, nn.Module)
     }
     if live:
         raise _too_late(f"a model that torch has sharded: {', '.join(sorted(live))}")

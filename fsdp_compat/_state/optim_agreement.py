@@ -44,11 +44,8 @@ def describe(ownership: ParamOwnership, groups: Sequence[Group], *, exact: bool)
         for p in _sharded_params(ownership, groups)
     )
     unmanaged = "\n".join(name for _, name in ownership.unmanaged)
-    return OptimizerFacts(
-        tuple(_size(store_of(group)) for group in groups),
-        held,
-        hashlib.sha1(unmanaged.encode()).hexdigest(),
-    )
+    sizes = tuple(_size(store_of(group)) for group in groups)
+    return OptimizerFacts(sizes, held, hashlib.sha1(unmanaged.encode()).hexdigest())
 
 
 def _size(store: StateStore) -> int:

@@ -41,10 +41,8 @@ class Rank0Broadcast:
         """Collective over the mesh, once per process group. device: which the backend takes."""
         self.is_here, self.device = mesh.is_first, device
         self.num_ranks = mesh.ranks
-        self._shard, self._replica = (
-            communicator(mesh.shard, device),
-            communicator(mesh.replica, device),
-        )
+        self._shard = communicator(mesh.shard, device)
+        self._replica = communicator(mesh.replica, device)
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's small ``value``, rank 0's first. Collective."""
@@ -96,9 +94,8 @@ def packed_bytes(value: object) -> torch.Tensor:
 
 def unpacked(packed: torch.Tensor, device: torch.device | None) -> Any:
     """Undo ``packed_bytes``. Only for bytes that ranks of the same program have sent."""
-    return torch.load(
-        io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False
-    )
+    file = io.BytesIO(memory_of(packed.contiguous()))
+    return torch.load(file, map_location=device, weights_only=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,9 +121,8 @@ def _shown(
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
-    return _torch_private.local_part(
-        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    )
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return _torch_private.local_part(grad)
 
 
 def _write_back_grads(

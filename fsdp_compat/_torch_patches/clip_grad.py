@@ -36,11 +36,8 @@ def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Te
     before, _clipped.parameters = _clipped.parameters, listed
     try:
         # torch warns about a generator that yields nothing, so it gets a generator again.
-        return original(
-            (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed,
-            *args,
-            **kwargs,
-        )
+        is_generator = isinstance(parameters, types.GeneratorType)
+        return original((p for p in listed) if is_generator else listed, *args, **kwargs)
     finally:
         _clipped.parameters = before
 

@@ -74,9 +74,8 @@ def resolve(options: Any, call: str) -> Options:
         known = field.name in _FIELDS | _IGNORED
         if not known and getattr(options, field.name) != field.default:
             raise unknown_argument(f"options.{field.name}", call)
-    found = Options(
-        **{name: bool(getattr(options, name)) for name in _FIELDS if hasattr(options, name)}
-    )
+    given = {name: bool(getattr(options, name)) for name in _FIELDS if hasattr(options, name)}
+    found = Options(**given)
     if found.broadcast_from_rank0 and not found.full_state_dict:
         raise UsageError.of(
             "Loading from rank 0 needs a full state dict.",
@@ -213,9 +212,8 @@ def get_state_dict(
     """Return the model's state dict and that of the optimizers. Collective in the full form."""
     resolved = resolve(options, "get_state_dict")
     found = _each(optimizers, "get_state_dict", needed=False)
-    return _get_model(model, submodules, resolved), _get_optimizers(
-        model, found, resolved
-    ) if found else {}
+    of_model = _get_model(model, submodules, resolved)
+    return of_model, _get_optimizers(model, found, resolved) if found else {}
 
 
 def _get_model(
@@ -322,9 +320,8 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load the optimizers' state. Collective if rank 0 alone has it."""
     call = "set_optimizer_state_dict"
-    for optimizer, loadable in _loadable(
-        model, _each(optimizers, call), optim_state_dict, resolve(options, call)
-    ):
+    found, resolved = _each(optimizers, call), resolve(options, call)
+    for optimizer, loadable in _loadable(model, found, optim_state_dict, resolved):
         _torch_private.unpatched(optimizer, "load_state_dict")(loadable)
 
 
@@ -340,13 +337,11 @@ def set_state_dict(
     """Load both; return the model's missing and unexpected keys. Collective if rank 0 alone has
     them. A dict that does not fit the optimizers is refused before the model changes."""
     resolved = resolve(options, "set_state_dict")
-    loadable = _loadable(
-        model, _each(optimizers, "set_state_dict", needed=False), optim_state_dict, resolved
-    )
-    wanted = bool(model_state_dict) or resolved.on_rank0
-    answer = (
-        _set_model(model, model_state_dict, resolved) if wanted else nn.Module().load_state_dict({})
-    )
+    found = _each(optimizers, "set_state_dict", needed=False)
+    loadable = _loadable(model, found, optim_state_dict, resolved)
+    answer = nn.Module().load_state_dict({})
+    if model_state_dict or resolved.on_rank0:
+        answer = _set_model(model, model_state_dict, resolved)
     for optimizer, its in loadable:
         _torch_private.unpatched(optimizer, "load_state_dict")(its)
     return answer

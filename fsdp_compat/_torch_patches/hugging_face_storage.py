@@ -73,9 +73,8 @@ def _write_data(
     results: list[Any] = []
     for number, items in enumerate(parts):
         file_index = plan.storage_data["shard_index"] + number * _FILES_OF_FIRST_PIECES
-        part = dataclasses.replace(
-            plan, items=items, storage_data={**plan.storage_data, "shard_index": file_index}
-        )
+        data = {**plan.storage_data, "shard_index": file_index}
+        part = dataclasses.replace(plan, items=items, storage_data=data)
         results += original(part, planner).wait()
     done: Future[Any] = Future()
     done.set_result(results)

@@ -69,9 +69,8 @@ set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile away from a function, but not from what it calls."""
-    skip = eval_frame._FrameExecStrategy(
-        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    )
+    action = eval_frame._FrameAction
+    skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from code that is traced
     return function
@@ -253,9 +252,8 @@ def refresh_rnn_weights(module: nn.RNNBase) -> None:
 
 def group_named(name: str) -> dist.ProcessGroup | None:
     """Return the process group with a name, which is the same on all ranks and can be pickled."""
-    return next(
-        (group for group, its in dist.distributed_c10d._world.pg_names.items() if its == name), None
-    )
+    names = dist.distributed_c10d._world.pg_names
+    return next((group for group, its in names.items() if its == name), None)
 
 
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -472,9 +470,8 @@ class _Counted:
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
     """Return a method without the patch of torch.distributed.checkpoint."""
     found = getattr(owner, method)
-    patched = getattr(
-        sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ()
-    )
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    patched = getattr(module, "_patched_state_dict", ())
     return functools.partial(getattr(type(owner), method), owner) if found in patched else found
 
 

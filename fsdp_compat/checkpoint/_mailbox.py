@@ -53,9 +53,8 @@ class StoreMailbox:
             self._connection = members.connections.pop()
         except IndexError:
             self._connection = _torch_private.second_connection(default)
-        self._store = _torch_private.under_prefix(
-            self._connection, f"fsdp_compat/checkpoint/{name}"
-        )
+        prefix = f"fsdp_compat/checkpoint/{name}"
+        self._store = _torch_private.under_prefix(self._connection, prefix)
         self._turn = 0  # the first turn that this rank has not completed
         self._posted: list[str] = []
         self._is_over = False
@@ -118,12 +117,11 @@ class StoreMailbox:
     def _decide(self, key: str, verdict: dict[str, Any]) -> dict[str, Any]:
         """Write the verdict of a turn, unless it has one; return the verdict that counts."""
         try:
-            found: dict[str, Any] = json.loads(
-                self._store.compare_set(key, "", json.dumps(verdict))
-            )
+            found = self._store.compare_set(key, "", json.dumps(verdict))
         except RuntimeError as error:
             return {"lost": verdict.get("lost", self._unreachable(error))}
-        return found
+        decided: dict[str, Any] = json.loads(found)
+        return decided
 
     def _clear(self, key: str) -> None:
         """Delete this rank's posts, and, as the last rank that read the verdict, the verdict."""

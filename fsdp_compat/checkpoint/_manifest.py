@@ -255,17 +255,15 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(file, "text", brief(error)) from error
     content_text = text[len(_BEFORE) : text.rfind(b',\n"crc32": "')]
     if text != _framed(content_text):
-        raise damaged(
-            file, "text with its checksum at the end", f"{len(text)} bytes without a valid one"
-        )
+        got = f"{len(text)} bytes without a valid one"
+        raise damaged(file, "text with its checksum at the end", got)
     try:
         content = _object(parse_json(content_text))
         if content.get("format") == FORMAT and content.get("version") in VERSIONS:
             return _of_json(content)
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise damaged(
-            file, "a manifest that gives every element one place", brief(error)
-        ) from error
+        expected = "a manifest that gives every element one place"
+        raise damaged(file, expected, brief(error)) from error
     raise CheckpointError.of(
         "This checkpoint has another format.",
         expected=f"{FORMAT}, version {' or '.join(map(str, VERSIONS))}",

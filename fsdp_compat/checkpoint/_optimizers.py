@@ -40,9 +40,8 @@ class SharedOptimizer:
         ]
         self._ownership: ParamOwnership | None = None
         if optimizer is not None:
-            self._ownership = ownership_of(
-                optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model
-            )
+            where = f"the state of {type(optimizer).__name__}"
+            self._ownership = ownership_of(optimizer.param_groups, where, units, model)
 
     def facts(self, exact: bool = False) -> list[Any] | None:
         """Return the facts to compare, as JSON values; None without an optimizer."""

@@ -204,11 +204,8 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
     if tag == "@deque":
         items, maxlen = listed(content)
         return collections.deque(_decoded(listed(items), where, get), maxlen)
-    raise _unreadable(
-        where,
-        "a number, a text, a tensor or a container",
-        f"{tag[:40]!r}, which this version does not know",
-    )
+    got = f"{tag[:40]!r}, which this version does not know"
+    raise _unreadable(where, "a number, a text, a tensor or a container", got)
 
 
 def tensor_as_text(tensor: torch.Tensor) -> str:

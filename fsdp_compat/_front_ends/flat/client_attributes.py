@@ -154,10 +154,8 @@ class ClientAttributes(nn.Module):
     def _exec_order_data(self) -> types.SimpleNamespace:
         """Prefetch limits that clients set. They have no effect: at most two units are gathered at
         a time."""
-        return self.__dict__.setdefault(
-            "_prefetch_limits",
-            types.SimpleNamespace(_forward_prefetch_limit=1, _backward_prefetch_limit=1),
-        )
+        limits = types.SimpleNamespace(_forward_prefetch_limit=1, _backward_prefetch_limit=1)
+        return self.__dict__.setdefault("_prefetch_limits", limits)
 
     _lazy_init = staticmethod(lazy_init)
     _root_pre_forward = staticmethod(root_pre_forward)

@@ -24,9 +24,8 @@ def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -
     dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}
     for dtype, device in dtypes:
         dtypes[dtype, device] = fn(torch.empty(0, dtype=dtype, device=device)).dtype
-    convert(
-        flat_units_in(wrapper), {store: dtypes[store.dtype, store.shard.device] for store in stores}
-    )
+    wanted = {store: dtypes[store.dtype, store.shard.device] for store in stores}
+    convert(flat_units_in(wrapper), wanted)
 
 
 def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) -> None:

@@ -38,9 +38,8 @@ def deepcopy_of(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copy = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = copy
     with _withdrawn(original):
-        copy.__dict__.update(
-            {name: deepcopy(value, memo) for name, value in _attributes(wrapper).items()}
-        )
+        for name, value in _attributes(wrapper).items():
+            copy.__dict__[name] = deepcopy(value, memo)
         stores = [deepcopy(store, memo) for store in original.stores]
         buffers = deepcopy(original.unit.buffers, memo)
     _build(copy, stores, original.settings, buffers, original.attribute_order, original.form)

@@ -91,9 +91,7 @@ class FlatParamHandle:
 
     @property
     def is_trainable(self) -> bool:
-        return any(
-            sharded_param.requires_grad for sharded_param, _ in self._flat_store.sharded_params
-        )
+        return any(param.requires_grad for param, _ in self._flat_store.sharded_params)
 
     @property
     def flat_param(self) -> FlatParameter:
@@ -196,10 +194,9 @@ class FlatParamHandle:
             return
         own.runtime.reshard_all([own.unit])
         rendezvous.require_all_ranks("unshard", own.unit.groups)
+        nothing_kept = Options(False, False, False, False, False)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                full_parameters([own.unit], Options(False, False, False, False, False))
-            )
+            stack.enter_context(full_parameters([own.unit], nothing_kept))
             _shown[own] = stack.pop_all()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:

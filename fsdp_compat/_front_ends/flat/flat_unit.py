@@ -109,12 +109,8 @@ def make_runtime(wrapper: nn.Module) -> None:
     """Make one runtime for the unit of a wrapper and all units below it."""
     found = flat_unit_of(wrapper)
     named = [(name, child) for name, child in wrapper.named_modules() if is_wrapper(child)]
-    Runtime(
-        found.unit,
-        [flat_unit_of(child).unit for _, child in named],
-        [clean_name(name) for name, _ in named],
-        found.settings.runtime,
-    )
+    units = [flat_unit_of(child).unit for _, child in named]
+    Runtime(found.unit, units, [clean_name(name) for name, _ in named], found.settings.runtime)
 
 
 def require_root(

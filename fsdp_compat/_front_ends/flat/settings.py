@@ -210,9 +210,8 @@ def _mesh(
     if device_mesh is not None:
         importlib.import_module("torch.distributed.tensor")  # torch.load refuses DTensors before
         if not isinstance(device_mesh, DeviceMesh):
-            raise _wrong_type(
-                "device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh
-            )
+            expected = "a torch.distributed.device_mesh.DeviceMesh"
+            raise _wrong_type("device_mesh", expected, device_mesh)
         device_mesh = device_mesh if hybrid else first_dimension(device_mesh)
         mesh = mesh_from_device_mesh(device_mesh, strategy=strategy.name)
         group = device_mesh.get_group(device_mesh.ndim - 1)
@@ -232,11 +231,8 @@ def _mesh(
             )
         mesh, group = mesh_from_groups(*process_group), process_group[0]
     elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise _wrong_type(
-            "process_group",
-            "a torch.distributed.ProcessGroup, a tuple of two, or None",
-            process_group,
-        )
+        expected = "a torch.distributed.ProcessGroup, a tuple of two, or None"
+        raise _wrong_type("process_group", expected, process_group)
     elif hybrid:
         if process_group is not None:
             raise UsageError.of(
@@ -299,9 +295,8 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
     try:
         device = torch.device(device_id)
     except RuntimeError as error:
-        raise _wrong_type(
-            "device_id", "an int, a torch.device or the name of one, or None", device_id
-        ) from error
+        expected = "an int, a torch.device or the name of one, or None"
+        raise _wrong_type("device_id", expected, device_id) from error
     if device.type == "meta":
         # Only simulated ranks (backend "fake") work without values.
         if dist.get_backend(group) != "fake":
@@ -367,9 +362,8 @@ def _ignored(
         elif isinstance(item, nn.Parameter) and name == "ignored_states":
             parameters.append(item)
         else:
-            raise _wrong_type(
-                name, "modules" if name == "ignored_modules" else "modules or parameters", item
-            )
+            expected = "modules" if name == "ignored_modules" else "modules or parameters"
+            raise _wrong_type(name, expected, item)
     parameters += [
         parameter for ignored in modules for parameter in ignored.parameters(recurse=False)
     ]
@@ -391,9 +385,8 @@ def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
         truth(f"MixedPrecision.{name}", getattr(precision, name), _WHERE)
     classes = precision._module_classes_to_ignore
     if not isinstance(classes, Iterable) or not all(isinstance(cls, type) for cls in classes):
-        raise _wrong_type(
-            "MixedPrecision._module_classes_to_ignore", "a sequence of module classes", classes
-        )
+        name = "MixedPrecision._module_classes_to_ignore"
+        raise _wrong_type(name, "a sequence of module classes", classes)
     truth("CPUOffload.offload_params", offload.offload_params, _WHERE)
 
 

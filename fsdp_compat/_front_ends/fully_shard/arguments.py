@@ -71,9 +71,8 @@ def offload_of(given: Any) -> Offload:
     if CPUOffloadPolicy.__name__ in bases:
         return Offload(True, truth("CPUOffloadPolicy.pin_memory", given.pin_memory, WHERE))
     if OffloadPolicy.__name__ not in bases:
-        raise wrong_type(
-            "offload_policy", "an OffloadPolicy() or a CPUOffloadPolicy()", given, WHERE
-        )
+        expected = "an OffloadPolicy() or a CPUOffloadPolicy()"
+        raise wrong_type("offload_policy", expected, given, WHERE)
     return Offload()
 
 
@@ -197,12 +196,10 @@ def gather_dtype(
         answer = policy.param_dtype_override_fn(parameter)
         if answer is not None:
             if not isinstance(answer, torch.dtype) or answer not in (wanted, parameter.dtype):
-                raise unusable(
-                    "An answer of param_dtype_override_fn",
-                    f"None, param_dtype ({wanted}) or the parameter's dtype ({parameter.dtype})",
-                    answer,
-                    f"param_dtype_override_fn, for parameter {name!r}",
-                )
+                what = "An answer of param_dtype_override_fn"
+                expected = f"None, param_dtype ({wanted}) or its own dtype ({parameter.dtype})"
+                where = f"param_dtype_override_fn, for parameter {name!r}"
+                raise unusable(what, expected, answer, where)
             wanted = None if answer is not policy.param_dtype else answer
     return None if is_packed(parameter.dtype) else wanted
 

@@ -284,9 +284,8 @@ class FSDPModule:
         state = self._get_fsdp_state()
         _require_one_mesh(state, "set_all_reduce_hook")
         if not callable(hook) or not takes(hook, 1):
-            raise wrong_type(
-                "hook", "a function that takes one tensor", hook, "set_all_reduce_hook"
-            )
+            expected = "a function that takes one tensor"
+            raise wrong_type("hook", expected, hook, "set_all_reduce_hook")
         if stream is not None and state.has_replicas:
             raise UsageError.of(
                 "The hook cannot have a stream of its own on a mesh with replicas.",
@@ -328,9 +327,8 @@ class FSDPModule:
         where = "set_reduce_scatter_max_input_buffers"
         is_number = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_number or max_input_buffers < 1:
-            raise wrong_type(
-                "max_input_buffers", "a whole number above 0", max_input_buffers, where
-            )
+            expected = "a whole number above 0"
+            raise wrong_type("max_input_buffers", expected, max_input_buffers, where)
         for state in self._states(recurse):
             if state.max_inflight_reductions != max_input_buffers - 1:
                 state.max_inflight_reductions = max_input_buffers - 1
@@ -478,9 +476,8 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 def shard_class(cls: type) -> type:
     """Return the class of sharded modules of class ``cls``: always the same one."""
     if cls not in _classes:
-        _classes[cls] = type(
-            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
-        )
+        contents = {"__module__": cls.__module__}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), contents)
     return _classes[cls]
 
 

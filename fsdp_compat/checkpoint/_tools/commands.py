@@ -120,9 +120,8 @@ def dtype(value: str) -> torch.dtype:
     try:
         return dtype_of(_SHORT.get(value, value))
     except ValueError as error:
-        raise click.BadParameter(
-            f"{value!r} is not a dtype, such as bfloat16 or float32"
-        ) from error
+        text = f"{value!r} is not a dtype, such as bfloat16 or float32"
+        raise click.BadParameter(text) from error
 
 
 def _replacement(value: str) -> tuple[str, str]:

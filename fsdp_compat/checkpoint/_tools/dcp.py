@@ -233,9 +233,8 @@ class _Directory:
         pieces = [self._piece(entry, box, place) for box, place in entry.places.items()]
         problem = coverage_problem(entry.shape, [piece.box for piece in pieces])
         if problem is not None:
-            raise damaged_dcp(
-                self._path, f"{entry.name!r}, of shape {list(entry.shape)}: {problem}"
-            )
+            got = f"{entry.name!r}, of shape {list(entry.shape)}: {problem}"
+            raise damaged_dcp(self._path, got)
         return StoredTensor(entry.name, entry.dtype, entry.shape, tuple(pieces))
 
     def _plain_value(self, name: str, place: _FileRange) -> Any:

@@ -52,13 +52,11 @@ class OptimizerState:
 
 def named(value: Any, path: str) -> Any:
     """Return nested containers with the tensors in them named by their paths."""
-    return map_leaves(
-        value,
-        lambda leaf, path: (
-            dataclasses.replace(leaf, name=path) if isinstance(leaf, StoredTensor) else leaf
-        ),
-        path,
-    )
+
+    def with_name(leaf: Any, path: str) -> Any:
+        return dataclasses.replace(leaf, name=path) if isinstance(leaf, StoredTensor) else leaf
+
+    return map_leaves(value, with_name, path)
 
 
 # -- recognised and read

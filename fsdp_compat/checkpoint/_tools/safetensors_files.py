@@ -33,9 +33,8 @@ ONE_FILE = "model.safetensors"
 def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
     span = Span(path, info.start, row_major_strides(info.shape))
-    return StoredTensor(
-        info.name, info.dtype, info.shape, (StoredPiece(whole_box(info.shape), span),)
-    )
+    pieces = (StoredPiece(whole_box(info.shape), span),)
+    return StoredTensor(info.name, info.dtype, info.shape, pieces)
 
 
 def read_safetensors(path: Path) -> Archive:

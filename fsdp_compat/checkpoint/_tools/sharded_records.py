@@ -56,9 +56,8 @@ def d_tensor(local: Any, spec: Any) -> RankPart:
         )
     (values,) = local.pieces
     pieces = [(values.inside(its, local.dtype.itemsize), box) for its, box in _boxes(rows)]
-    return RankPart(
-        shape, local.dtype, tuple(StoredPiece(box, piece.source) for piece, box in pieces if piece)
-    )
+    held = tuple(StoredPiece(box, piece.source) for piece, box in pieces if piece)
+    return RankPart(shape, local.dtype, held)
 
 
 def _mesh_shape(mesh: Record) -> list[int]:

@@ -299,13 +299,11 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
     ``options.slab_nbytes``. Raises CheckpointError and OSError."""
     text = io.BytesIO()
     pickler = _Pickler(text)
-    left_out = (Ignored, Record)  # by the reader
-    pickler.dump(
-        map_leaves(
-            state_dict_of(archive),
-            lambda leaf, path: LEFT_OUT if isinstance(leaf, left_out) else leaf,
-        )
-    )
+
+    def read(leaf: Any, path: str) -> Any:
+        return LEFT_OUT if isinstance(leaf, (Ignored, Record)) else leaf
+
+    pickler.dump(map_leaves(state_dict_of(archive), read))
     with new_file(path) as file, zipfile.ZipFile(file, "w") as target:
         _add(target, "data.pkl", text.getvalue())
         _add(target, ".format_version", b"1")
