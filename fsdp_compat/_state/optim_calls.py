@@ -140,6 +140,8 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
 
 # -- the older calls
 
+_TO_LOAD = "optim_state_dict_to_load"  # takes the place of most of them
+
 
 def full_optim_state_dict(
     model: nn.Module,
@@ -180,7 +182,7 @@ def shard_full_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return what this rank loads from a full dict on every rank. Collective: a small exchange."""
-    where = _called("shard_full_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    where = _called("shard_full_optim_state_dict", _TO_LOAD, model, optim)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where)
 
 
@@ -191,7 +193,7 @@ def flatten_sharded_optim_state_dict(
 
     Collective: one small exchange; values that are sharded differently than the model are gathered.
     """
-    where = _called("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    where = _called("flatten_sharded_optim_state_dict", _TO_LOAD, model, optim)
     require_model_and_optimizer(model, optim, where)
     return _to_load(sharded_optim_state_dict, model, None, optim, where)
 
@@ -208,9 +210,7 @@ def scatter_full_optim_state_dict(
 
     Collective: rank 0 sends one state of one unit at a time.
     """
-    where = _called(
-        "scatter_full_optim_state_dict", "optim_state_dict_to_load", model, optim, group
-    )
+    where = _called("scatter_full_optim_state_dict", _TO_LOAD, model, optim, group)
     return _to_load(full_optim_state_dict, model, optim_input, optim, where, from_rank0=True)
 
 
@@ -229,7 +229,7 @@ def rekey_optim_state_dict(
     of both kinds, or for a parameter that the model or the optimizer does not have.
     ``optim_state_dict_to_load`` accepts both kinds of keys.
     """
-    where = _called("rekey_optim_state_dict", "optim_state_dict_to_load", model, optim)
+    where = _called("rekey_optim_state_dict", _TO_LOAD, model, optim)
     kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
     if kind is None:
         raise wrong_type("optim_state_key_type", "an OptimStateKeyType", kind, where)
@@ -322,14 +322,11 @@ def _to_load(
 
 def _called(old: str, new: str, model: Any, optim: Any, group: Any = None) -> str:
     """Warn of a deprecated call, check its arguments, and return its name for errors."""
-    warnings.warn(
-        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} "
-        "instead.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    instead = f"use FullyShardedDataParallel.{new} instead."
+    text = f"FullyShardedDataParallel.{old} is deprecated; {instead}"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
     where = f"{old}(...)"
-    if optim is None and new == "optim_state_dict_to_load":
+    if optim is None and new == _TO_LOAD:
         require_module(model, where)
     else:
         require_model_and_optimizer(model, optim, where)

@@ -44,7 +44,7 @@ class OptimizerLoadPlan:
         self._source, self._optimizer = source, optimizer
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
         self._names = held_by(model, optimizer)
-        own = {parameter: None for group in optimizer.param_groups for parameter in group["params"]}
+        self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
@@ -64,26 +64,25 @@ class OptimizerLoadPlan:
                 "alone, or strict=False to keep this optimizer's state and settings",
             )
         if kept:
-            self._kept.update(own)
+            self._kept.update(self._params)
             why = f"the checkpoint holds {kept}"
             self.settings_kept.update(dict.fromkeys(range(len(optimizer.param_groups)), why))
         else:
             self._plan_settings(saved or [], strict)
-            self._plan_states(own, groups, taken, left)
+            self._plan_states(groups, taken, left)
 
     @property
     def state_kept(self) -> list[str]:
         """The names of the parameters whose state is not loaded."""
-        own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return [name for each in own if each in self._kept for name in self._names[each]]
+        kept = (each for each in self._params if each in self._kept)
+        return [name for each in kept for name in self._names[each]]
 
     def apply(self) -> None:
         """Load the states that were read, and the settings."""
         optimizer = self._optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        numbers = {parameter: number for number, parameter in enumerate(self._params)}
         with_state = self._kept & optimizer.state.keys()
-        kept = {p: optimizer.state[p] for p in parameters if p in with_state}
+        kept = {p: optimizer.state[p] for p in self._params if p in with_state}
         state = {
             parameter: {key: _on_device_of(value, parameter) for key, value in values.items()}
             for parameter, values in self._state.items()
@@ -153,13 +152,10 @@ class OptimizerLoadPlan:
         self.settings_kept[number] = joined(differences, 4, "; ")
 
     def _plan_states(
-        self,
-        own: Mapping[torch.Tensor, None],
-        groups: Sequence[NamedGroup],
-        taken: Sequence[HeldPart],
-        left: set[str],
+        self, groups: Sequence[NamedGroup], taken: Sequence[HeldPart], left: set[str]
     ) -> None:
         """left: names of parameters that are not taken."""
+        own = dict.fromkeys(self._params)
         by_place = {(id(held.place[0].group), held.place[1]): held for held in taken if held.place}
         managed: set[torch.Tensor] = set()
         for named in groups:

@@ -161,10 +161,10 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
     on all ranks and before anything changes, if values are broadcast and plans differ."""
     if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
         _require_alike(plan)
-    for module, settings in plan.settings.items():
+    for module in plan.settings:
         outer = wrapper if module is plan.root else new_wrapper()
         setattr(outer, FSDP_WRAPPED_MODULE, module)
-        _build(outer, module, settings, plan.params.pop(module), plan.preparation)
+        _build(plan, module, outer)
         for parent, name in plan.places[module]:
             setattr(parent, name, outer)
     make_runtime(wrapper)
@@ -195,19 +195,14 @@ def _facts(settings: Settings, params: Iterable[OrigParam]) -> list[str]:
     ]
 
 
-def _build(
-    wrapper: nn.Module,
-    module: nn.Module,
-    settings: Settings,
-    params: list[OrigParam],
-    preparation: Preparation,
-) -> None:
+def _build(plan: Plan, module: nn.Module, wrapper: nn.Module) -> None:
     """Shard the parameters that a unit owns, and register the unit on its wrapper."""
+    settings = plan.settings[module]
     taken = {below for child in module.modules() if is_wrapper(child) for below in child.modules()}
     cast = _modules_to_cast(module, settings, taken)
     order = attribute_order_of(module)
     mark(module, settings.ignored_modules)
-    params = preparation.of_unit(module, params)
+    params = plan.preparation.of_unit(module, plan.params.pop(module))
     facts = _facts(settings, params)  # now: stores cut the parameters
     with torch.inference_mode(False), torch.no_grad():
         stores = [
@@ -227,7 +222,7 @@ def _build(
     agreement.store_facts(unit, settings.mesh, facts)
     if settings.mixed_precision.buffer_dtype is not None:
         unit.buffers = CastBuffers(cast, settings.mixed_precision.buffer_dtype)
-    unit.uninitialised = preparation.uninitialised(module, stores, taken)
+    unit.uninitialised = plan.preparation.uninitialised(module, stores, taken)
 
 
 def _modules_to_cast(

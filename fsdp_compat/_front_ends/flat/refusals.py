@@ -26,17 +26,13 @@ def refuse_module(module: nn.Module) -> None:
             fix="use the existing wrapper; wrap each module once, inner modules first",
         )
     if any(is_lazy(child) for child in module.modules()):
-        is_done = is_lazy(module)
+        inside = "" if is_lazy(module) else "with modules "
         raise UsageError.of(
-            f"fully_shard manages {'the module' if is_done else 'a part of the module'}.",
+            "fully_shard manages the module, or a part of it.",
             expected="FullyShardedDataParallel or fully_shard for the whole model",
-            got=f"a {type(module).__name__} that fully_shard was applied to"
-            if is_done
-            else f"a {type(module).__name__} with modules that fully_shard was applied to",
+            got=f"a {type(module).__name__} {inside}that fully_shard was applied to",
             where="FullyShardedDataParallel(module, ...)",
-            fix="use the module as it is: fully_shard has sharded it"
-            if is_done
-            else "apply fully_shard to this module as well",
+            fix="apply fully_shard to the whole module, and use it as it is then",
         )
     has_units = any(is_wrapper(child) for child in module.modules())
     if not has_units and next(iter(module.parameters()), None) is None:
