@@ -153,8 +153,7 @@ class FsdpModule(types.ModuleType):
     def __init__(
         self, name: str, names: dict[str, Any], path: Sequence[str] | None, readers: Readers
     ) -> None:
-        """path: where the package finds torch's own modules, None for a module. readers: gets
-        every namespace that reads a name."""
+        """path: where a package has its modules. readers: gets the namespaces that read names."""
         super().__init__(name, f"fsdp_compat in the place of {name}.")
         spec = ModuleSpec(name, _Loader(self), origin="fsdp_compat", is_package=path is not None)
         spec.submodule_search_locations = None if path is None else list(path)

@@ -122,8 +122,7 @@ def export_optim_state(
 
 
 def _result(source: _Source, state: dict[str, Any], to_cpu: bool) -> dict[str, Any]:
-    """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}, with the states
-    of managed parameters, in the optimizer's order."""
+    """Return the state dict by names, in the optimizer's order."""
     names_in = source.ownership.names_in
     for parameter, name in source.ownership.unmanaged:
         if parameter in source.states:

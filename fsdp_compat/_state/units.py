@@ -161,8 +161,7 @@ def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def register(module: nn.Module, unit: ModelUnit | Callable[[], ModelUnit]) -> None:
-    """Register ``unit`` on ``module``, whose name becomes the unit's; or a function that returns
-    it, maybe collectively, each time it is asked for."""
+    """Register a unit on a module, or a function that returns it, maybe collectively."""
     module.__dict__[ATTRIBUTE] = unit
 
 

@@ -138,8 +138,7 @@ def _is_first(model: nn.Module) -> bool:
 
 
 def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
-    """Finish a value that no unit manages; collective for a DTensor. live: storages that are copied
-    with ``cpu_offload``."""
+    """Finish an unmanaged value; collective for a DTensor. live: storages that are copied."""
     if options.full_state_dict and _torch_private.is_dtensor(value):
         value = value.full_tensor()
     if (

@@ -57,8 +57,7 @@ def joined_mesh(meshes: Sequence[Any]) -> Any:
 
 
 def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
-    """Return the 1-D mesh along named dims, flattened so that DTensors know where it comes from.
-    Collective for several names."""
+    """Return the 1-D mesh of named dims, flattened for DTensors. Collective for several names."""
     return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 

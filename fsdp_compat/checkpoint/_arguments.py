@@ -83,8 +83,7 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
 
 
 def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str, str]:
-    """Return the new name of each name; those renamed to None are left out. Raises UsageError for
-    what is not a name, and if two get the same."""
+    """Return new names; None leaves one out. Raises UsageError for other values and doubles."""
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in dict.fromkeys(names):

@@ -92,8 +92,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: object, of_tensor: bool = True) -> torch.dtype:
-    """Return the dtype that torch gives a name; raises ValueError for any other name. of_tensor:
-    also refuse quantized dtypes, whose bytes are not the values."""
+    """Return the dtype of a torch name; else raise ValueError. of_tensor: refuse quantized ones."""
     found = vars(torch).get(str(name))  # getattr would import modules that torch loads lazily
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of this version of torch")

@@ -39,8 +39,7 @@ class OptimizerLoadPlan:
         left: set[str],
         strict: bool,
     ) -> None:
-        """Plan to read the states. groups: of all units; taken: parts of parameters that are
-        loaded; left: names of those that are not. Raises CheckpointError."""
+        """taken: parts that are loaded; left: names of others. Raises CheckpointError."""
         self._source, self._optimizer = source, optimizer
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
         self._names = held_by(model, optimizer)

@@ -104,8 +104,7 @@ def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None
 
 
 def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError on all ranks if ``rank0_only`` is set and any of them has no state
-    dict. Collective if it is set."""
+    """Refuse a missing state dict, on all ranks, if ``rank0_only`` is set; collective then."""
     if record is None or not model_loading.is_on(record.form):
         return
     groups = record.unit.groups

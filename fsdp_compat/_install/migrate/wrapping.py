@@ -146,8 +146,7 @@ def _only_element(source: Source, value: ast.expr) -> str | None:
 def _policy(
     source: Source, call: ast.Call, given: dict[str, ast.expr], imports: Imports
 ) -> list[str]:
-    """Return the argument that wraps each block of a model; advise if the blocks are not known, or
-    some ranks may not use one."""
+    """Return the argument that wraps each block; advise if blocks are unknown or may be unused."""
     blocks, unused = _repeated_classes(source), given.get("find_unused_parameters")
     may_differ = unused is not None and source.code(unused) != "False"
     if blocks and not may_differ:

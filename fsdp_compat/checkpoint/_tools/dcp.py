@@ -83,8 +83,7 @@ def is_sharded_safetensors(path: Path) -> bool:
 
 
 def read_sharded_safetensors(path: Path) -> Archive:
-    """Return what such a directory holds. Shapes follow from the parts, so a missing last file may
-    go unnoticed. Raises what ``read_dcp`` raises."""
+    """Return what it holds. A missing last file goes unnoticed: shapes follow from parts."""
     names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
     entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
     tree, world_size, left_out = _tree(path, entries)

@@ -339,8 +339,7 @@ def _add(target: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 def state_dict_of(archive: Archive) -> dict[str, Any]:
-    """Return the model's state dict or, if there is more, {"model": ..., "optimizer": {"state":
-    ..., "param_groups": ...}, **others}, with StoredTensors as leaves."""
+    """Return the model's state dict, or {"model": ..., "optimizer": ..., **others}."""
     model: OrderedDict[str, Any] = OrderedDict(archive.tensors)
     model.update((name, archive.tensors[first]) for name, first in archive.aliases.items())
     if archive.param_groups is None and not archive.states and not archive.extra:
