@@ -175,7 +175,7 @@ def apply_to_modules(
 def names_of_params(
     model: nn.Module, dedup_shared_params: bool = True
 ) -> dict[nn.Parameter, list[str]]:
-    """Return all names before wrapping of every parameter; of a tied one, maybe the first."""
+    """Return each parameter's names before wrapping; if deduplicated, only the first."""
     found: dict[nn.Parameter, list[str]] = {}
 
     def visit(module: nn.Module, prefix: str, depth: int) -> None:
@@ -230,7 +230,7 @@ def construct_wrap_fn(
 
 
 def post_order_apply(root: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Change each module, children first. A new one replaces it where it is first held."""
+    """Call ``change`` on each module, children first, and put what it returns in its place."""
     done: set[nn.Module] = {root}
 
     def visit(module: nn.Module) -> None:

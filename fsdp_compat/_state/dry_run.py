@@ -37,8 +37,8 @@ def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
 
 
 def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
-    """Return what the first step would create, by parameter, with no step counted, for zero
-    gradients and weight decay. Warn and return nothing if it fails."""
+    """Return what the first step would create for each parameter, with no step counted and zero
+    gradients. If the step fails, warn and return nothing."""
     trainable = [p for p in ownership.numbers if p.requires_grad and not ownership.is_vacant(p)]
     try:
         states = _after_one_step(ownership, optimizer, trainable)

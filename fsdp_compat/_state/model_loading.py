@@ -219,7 +219,7 @@ def _refuse_values(
 
 
 def _others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return tensors outside of units by clean name; None: their class loads in its own way."""
+    """Return what lies outside of units, by clean name; None if it loads in its own way."""
     return {
         slot.name: None if loads_in_own_way(slot.holder) else slot.value
         for slot in unmanaged_in(model)
@@ -350,7 +350,7 @@ def _is_part(value: Any, part: Interval) -> bool:
 def _wrong_flat(
     group: Group, section: Section, key: str, flat: Any, params: Mapping[int, Mapping[str, Any]]
 ) -> list[str]:
-    """Say why ``flat`` does not fit, or which of ``params`` ({index: {key: value}}) differ."""
+    """Say why ``flat`` does not fit, or which ``params`` ({index: {key: value}}) contradict it."""
     dtype, ranks = group.store.dtype, group.shard.ranks
     if (wrong := unfit(flat, None, dtype)) is not None:
         return [f"{key}: expected a ShardedTensor of {dtype}, got {wrong}"]

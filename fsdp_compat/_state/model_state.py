@@ -141,8 +141,8 @@ def _values_beside(
 
 
 def sharded_keys(wrapper: nn.Module, unit: Unit) -> set[str]:
-    """The keys of the unit's parameters in sharded form; none while summoned. Both with and without
-    the wrapper of activation checkpointing, which is in some names only."""
+    """The keys of the unit's parameters in sharded form, none while summoned; with and without
+    activation checkpointing's wrapper, which only some of them contain."""
     if unit.summoned:
         return set()
     keys = {slot.key for slot in slots_in(wrapper) if slot.unit is unit}

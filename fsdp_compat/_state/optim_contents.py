@@ -170,8 +170,8 @@ def ownership_of(
 
 
 def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
-    """Return, by group, names in the order of numbers in an unwrapped model's optimizer: by
-    ``order``, the model's before wrapping, in FlatParameters, else the optimizer's own."""
+    """Return parameter names by group, in the order of the numbers in an unwrapped model's
+    optimizer: in FlatParameters that of the model before wrapping, ``order``."""
     position = {name: number for number, name in enumerate(order)}
     found = []
     for group in ownership.groups:

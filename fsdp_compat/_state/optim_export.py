@@ -355,8 +355,8 @@ class _GroupStates:
                 )
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
-        """Add the group's states. Except for boxes collective: one gather per state and dtype, and
-        one for whole values with rank-local state."""
+        """Add the group's states. Collective unless they are boxes: a gather per state and dtype,
+        and one more for whole values if there is rank-local state."""
         form, whole = self.form, is_whole(self.group)
         rank_local: list[tuple[nn.Parameter, Any]] = []
         # By dtype too: the states of parameters of one group may differ in it.

@@ -447,7 +447,7 @@ class _Loading:
 
 
 def _own_elements(value: Any, own: Any, group: Group, index: int) -> torch.Tensor:
-    """Return this rank's elements of a state. Collective if it is sharded in another way."""
+    """Return this rank's elements of a state. Collective if it is sharded differently."""
     store, are_dtensors = store_of(group), all(map(_torch_private.is_dtensor, (value, own)))
     if are_dtensors and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
         return _torch_private.local_part(value)

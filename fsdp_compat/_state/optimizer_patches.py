@@ -108,7 +108,7 @@ def store_of_param(parameter: nn.Parameter) -> StateStore | None:
 
 
 def cut_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut whole state to this rank's parts. Raises UsageError for what is not trained."""
+    """Cut whole states to this rank's parts. Raises UsageError for untrained parameters."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _assigned.get(parameter) or _managed.get(parameter)

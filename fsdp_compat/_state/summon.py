@@ -27,8 +27,8 @@ class Options:
     with_grads: bool
 
     def keeps_changes_of(self, group: Group) -> bool:
-        """Return whether changes are kept. As in torch, always if nothing is sharded, unless one of
-        several replicas alone would have them."""
+        """Return whether changes are kept: as in torch, always if nothing is sharded, unless only
+        one of several replicas would have them."""
         return self.writeback or (
             group.shard.ranks == 1 and (group.replica.ranks == 1 or not self.rank0_only)
         )
@@ -40,7 +40,7 @@ shown_stores: set[object] = set()  # whose parameters are shown whole now
 @contextlib.contextmanager
 def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     """Show whole parameters in the modules of ``units``, and write changes back. With
-    use_orig_params=True the user's own are whole, else others are shown. Collective."""
+    use_orig_params=True the user's own become whole, else others are shown. Collective."""
     with contextlib.ExitStack() as stack:
         for unit in units:
             if not unit.summoned:  # an outer context shows it already

@@ -211,7 +211,7 @@ def require_idle(model: nn.Module, what: str) -> None:
 
 
 def units_of(model: nn.Module, once: bool = True) -> list[NamedUnit]:
-    """Return the units with the prefixes of their names; ``once``, or under each name."""
+    """Return the units with the prefixes of their names, each ``once`` or under each name."""
     found = []
     for name, child in model.named_modules(remove_duplicate=once):
         if (registered := model_unit_of(child)) is not None:

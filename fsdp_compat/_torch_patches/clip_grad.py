@@ -23,7 +23,7 @@ from .._front_ends.flat.calls import checked_norm_type
 
 
 class _Clipped(threading.local):
-    """The parameters that this thread clips with torch's function, also those without gradients."""
+    """The parameters that this thread clips with torch's function, even without gradients."""
 
     parameters: Sequence[torch.Tensor] = ()
 
@@ -75,7 +75,7 @@ def _total_norm(
 
 
 def _norm_of_dtensor(grad: Any, order: float) -> torch.Tensor:
-    """Return the norm of a DTensor, as one element that counts as much as all. Collective."""
+    """Return the norm of a DTensor, as one element that stands for all. Collective."""
     norm = torch.linalg.vector_norm(grad, order)
     return norm.full_tensor().reshape(1)
 

@@ -40,7 +40,7 @@ class Names:
             self._own[public] = clean_name(path)  # the innermost of the modules that have one name
 
     def public(self, own: str) -> str:
-        """Return torch's name of what our state dicts call ``own``."""
+        """Return torch's name for what our state dicts call ``own``."""
         return _with_head(own, self._public)
 
     def own(self, public: str) -> str:

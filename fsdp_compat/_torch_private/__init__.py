@@ -35,8 +35,8 @@ def in_graph_task() -> bool:
 
 
 def nodes_before(nodes: Sequence[Any]) -> list[Any]:
-    """Return the nodes that run right after ``nodes`` in backward: of those that are older than all
-    of them, and do not lead to one. Parameters' nodes are left out."""
+    """Return the nodes that run right after ``nodes`` in backward, except parameters' nodes and
+    those that may lead back to ``nodes``: only nodes older than all of them."""
     first = min(map(_age, nodes))
     edges = itertools.chain.from_iterable(map(_edges, nodes))
     return [node for node, _ in edges if node is not None and _age(node) < first]
@@ -68,7 +68,7 @@ set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile away from a function, but not from what it calls."""
+    """Keep torch.compile from tracing or compiling a function; what it calls may be compiled."""
     action = eval_frame._FrameAction
     skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
@@ -83,7 +83,7 @@ def has_optimizers_in_backward() -> bool:
 
 
 def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Optimizer]:
-    """Return a parameter's optimizers in backward. The public function needs a module."""
+    """Return what steps a parameter in backward. The public function needs a module."""
     return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
@@ -95,7 +95,7 @@ def have_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> bool:
 
 
 def run_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> None:
-    """Run a parameter's post-accumulate hooks: autograd accumulates into other tensors."""
+    """Run post-accumulate hooks: autograd, which accumulates elsewhere, does not."""
     for param in params:
         hooks: Any = _post_accumulate_hooks(param)
         for hook in tuple(hooks.values()) if hooks else ():
@@ -112,7 +112,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def _dtensor_class() -> Any:
-    """Return DTensor if it was imported, which takes a second; else no tensor is one."""
+    """Return DTensor if it was imported, which takes a second; before, no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
@@ -123,7 +123,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return () for a plain tensor; of a DTensor its mesh, and which dims are replicated."""
+    """Return () for a plain tensor; for a DTensor its mesh, and which dims are replicated."""
     if is_plain(tensor):
         return ()
     return tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
@@ -214,8 +214,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """A context that fills new uninitialised tensors with NaN or the largest integer; torch's
-    ``fill_uninitialized_memory`` needs deterministic mode, which changes more."""
+    """A context that fills new uninitialised tensors with NaN, or the largest integer. torch's
+    ``fill_uninitialized_memory`` works in deterministic mode only, which changes more."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -305,7 +305,7 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of a group's backend, of which each device type may have one."""
+    """Return the name of a group's backend for a device type; it may have several."""
     try:
         return str(group._get_backend(device).name())
     except (RuntimeError, AttributeError):
@@ -318,7 +318,7 @@ def default_store() -> Store | None:
 
 
 def second_connection(store: Store) -> Store:
-    """Return another connection to a store: waits block one. Type stubs lack ``clone``."""
+    """Return another connection to a store, for another thread: a wait blocks its connection."""
     try:
         found: Store = store.clone()  # type: ignore[attr-defined]
     except RuntimeError:  # a user-defined store
@@ -353,8 +353,9 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def wraps_as(module: nn.Module) -> str | None:
-    """Return the attribute with the module in a compiled one or in DistributedDataParallel, which
-    names leave out, or None. Importing the class takes seconds; before, nothing is compiled."""
+    """Return the attribute that holds the module of a compiled module or of
+    DistributedDataParallel, which names leave out; None for others. Before the class is imported,
+    nothing is compiled."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
@@ -370,19 +371,19 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def replicate_module() -> type:
-    """Return the class that pipelining checks for besides FSDPModule."""
+    """Return the class that pipelining checks for besides FSDPModule; importing it loads FSDP."""
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 
     return ReplicateModule
 
 
 def load_collectives() -> None:
-    """Import what functions of torch.distributed.utils, such as ``_free_storage``, use."""
+    """Import the attribute of torch.distributed that its ``utils`` rely on, as FSDP does."""
     importlib.import_module("torch.distributed._functional_collectives")
 
 
 def composable_apis(module: nn.Module) -> frozenset[str]:
-    """Return the names of torch's composable functions that were applied to a module."""
+    """Return the names of composable functions, such as ``replicate``, applied to a module."""
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is None:
         return frozenset()
@@ -390,7 +391,7 @@ def composable_apis(module: nn.Module) -> frozenset[str]:
 
 
 def note_composable(module: nn.Module, name: str) -> None:
-    """Record a composable function of a module, so that ``replicate`` leaves it alone."""
+    """Record that a composable function was applied, so that ``replicate`` skips the module."""
     contract = importlib.import_module("torch.distributed._composable.contract")
     registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
     registry[name] = contract.RegistryItem()
@@ -401,13 +402,13 @@ counts_collectives: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def count_collective(name: str) -> None:
-    """Let CommDebugMode count a collective, of which the engine may call no operator."""
+    """Let CommDebugMode, which only sees operators, count a collective of the engine."""
     for mode in _counting_modes():
         mode.__torch_dispatch__(_Counted(name), ())
 
 
 def uncounted() -> contextlib.AbstractContextManager[object]:
-    """A context for operators that CommDebugMode must not count, or has counted."""
+    """A context for operators that CommDebugMode must not count, or has already counted."""
     if counts_collectives() and _counting_modes():
         return _python_dispatch._disable_current_modes()
     return _NO_CONTEXT
@@ -425,7 +426,7 @@ def _counting_modes() -> list[Any]:
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
     """A context for operators that selective activation checkpointing must not record: it numbers
-    calls, and a recomputation with unsharded parameters makes others."""
+    calls, and a recomputation that finds parameters unsharded makes different ones."""
     if counts_collectives():
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         others = [mode for mode in modes if not isinstance(mode, _RECORDERS)]
@@ -439,7 +440,7 @@ _RECORDERS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispat
 
 @contextlib.contextmanager
 def _exchange_modes(modes: list[Any], others: list[Any]) -> Iterator[None]:
-    """A context with other modes. None is entered: CommDebugMode would forget its counts."""
+    """A context in which ``others`` replace ``modes``; entering one resets CommDebugMode."""
     _replace_modes(modes, others)
     try:
         yield
@@ -468,7 +469,7 @@ class _Counted:
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
-    """Return a method without the patch of torch.distributed.checkpoint."""
+    """Return the original of a method that torch.distributed.checkpoint may have patched."""
     found = getattr(owner, method)
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     patched = getattr(module, "_patched_state_dict", ())
@@ -503,7 +504,7 @@ def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCont
 
 
 def place_in_file(name: str, start: int, nbytes: int) -> Any:
-    """Return a value's location in metadata, of which each of torch's writers has a class."""
+    """Return a value's location as metadata hold it; each of torch's writers has its class."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, start, nbytes)

@@ -50,14 +50,14 @@ def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def joined_mesh(meshes: Sequence[Any]) -> Any:
-    """Join submeshes of a mesh. Public functions keep the larger mesh's order of dims."""
+    """Concatenate submeshes. Public functions keep the order of the larger mesh's dims."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate(list(meshes))
 
 
 def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
-    """Return the 1-D mesh of named dims, flattened for DTensors. Collective for several names."""
+    """Return the 1-D mesh of named dims. Several are flattened, which is collective."""
     return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 
@@ -69,7 +69,7 @@ def shards(placement: Any, dim: int) -> bool:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """Return the placement of a dim that later mesh dims have cut into ``split_factor``."""
+    """Return the placement of a dim that later mesh dims have cut into ``split_factor`` parts."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)

@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import PrefixStore
 def gloo_of_its_own(
     group: dist.ProcessGroup, name: str, rank: int, ranks: int, timeout: datetime.timedelta
 ) -> Any:
-    """Connect ranks of a group a second time, apart from the user's messages. ``new_group`` needs
-    all ranks of the world, or names groups by their number, and its groups live until the end.
-    Collective: the ranks of the group."""
+    """Connect ranks of a group again, separately from the user's messages. ``new_group`` must be
+    called by all ranks of the world, or names groups by their count, and its groups live until the
+    end. Collective: the ranks of the group."""
     store = PrefixStore(f"fsdp_compat/{name}", dist.distributed_c10d._world.pg_map[group][1])
     gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
     # Messages sent through a group around the backend pass the dispatcher, where profilers and
@@ -31,8 +31,8 @@ def gloo_of_its_own(
 
 
 def break_connections(gloo: Any) -> None:
-    """Close all connections, even while other threads wait, by a wait that times out: gloo has no
-    call for it, and keeps them while a work is alive. Ends all waits but ``abort_wait``'s."""
+    """Close all connections, even while other threads wait for them. gloo has no call for this, but
+    a wait that times out closes them. Ends every wait except those of ``abort_wait``."""
     for peer in set(range(gloo.size())) - {gloo.rank()}:  # a closed one raises at once
         with contextlib.suppress(RuntimeError):
             work = gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
@@ -58,8 +58,8 @@ _NEVER_SENT = (1 << 31) - 1  # a tag
 
 def abort_wait(work: dist.Work) -> None:
     """End the wait for a send or receive, now or later: it returns False. When a connection closes,
-    gloo does not fail messages in transit. The method is not exposed to Python, so it is called in
-    torch's library, on objects that are certainly gloo's."""
+    gloo does not fail a message in transit. The method is not exposed to Python, so it is called in
+    torch's library, and only on gloo's own objects."""
     # pybind11's pointer to the C++ object, which begins with the address of its vtable
     address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
     abort = _aborts().get(ctypes.c_void_p.from_address(address).value) if address else None

@@ -83,7 +83,7 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
 
 
 def renamed(names: Iterable[str], rename: Rename | None, call: str) -> dict[str, str]:
-    """Return new names; None leaves one out. Raises UsageError for other values and doubles."""
+    """Return new names; None drops one. Raises UsageError for other values and duplicates."""
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in dict.fromkeys(names):

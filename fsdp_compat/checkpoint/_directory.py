@@ -82,8 +82,8 @@ def _complete(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, Manifest]]
 
 
 def remove_older(folder: Path, step: int, keep_last: int) -> None:
-    """Remove the oldest complete checkpoints before ``step``, to leave ``keep_last``. Links stay,
-    and directories without a manifest of their step. Raises OSError."""
+    """Remove the oldest complete checkpoints before ``step``, so that ``keep_last`` remain. Links,
+    and directories without a manifest of their step, stay. Raises OSError."""
     older = [
         path
         for number, path in sorted(steps_in(folder).items())

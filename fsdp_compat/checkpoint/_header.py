@@ -92,7 +92,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: object, of_tensor: bool = True) -> torch.dtype:
-    """Return the dtype of a torch name; else raise ValueError. of_tensor: refuse quantized ones."""
+    """Return torch's dtype of this name, or raise ValueError. of_tensor: refuse quantized ones."""
     found = vars(torch).get(str(name))  # getattr would import modules that torch loads lazily
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of this version of torch")

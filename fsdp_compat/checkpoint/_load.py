@@ -229,8 +229,8 @@ def _shapes_of(model: nn.Module) -> Shapes:
 
 
 class _LoadPlan:
-    """The reads of a rank; ``apply`` changes something with them. Wherever the checkpoint has a
-    tensor, it is taken: its writer may have wrapped others."""
+    """The reads of a rank, and what ``apply`` changes with them. A tensor is taken from wherever
+    the checkpoint has it: its writer may have wrapped other modules."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class OptimizerLoadPlan:
         left: set[str],
         strict: bool,
     ) -> None:
-        """taken: parts that are loaded; left: names of others. Raises CheckpointError."""
+        """taken: parts that are loaded; left: names of all others. Raises CheckpointError."""
         self._source, self._optimizer = source, optimizer
         self.settings_kept: dict[int, str] = {}  # groups that keep their settings, and why
         self._names = held_by(model, optimizer)
@@ -106,9 +106,9 @@ class OptimizerLoadPlan:
     # -- planning
 
     def _plan_settings(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> None:
-        """Take for each group the settings that its parameters were saved with; without any, those
-        at its position that no other group takes. Raises CheckpointError for a group of parameters
-        with different settings, and for different groups that were saved as one; not strict: they
+        """Take for each group the settings its parameters were saved with, or else those at its
+        position that no other group takes. Raises CheckpointError if parameters of one group had
+        different settings, or groups with different settings were saved as one; not strict: these
         keep their own."""
         groups = self._optimizer.param_groups
         of_name = {name: number for number, group in enumerate(saved) for name in group["params"]}
@@ -242,9 +242,9 @@ def _why_kept(
     classes: Sequence[str],
     optimizer: torch.optim.Optimizer,
 ) -> str:
-    """Return what the checkpoint holds instead of the optimizer's state, or "". Another class may
-    be a subclass or implementation; another algorithm has other settings, as SGD a momentum and
-    AdamW betas."""
+    """Return what the checkpoint holds instead of the optimizer's state, or "". A different class
+    may be a subclass or another implementation; another algorithm has other settings, such as SGD's
+    momentum or AdamW's betas."""
     if saved is None:
         return "no optimizer state"
     if not classes or {*classes} & {*classes_of(optimizer)}:

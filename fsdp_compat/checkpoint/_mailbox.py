@@ -70,8 +70,8 @@ class StoreMailbox:
         return self._read({self._key(role, number): number for number in numbers}, self._turn)
 
     def conclude(self, work: Callable[[], object]) -> Any:
-        """Do ``work`` of the turn, wait for the verdict, and return what it returned (JSON) on the
-        first rank. Collective. Raises RankLost on all ranks if one does not finish."""
+        """Do ``work`` of the turn, wait for the verdict, and return what the first rank's ``work``
+        returned (JSON). Collective. Raises RankLost on all ranks if one does not finish."""
         turn = self._turn
         key = f"{turn}/verdict"
         try:

@@ -79,7 +79,8 @@ class NamedGroup:
 
 
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
-    """Return the groups of ``units``, alike on all ranks. Raises UsageError for partial ones."""
+    """Return the groups of ``units``, alike on all ranks. Raises UsageError for partial
+    DTensors."""
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
     counts = collections.Counter[str]()  # units of several modules have no prefix, as the root

@@ -85,8 +85,8 @@ def _ranks_beside(group: Group, axes: Sequence[Axis]) -> int:
 
 
 def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
-    """Return the first rank's groups with the parameters that only others hold, in the same groups
-    or new ones. Raises UsageError if settings differ."""
+    """Return the groups to save: the first rank's, with parameters that only others hold, in the
+    same groups or new ones. Raises UsageError if settings differ."""
     found: list[dict[str, Any]] = []
     places: dict[str, int] = {}  # by name of a parameter: its group
     for rank, groups in enumerate(by_rank):

@@ -157,8 +157,8 @@ def require_free(target: Path, call: str) -> None:
 
 @contextlib.contextmanager
 def published(target: Path, call: str) -> Iterator[Path]:
-    """Yield a path for durable content, which is renamed to ``target`` at the end; nothing is left
-    after an error. Raises UsageError if ``target`` exists, and OSError."""
+    """Yield a path for content that is durable at the end and then renamed to ``target``; after an
+    error nothing is left. Raises UsageError if ``target`` exists, and OSError."""
     require_free(target, call)
     target = target.absolute()
     owned = make_fresh(hidden_beside(target, uuid.uuid4().hex))

@@ -82,8 +82,9 @@ class Ranks:
         )
 
     def agree(self, problem: BaseException | None, value: object) -> list[Any]:
-        """Return every rank's ``value`` (JSON). If a rank has a problem, all raise it, or first the
-        unreported failure of an earlier ``async_save``. Collective."""
+        """Return every rank's ``value`` (JSON). If a rank has a problem, raise on all: its own
+        error there, elsewhere one that quotes it. The first time in a call, raise instead if an
+        earlier ``async_save`` failed and was not reported. Collective."""
         unreported = {} if self.have_agreed else background.unreported()
         self.have_agreed = True
         told = None if problem is None else (type(problem).__name__, str(problem))
@@ -121,7 +122,7 @@ class Agreement:
 
 
 def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
-    """Return the units in ``model`` and their ranks, once all have made this call. Raises
+    """Return the units in ``model`` and their ranks, once all of them have made this call. Raises
     UsageError without units, StateError if only some ranks call. Collective."""
     units = model_units_in(model) if isinstance(model, nn.Module) else []
     require_units(units, model, f"{call}(..., model)")

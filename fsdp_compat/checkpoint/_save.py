@@ -286,7 +286,7 @@ class _SaveJob:
         self._described = tuple(groups)
 
     def _make_directory(self) -> None:
-        """Make the directory, on the first rank first, so that it leads. Collective."""
+        """Make the directory, first on the first rank, so that it leads. Collective."""
         hidden = publishing.hidden_beside(self._target, self.identity)
         self._directory = hidden / publishing.CONTENT
         for turn in (self._ranks.number == 0, self._ranks.number != 0):

@@ -193,8 +193,8 @@ def _check_max_norm(max_norm: Any) -> None:
 
 
 def _gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
-    """Return the gradients of parameters in ``root`` outside of ``groups``, each once. nn.Module's
-    ``parameters()`` would build a name for each, which takes longer than a norm."""
+    """Return the gradients of ``root``'s parameters that are in none of ``groups``, each once.
+    ``parameters()`` would build a name for each, which takes longer than computing a norm."""
     known = {
         id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params
     }

@@ -59,9 +59,9 @@ class Plan:
 
 def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     """Decide which units to make in ``module``, and which parameters each of them owns. kwargs: the
-    constructor's keyword arguments but the policy, which may change them for single units.
-    Collective only if a hybrid strategy makes process groups. Raises UsageError if anything cannot
-    be wrapped."""
+    constructor's keyword arguments except the policy, which may override them for single units.
+    Collective only if a hybrid strategy makes its process groups. Raises UsageError if anything
+    cannot be wrapped."""
     refuse_module(module)
     policy = policy_of(policy, module)
     kwargs = {
@@ -157,8 +157,8 @@ def _warn_of_policy(module: nn.Module, settings: Settings) -> None:
 
 
 def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:
-    """Build the planned units: ``wrapper`` becomes that of the root. Collective. Raises UsageError,
-    on all ranks and before anything changes, if values are broadcast and plans differ."""
+    """Build the planned units; ``wrapper`` becomes the root's. Collective. Raises UsageError on all
+    ranks, before anything changes, if values are to be broadcast and the plans differ."""
     if plan.settings[plan.root].sync_module_states:  # else the first forward compares the units
         _require_alike(plan)
     for module in plan.settings:
@@ -176,7 +176,7 @@ def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) 
 
 
 def _require_alike(plan: Plan) -> None:
-    """Raise UsageError, on all ranks, if plans over one mesh differ. Collective."""
+    """Raise UsageError, on all ranks, if their plans for the same mesh differ. Collective."""
     names = {module: name for name, module in plan.root.named_modules()}
     parts = []
     for module, settings in plan.settings.items():
@@ -228,7 +228,7 @@ def _build(plan: Plan, module: nn.Module, wrapper: nn.Module) -> None:
 def _modules_to_cast(
     module: nn.Module, settings: Settings, taken: set[nn.Module]
 ) -> list[nn.Module]:
-    """Return the modules of a unit whose buffers are cast. taken: those of other units."""
+    """Return the modules of a unit whose buffers are cast. taken: modules of other units."""
     uncast = {
         below
         for child in module.modules()
@@ -242,8 +242,8 @@ def _modules_to_cast(
 def _settings_of(
     module: nn.Module, own: Mapping[str, Any], kwargs: Mapping[str, Any], settings: Settings
 ) -> Settings:
-    """Return the root's ``settings``, or new ones for a unit whose arguments ``own``, given by a
-    policy, differ from the root's ``kwargs``."""
+    """Return a unit's settings: new ones if its arguments from the policy, ``own``, differ from
+    ``kwargs``, else those of the root."""
     if unknown := sorted(own.keys() - kwargs.keys()):
         raise UsageError.of(
             "A wrap policy returned an argument that FullyShardedDataParallel does not have.",
@@ -258,7 +258,7 @@ def _settings_of(
 
 
 def _listed(given: Any) -> Any:
-    """Return an iterable, which is used more than once, as a list; anything else unchanged."""
+    """Return an iterable as a list, as it is used more than once; anything else unchanged."""
     if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)):
         return list(given)
     return given
@@ -360,7 +360,7 @@ def _or_instances(
 
 
 def _never_called(root: nn.Module) -> set[nn.Module]:
-    """Return the output projections of attentions, which read their weights without a call."""
+    """Return the output projections of attention modules, which are read but never called."""
     return {
         child
         for module in root.modules()

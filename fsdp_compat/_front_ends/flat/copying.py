@@ -167,7 +167,7 @@ def _require_rest(wrapper: nn.Module, what: str) -> None:
 
 
 def _portable(settings: Settings) -> tuple[Any, ...]:
-    """Return the arguments of ``_settings_of`` in another process, with process groups by name."""
+    """Return the arguments of ``_settings_of`` for another process, with groups by name."""
     changes: dict[str, Any] = {
         "param_init_fn": None,
         "ignored_modules": frozenset(),
@@ -195,7 +195,7 @@ def _name_of(group: dist.ProcessGroup | None) -> str | None:
 def _settings_of(
     rest: Settings, shard_axis: Any, replica_axis: Any, of_group: Any, of_mesh: Any
 ) -> Settings:
-    """Return settings with this process's groups. Raises UsageError for another rank's shards."""
+    """Return settings with this process's groups. Raises UsageError if none of them fits."""
     group = group_by_name(*of_group)
     assert group is not None
     shard, replica = axis_by_name(*shard_axis), axis_by_name(*replica_axis)

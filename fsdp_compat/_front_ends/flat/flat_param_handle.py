@@ -51,7 +51,7 @@ def handles_of(own: FlatUnit) -> list[FlatParamHandle]:
 
 
 def handle_of(own: FlatUnit) -> FlatParamHandle | None:
-    """Return the handle of the trainable parameters, else of the frozen ones; None without any."""
+    """Return the handle of the trainable parameters, else of the frozen ones, else None."""
     handles = handles_of(own)
     return next((each for each in handles if each.is_trainable), handles[0] if handles else None)
 
@@ -95,7 +95,7 @@ class FlatParamHandle:
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The FlatParameter, with use_orig_params=True one that no optimizer holds."""
+        """The FlatParameter; with use_orig_params=True a stand-in that no optimizer holds."""
         store = self._flat_store
         if store.flat_parameter is not None:
             return store.flat_parameter
@@ -140,7 +140,7 @@ class FlatParamHandle:
                 each._stand_in.data = each._memory
 
     def _restore_data(self) -> torch.Tensor | None:
-        """View the shard again. Return data of its shape that a client has assigned, or None."""
+        """View the shard again. Return the data of its shape that a client assigned, or None."""
         flat, shard = self._flat_store.flat_parameter, self._memory
         flat = self._stand_in if flat is None else flat
         if flat is None or (flat.data_ptr() == shard.data_ptr() and flat.dtype == shard.dtype):
@@ -207,14 +207,14 @@ class FlatParamHandle:
             self._owner.unit.reshard()
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
-        """The memory that modules compute with; empty unless forward or backward unshard it."""
+        """The memory modules compute with; empty unless forward or backward unsharded it."""
         group = self._group
         if self._owner.unit.residency is Residency.UNSHARDED:
             return group.memory.all_gather_output.detach()
         return torch.empty(0, dtype=group.gather_dtype, device=group.device)
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move the shard and its gradients as ``Tensor.to`` would; back before the model runs."""
+        """Move the shard and gradients like ``Tensor.to``. Move back before the model runs."""
         store = self._flat_store
         empty = torch.empty(0, dtype=store.dtype, device=store.shard.device)
         device = empty.to(*args, **kwargs).device

@@ -94,7 +94,7 @@ def refuse_ignored_units(given: Any) -> None:
 
 
 def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module, Unit]]) -> None:
-    """Raise UsageError if wrappers in ``module``, with their root units, have a root outside it."""
+    """Raise UsageError if ``nested`` wrappers in ``module`` have their root outside of it."""
     inside = set(module.modules())
     for child, root in nested:
         owner = root.owner()
@@ -112,7 +112,7 @@ def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module,
 def refuse_managed(
     module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]
 ) -> None:
-    """Raise UsageError if a parameter belongs to another unit, which has sharded it."""
+    """Raise UsageError if a parameter already belongs to another unit."""
     inside = {id(below) for child in closed for below in child.modules()}
     for name, child in module.named_modules():
         if id(child) in inside:
@@ -135,7 +135,7 @@ def refuse_managed(
 
 
 def refuse_optimizers_in_backward(module: nn.Module, replaced: Sequence[str]) -> None:
-    """Raise UsageError if optimizers that step in backward hold parameters to be ``replaced``."""
+    """Raise UsageError if optimizers that step in backward hold ``replaced`` parameters."""
     if replaced:
         raise UsageError.of(
             "An optimizer that steps in backward holds a parameter that wrapping replaces.",

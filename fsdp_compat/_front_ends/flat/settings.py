@@ -201,7 +201,7 @@ def _refuse_conflicts(kwargs: Mapping[str, Any]) -> None:
 def _mesh(
     strategy: ShardingStrategy, process_group: Any, device_mesh: Any
 ) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
-    """Return the mesh, the group of one copy of the parameters, and the ``device_mesh`` in use."""
+    """Return the mesh, the group that shards one copy of the parameters, and the device mesh."""
     hybrid = strategy in _HYBRID
     the_group(None)
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
@@ -252,7 +252,7 @@ def _mesh(
 
 
 def _ranks_per_node() -> int:
-    """Return LOCAL_WORLD_SIZE of torchrun, the number of accelerators, or the world size."""
+    """Return torchrun's LOCAL_WORLD_SIZE, else the number of accelerators, or of all ranks."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     if local_world_size:
         if not local_world_size.isdecimal() or int(local_world_size) < 1:

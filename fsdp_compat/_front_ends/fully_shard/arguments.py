@@ -88,7 +88,7 @@ def ignored_of(given: Any) -> frozenset[nn.Parameter]:
 
 
 def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
-    """Return whether to reshard after forward, and the ranks of backward's all-gathers or 0."""
+    """Return whether to reshard after forward, and how many ranks backward gathers among."""
     if given is None or isinstance(given, bool):
         return given, 0
     if not isinstance(given, int):
@@ -135,7 +135,7 @@ def placed(
     function: Callable[[nn.Parameter], Any] | None,
     default: Placed,
 ) -> Placed:
-    """Return where ``function`` (shard_placement_fn) puts a parameter; None: the default."""
+    """Return where ``function`` (shard_placement_fn) puts a parameter; ``default`` for None."""
     answer = None if function is None else function(parameter)
     if answer is None:
         return default
@@ -234,7 +234,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def require_mesh(mesh: Any, dims: Any) -> DataParallelMeshDims | None:
-    """Raise UsageError for an unusable mesh. Return ``dims`` (dp_mesh_dims) as our record."""
+    """Raise UsageError for an unusable mesh. Return ``dims`` (dp_mesh_dims) as our own record."""
     if not isinstance(mesh, DeviceMesh):
         raise wrong_type("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", mesh, WHERE)
     if dims is not None:
@@ -315,7 +315,7 @@ def _described(mesh: DeviceMesh) -> str:
 
 
 def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
-    """Return what the dimensions of ``mesh`` are for. Collective if several are flattened."""
+    """Return what each dimension of ``mesh`` is for. Collective if several are flattened."""
     if dims is None:
         if mesh.ndim == 1:
             return FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -380,6 +380,6 @@ def partial_mesh_of(mesh: DataMesh, ranks: int) -> DeviceMesh:
 
 
 def data_group_of(mesh: DataMesh) -> dist.ProcessGroup:
-    """Return the group of one copy of the parameters; if nothing is sharded, of the copies."""
+    """Return the group that shards one copy of the parameters, or else the replicas'."""
     dim = mesh.replicate_dim if mesh.shard_dim is None else mesh.shard_dim
     return mesh.mesh.get_group(dim)

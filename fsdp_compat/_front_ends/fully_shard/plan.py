@@ -157,8 +157,8 @@ def _managed_by(
     ignored: Collection[nn.Parameter],
     is_closed: Callable[[nn.Module], bool],
 ) -> Managed:
-    """Return what a call for ``roots`` manages, without parameters that are ``ignored`` and modules
-    that are closed, because another call manages them."""
+    """Return what a call for ``roots`` manages: neither ``ignored`` parameters nor modules that are
+    closed because another call manages them."""
     names: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -237,7 +237,7 @@ def _stores(
 
 
 def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Placed]) -> Placed:
-    """Return ``placed`` with the DataMesh of the first placement (``infos``) on its groups."""
+    """Return ``placed`` with the DataMesh that was first placed on its groups (``infos``)."""
     mesh = placed.mesh
     groups = tuple(
         None if dim is None else mesh.mesh.get_group(dim)

@@ -44,7 +44,7 @@ def modules_of(given: Any) -> list[nn.Module]:
 
 
 def refuse_modules(roots: Sequence[nn.Module], is_sharded: Callable[[nn.Module], bool]) -> None:
-    """Raise UsageError for modules that are sharded already, here or by another front end."""
+    """Raise UsageError for modules that are already sharded, by any front end."""
     for root in roots:
         if is_sharded(root):
             raise AssertedUsageError.of(
@@ -139,7 +139,7 @@ def refuse_dtensors(params: Sequence[OrigParam], device: torch.device) -> None:
 
 
 def require_dtensors_on(mesh: SpmdMesh, params: Sequence[OrigParam]) -> None:
-    """Raise UsageError unless all are DTensors on ``mesh``, replicated along its data dims."""
+    """Raise UsageError unless all are DTensors on ``mesh``, replicated on its data dims."""
     for param in params:
         parameter: Any = param.parameter
         if not _torch_private.is_dtensor(parameter):

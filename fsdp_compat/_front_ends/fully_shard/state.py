@@ -118,7 +118,7 @@ class ShardedModules:
     # -- a unit, and a runtime
 
     def ready_unit(self) -> Unit:
-        """Return the unit of the present parameters. Collective if it has to be made."""
+        """Return the unit of the current parameters. Collective if it has to be made."""
         if self.unit is not None and not self.is_dirty:
             return self.unit
         if self.unit is not None:
@@ -138,7 +138,7 @@ class ShardedModules:
         return any(changed + [own.store.adopt() for own in self.stores])
 
     def _take_extensions(self) -> bool:
-        """Give parameters that got fsdp_pre_all_gather late stores of their own; True if any."""
+        """Give parameters that got fsdp_pre_all_gather later stores of their own; True if any."""
         stores: list[_OwnStore] = []
         for own in self.stores:
             store, late = own.store, list[int]()
@@ -214,7 +214,7 @@ class ShardedModules:
             )
 
     def ready_runtime(self) -> Runtime:
-        """Return the runtime; without one, make one with these modules as root. Collective then."""
+        """Return the runtime, or make one with these modules as its root, which is collective."""
         if self.runtime is not None and not self.runtime.stale:
             return self.runtime
         made = self._outermost._make_runtime()
@@ -510,7 +510,7 @@ owners = Owners(lambda module: state_of(module) is not None, _owner_of, _sharded
 
 
 def apply(plan: Plan) -> ShardedModules:
-    """Shard a plan's parameters in place, and move buffers. Collective if it makes groups."""
+    """Shard a plan's parameters in place and move buffers. Collective if it makes groups."""
     partial_mesh = partial_mesh_of(plan.mesh, plan.partial_ranks) if plan.partial_ranks else None
     state = ShardedModules(
         plan.managed.roots,

@@ -69,7 +69,7 @@ def _put_wholes_in(
     module: nn.Module,
     prefix: str,
 ) -> set[str]:
-    """Replace parameters by whole values, one group gathered at a time; return clean names."""
+    """Replace parameters by whole values, gathered group by group; return their clean names."""
     found: set[str] = set()
     for each, name in full:
         if each.unit.summoned:
@@ -86,7 +86,7 @@ def _put_wholes_in(
 
 
 def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None:
-    """Raise StateError for a part of a unit whose state dicts are set to be whole."""
+    """Raise StateError for a part of a unit whose state dicts are set to FULL_STATE_DICT."""
     if record is None or not is_full(record):
         return
     view = record.unit.view

@@ -23,7 +23,7 @@ class Imports:
         self.replaced: set[Chain] = set()  # names and chains that were replaced by others
 
     def name_for(self, full: str, *wanted: str) -> str:
-        """Return the local name for one of ours, imported if need be. wanted: the best first."""
+        """Return the local name of one of ours, importing it if needed. wanted: the best first."""
         parent, _, last = full.rpartition(".")
         known = self._chosen.get(full) or self._known(full)
         if known is None:

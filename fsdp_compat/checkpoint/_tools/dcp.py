@@ -83,7 +83,7 @@ def is_sharded_safetensors(path: Path) -> bool:
 
 
 def read_sharded_safetensors(path: Path) -> Archive:
-    """Return what it holds. A missing last file goes unnoticed: shapes follow from parts."""
+    """Return the content. A missing last file may go unnoticed: shapes follow from parts."""
     names = sorted(filter(_SHARD.fullmatch, os.listdir(path)))
     entries = itertools.chain.from_iterable(_parts_in(member(path, name)) for name in names)
     tree, world_size, left_out = _tree(path, entries)
@@ -346,9 +346,9 @@ def _finished(value: Any, path: Path) -> Any:
 def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
     """Write a directory that ``torch.distributed.checkpoint`` loads, also into this package's front
     ends. Tensors are cut along dim 0 for ``options.world_size`` ranks, one file each, and into
-    chunks of ``options.slab_nbytes`` or one row, of which a worker holds one. Tied ones are written
-    under each name. Imports torch.distributed.checkpoint, which may import torch's FSDP. Raises
-    UsageError if two values would get one name, CheckpointError and OSError."""
+    chunks of ``options.slab_nbytes`` or one row, of which a worker holds one. Tied tensors are
+    written under each name. Imports torch.distributed.checkpoint, which may import torch's FSDP.
+    Raises UsageError if two values would get one name, CheckpointError and OSError."""
     from torch.distributed.checkpoint import metadata as described
 
     values = _flattened(archive)

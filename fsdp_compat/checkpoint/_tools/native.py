@@ -427,8 +427,8 @@ class RankFile:
 
 
 def write_native(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
-    """Write a checkpoint for ``options.world_size`` ranks; names that begin with the same match of
-    ``options.unit`` share a unit. Raises UsageError for unfit values."""
+    """Write a native checkpoint for ``options.world_size`` ranks. Parameters whose names begin with
+    the same match of ``options.unit`` share a unit. Raises UsageError for unfit values."""
     path.mkdir()
     target = _Target(archive, options, files)
 

@@ -158,7 +158,7 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]  # name in the file, dtype,
 
 
 def images_of(tensors: Mapping[str, Described], max_file_nbytes: int | None) -> list[FileImage]:
-    """Plan files of at most so many bytes of tensors. Raises UsageError for other dtypes."""
+    """Plan files of at most so many bytes. Raises UsageError for what the format cannot hold."""
     files: list[dict[str, Described]] = [{}]
     nbytes = 0
     for key, described in tensors.items():

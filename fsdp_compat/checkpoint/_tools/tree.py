@@ -34,9 +34,10 @@ def archive_of(
     path: Path, kind: str, tree: Any, *, world_size: int | None = None, left_out: Sequence[str] = ()
 ) -> Archive:
     """Return the archive of nested containers of StoredTensors and plain values. Names lose what
-    FSDP, checkpointing and compilation add. Tensors with the same pieces are tied. Several models
-    keep their keys as prefixes, also for the optimizer of that number. Unnamed optimizer state
-    stays numbered. The rest is in ``extra``. Raises CheckpointError for too many containers."""
+    FSDP, activation checkpointing and compilation add. Tensors with the same pieces are tied.
+    Several models keep their keys as prefixes, as does the optimizer of that number. Unnamed
+    optimizer state stays numbered. The rest is in ``extra``. Raises CheckpointError for too many
+    containers."""
     tree = _unshared(tree, path)
     archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out])
     if not isinstance(tree, dict):
@@ -176,7 +177,7 @@ def _plain_names(names: Iterable[str]) -> dict[str, str]:
 
 def without_ddp(archive: Archive) -> None:
     """Remove "module." as often as all names of a model begin with it: DistributedDataParallel adds
-    it, Megatron-FSDP twice. Optimizers follow."""
+    it, Megatron-FSDP twice. The optimizer's names follow."""
     for prefix in archive.models:
         optimizer = OptimizerState(archive.states, archive.param_groups or [])
         names = [*archive.tensors, *archive.aliases] or optimizer.parameters
