@@ -227,10 +227,11 @@ def managed_names(model: nn.Module) -> set[str]:
     """Return the clean names of parameters of units that are not summoned, and of flat ones."""
     found: set[str] = set()
     for named in units_of(model, once=False):
-        for flat_name, group, _ in named_sections(named.unit) if not named.unit.summoned else ():
+        sections = named_sections(named.unit) if not named.unit.summoned else ()
+        for flat_name, group, section in sections:
             found.add(named.prefix + flat_name)
-            for param in store_of(group).orig_params:
-                found.update(names_of(param, named.prefix))
+            for index in section.params:
+                found.update(names_of(store_of(group).orig_params[index], named.prefix))
     return found
 
 

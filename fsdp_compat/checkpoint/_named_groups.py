@@ -20,7 +20,7 @@ from .._layout.spec import Interval, Section
 from .._state.model_state import unmanaged_state
 from .._state.optim_contents import ownership_of
 from .._state.sharded_values import place_of
-from .._state.units import NamedUnit, clean_name, named_sections, units_of
+from .._state.units import NamedUnit, clean_name, named_sections, names_of, units_of
 from ..errors import UsageError
 from ._manifest import Cut, FlatGroup
 from ._tools.archive import moved
@@ -63,8 +63,7 @@ class NamedGroup:
 
     def names(self, index: int) -> tuple[str, ...]:
         """Return all names of a parameter in the model, before wrapping."""
-        names = store_of(self.group).orig_params[index].names
-        return tuple(dict.fromkeys(self.prefix + clean_name(name) for name in names))
+        return tuple(names_of(store_of(self.group).orig_params[index], self.prefix))
 
     def piece(self, index: int) -> Piece:
         """Return what the group shards of a parameter: all of it, or this process's part."""
