@@ -105,7 +105,7 @@ def listed(value: Any) -> list[Any]:
 
 def text_in(value: Any) -> str:
     """Return a str unchanged. Raises TypeError for anything else."""
-    return _of(str, value, "a text")
+    return _of(str, value, "a string")
 
 
 def count_in(value: Any) -> int:

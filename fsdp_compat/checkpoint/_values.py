@@ -6,7 +6,7 @@ Kept, with their type and order:
 - dense tensors of any device, which are read to the CPU, and NumPy arrays of numbers; the JSON
   holds their names;
 - list, tuple, torch.Size, set, frozenset, deque, dict, OrderedDict and Counter of these; keys and
-  elements of sets are numbers, texts, bytes, None, dtypes, devices, and tuples and frozensets of
+  elements of sets are numbers, strings, bytes, None, dtypes, devices, and tuples and frozensets of
   these.
 Kept as the plain type: a NumPy number as a Python number, a named tuple as a tuple, a defaultdict
 as a dict, a subclass of Tensor (such as Parameter) as a Tensor.
@@ -14,7 +14,7 @@ as a dict, a subclass of Tensor (such as Parameter) as a Tensor.
 Everything else is refused: objects of other classes, among them enums, dataclasses and functions;
 sharded, quantized, sparse, nested and meta tensors; values that contain themselves.
 
-In JSON, None, bool, int, float, str, lists and dicts with plain text keys stand for themselves.
+In JSON, None, bool, int, float, str, lists and dicts with plain string keys stand for themselves.
 Every other value is a dict with a single key from a fixed list; these keys begin with ``@``."""
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         items, maxlen = listed(content)
         return collections.deque(_decoded(listed(items), where, get), maxlen)
     got = f"{tag[:40]!r}, which this version does not know"
-    raise _unreadable(where, "a number, a text, a tensor or a container", got)
+    raise _unreadable(where, "a number, a string, a tensor or a container", got)
 
 
 def tensor_as_text(tensor: torch.Tensor) -> str:

@@ -26,7 +26,7 @@ class Facts:
     in_json: ClassVar[tuple[str, ...]] = ()  # fields, properties, methods; empty: the fields
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for ``json.dumps``: dtypes, paths and infinite numbers are texts."""
+        """Return the same for ``json.dumps``: dtypes, paths and infinite numbers are strings."""
         fields: Any = self
         names = self.in_json or [field.name for field in dataclasses.fields(fields)]
         found = {name: getattr(self, name) for name in names}

@@ -96,7 +96,7 @@ def refused(
     """Return the error for a file that is damaged, or holds what is not read."""
     return kind.of(
         f"{where.name} was refused.",
-        expected="tensors, numbers, texts and plain containers",
+        expected="tensors, numbers, strings and plain containers",
         got=" ".join(str(error).split())[:500]
         if isinstance(error, Refused | str)
         else brief(error),

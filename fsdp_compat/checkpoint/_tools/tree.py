@@ -267,7 +267,7 @@ def _unshared(tree: Any, path: Path) -> Any:
         if not isinstance(value, dict):
             return type(value)(map(copied, value))
         if len({str(key) for key in value}) < len(value):
-            raise refused(path, "keys that are equal as texts, such as 0 and '0'")
+            raise refused(path, "keys that are equal as strings, such as 0 and '0'")
         return {key: copied(item) for key, item in value.items()}
 
     return copied(tree)
