@@ -28,8 +28,7 @@ from .._comm.divergence import progress
 from ..errors import StateError
 from . import events, hooks
 from .checks import Checks
-from .communicators import Communicators
-from .device import ComputeStreams, side_stream
+from .device import side_stream
 from .events import Event
 from .gathering import Gathering, Prefetch, RuntimeOptions
 from .gradients import Gradients, InFlightReductions
@@ -59,17 +58,10 @@ class BackwardRunner:
     """Runs the hooks of backward for one runtime."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        communicators: Communicators,
-        gathering: Gathering,
-        checks: Checks,
-        streams: ComputeStreams | None,
-        options: RuntimeOptions,
+        self, units: Sequence[Unit], gathering: Gathering, checks: Checks, options: RuntimeOptions
     ) -> None:
-        """streams: None for a device without streams."""
-        self._units, self._communicators, self._checks = units, communicators, checks
-        self._gathering, self._streams = gathering, streams
+        self._units, self._gathering, self._checks = units, gathering, checks
+        self._communicators, self._streams = gathering.communicators, gathering.streams
         is_fixed_order = options.allow_unused_units
         self._prefetches_late = options.backward_prefetch is Prefetch.POST and not is_fixed_order
         self._side = side_stream(units[0].options.device, "reduce")

@@ -168,7 +168,7 @@ class Gathering:
         options: RuntimeOptions,
     ) -> None:
         """streams: None for a device without streams."""
-        self._units, self._communicators, self._streams = units, communicators, streams
+        self._units, self.communicators, self.streams = units, communicators, streams
         self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
         self.rounds = Rounds(units, communicators, self.forward_order, options.allow_unused_units)
@@ -180,8 +180,8 @@ class Gathering:
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
         """Collective. Unshard and show ``unit``; prefetch. backward: also in recomputations."""
-        if self._streams is not None:
-            self._streams.join()
+        if self.streams is not None:
+            self.streams.join()
         order = self.backward_order if backward else self.forward_order
         rounds = self.rounds
         if rounds.is_fixed_order:
@@ -198,7 +198,7 @@ class Gathering:
         following = order.advance(unit)
         # Before prefetching, so that the next unit can reuse the memory of this one's output. In
         # forward, where less memory is held, the prefetch need not wait for the copy.
-        if unit.copies_out and (backward or self._streams is None):
+        if unit.copies_out and (backward or self.streams is None):
             unit.wait_for_unshard()
         if not rounds.is_fixed_order:
             self._prefetch(unit, following, backward)
@@ -279,7 +279,7 @@ class Gathering:
 
     def end_gathers(self, has_raised: bool, in_graph: bool) -> None:
         """End the outermost forward, see ``end_gathers``. Collective."""
-        end_gathers(self._units, self._communicators, in_graph)
+        end_gathers(self._units, self.communicators, in_graph)
         if not self.rounds.is_in_method:
             # in a fixed order, the other ranks can go on without one that raised
             self.mapped.end(Pass.FORWARD, has_raised and not self.rounds.is_fixed_order)

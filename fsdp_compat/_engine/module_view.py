@@ -26,13 +26,9 @@ class ModuleView:
     inside forward, and from pre-backward to post-backward. A freed parameter is never shown."""
 
     def __init__(
-        self,
-        unit: Any,
-        unsharded: Sequence[Sequence[ModuleSlot]],
-        sharded: Sequence[ModuleSlot],
-        is_guarded: bool = True,
+        self, unit: Any, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
     ) -> None:
-        """Show the sharded parameters. unsharded: by ComputeDtype. is_guarded: see ParamStore."""
+        """Show the sharded parameters. unit: a Unit. unsharded: by ComputeDtype."""
         self._unit = weakref.ref(unit)
         self._from_partial: _Swap | None = None  # while rows of unsharded parameters are shown
         self.shows_unsharded = False
@@ -41,17 +37,12 @@ class ModuleView:
         self.withdrawn = False  # the modules show no managed parameters at all
         # The front end takes or loads a state dict: modules' own methods may see shards.
         self.in_state_dict = False
-        self._set_slots(unsharded, sharded, is_guarded)
+        self._set_slots(unsharded, sharded)
 
     def _set_slots(
-        self,
-        unsharded: Sequence[Sequence[ModuleSlot]],
-        sharded: Sequence[ModuleSlot],
-        is_guarded: bool,
+        self, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
     ) -> None:
-        unit = self._unit()
-        assert unit is not None
-        self._placeholders = Placeholders(unit, unsharded[0], sharded, is_guarded)
+        self._placeholders = Placeholders(self._unit(), unsharded[0], sharded)
         always = self._placeholders.always
         self._swaps = [  # by ComputeDtype
             (_Swap(sharded, slots, away=always), _Swap(slots, sharded, here=always))
@@ -71,7 +62,7 @@ class ModuleView:
         """Show different parameters from now on. Only while the unit is sharded."""
         assert not self.shows_unsharded and not self.summoned
         self._placeholders.disarm()
-        self._set_slots(unsharded, sharded, self._placeholders.is_guarded)
+        self._set_slots(unsharded, sharded)
 
     def use_dtype(self, dtype: ComputeDtype) -> None:
         """Show the unsharded parameters of this dtype from now on. Only while sharded."""

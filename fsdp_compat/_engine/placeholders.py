@@ -153,14 +153,14 @@ class Placeholders:
         unit: Any,
         unsharded: Sequence[ModuleSlot],
         sharded: Sequence[ModuleSlot],
-        is_guarded: bool = True,
     ) -> None:
-        """unsharded, sharded: module slots, in the same order. is_guarded: False makes none."""
-        self.is_guarded = is_guarded
+        """unit: a Unit; there are none if modules show DTensors while it is sharded. unsharded,
+        sharded: module slots, in the same order."""
+        self.is_guarded = all(group.store.is_guarded for group in unit.groups)
         self.always: list[DictEntry] = []  # for attributes that are absent while sharded
         in_forward: list[DictEntry] = []  # for attributes that hold parts
         calls: dict[nn.Module, DictEntry] = {}  # forward pre-hooks of modules that hold parts
-        for slot, instead in zip(unsharded, sharded, strict=True) if is_guarded else ():
+        for slot, instead in zip(unsharded, sharded, strict=True) if self.is_guarded else ():
             module, attribute, param = slot
             if param is None:
                 continue

@@ -53,9 +53,7 @@ class Runtime:
         self._checks = Checks(root, self.units, self._communicators)
         self._gathering = Gathering(self.units, self._communicators, self._streams, options)
         runner = BackwardRunner if self._streams is None else ThreadedBackwardRunner
-        self.backward = runner(
-            self.units, self._communicators, self._gathering, self._checks, self._streams, options
-        )
+        self.backward = runner(self.units, self._gathering, self._checks, options)
         self._units_with_parts: list[Unit] = []
         self._units_of_several: list[Unit] = []
         self.use_groups()

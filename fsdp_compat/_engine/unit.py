@@ -131,8 +131,7 @@ class Unit:
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
         self.attributes = TensorAttributes(*self.modules)
-        is_guarded = all(group.store.is_guarded for group in groups)
-        self.view = ModuleView(self, *self._slots(), is_guarded)
+        self.view = ModuleView(self, *self._slots())
 
     @property
     def module(self) -> nn.Module:

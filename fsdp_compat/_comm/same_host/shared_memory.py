@@ -32,18 +32,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from .memory_files import (
-    PAGE_NBYTES,
-    TOKEN_NBYTES,
-    MappedFile,
-    SealedFile,
-    are_supported,
-    free_pages,
-    map_private,
-    map_shared,
-    refusal_of,
-    unmap_in,
-)
+from . import memory_files
+from .memory_files import PAGE_NBYTES, MappedFile, SealedFile, refusal_of
 
 # Pages of freed blocks that are kept for the next block; the rest goes back to the system.
 KEPT_NBYTES = 1 << 30
@@ -93,7 +83,7 @@ class Chunk:
         if self.file is None:
             return
         if start in self.frozen:
-            map_shared(self.address + start, nbytes, self.fd, start)
+            memory_files.map_shared(self.address + start, nbytes, self.fd, start)
             self.frozen.remove(start)
         end = start + nbytes
         index = bisect.bisect(self.free, (start, end))
@@ -108,7 +98,7 @@ class Chunk:
         """Return pages to the system, except of a frozen block, which are not the file's."""
         if start not in self.frozen:
             with contextlib.suppress(OSError):  # another thread is forking
-                free_pages(self.address + start, nbytes)
+                memory_files.free_pages(self.address + start, nbytes)
 
     def freeze(self) -> int:
         """Prepare for a fork. Return how many bytes of free blocks were returned to the system. If
@@ -121,14 +111,14 @@ class Chunk:
         # if anything below fails, the chunk has no file
         self.frozen, self.file, self.free = sorted(self.taken), None, []
         for start in live:
-            map_private(self.address + start, self.taken[start], old.fd, start)
+            memory_files.map_private(self.address + start, self.taken[start], old.fd, start)
         new = SealedFile(self.nbytes, self._token)
         forgotten = 0
         for start, end in free:
             if start < self.top:
                 forgotten += min(end, self.top) - start
-                free_pages(self.address + start, min(end, self.top) - start)
-            map_shared(self.address + start, end - start, new.fd, start)
+                memory_files.free_pages(self.address + start, min(end, self.top) - start)
+            memory_files.map_shared(self.address + start, end - start, new.fd, start)
         self.file, self.free = new, free
         self.top = max(start + size for start, size in self.taken.items())
         return forgotten
@@ -146,7 +136,7 @@ class Chunk:
             written = start
             while written < end:
                 written += os.pwrite(self.file.fd, self.view[written:end], written)
-            map_shared(self.address + start, end - start, self.fd, start)
+            memory_files.map_shared(self.address + start, end - start, self.fd, start)
         except OSError:
             return False
         del self.frozen[index]
@@ -157,9 +147,12 @@ class Arena:
     """The blocks of one process."""
 
     def __init__(self) -> None:
-        self.pid, self.token = os.getpid(), os.urandom(TOKEN_NBYTES)  # that files begin with
+        self.pid, self.token = (
+            os.getpid(),
+            os.urandom(memory_files.TOKEN_NBYTES),
+        )  # that files begin with
         self.chunks: list[Chunk] = []
-        self.is_supported = are_supported()
+        self.is_supported = memory_files.are_supported()
         self.refusal = "no files in memory"  # the last one of the system
         self.lock = threading.RLock()
         # A block may die during any allocation, even one of the arena's: it waits here for the next
@@ -219,7 +212,7 @@ class Arena:
 
     def _give_back(self, chunk: Chunk, start: int, size: int) -> None:
         if os.getpid() != self.pid:
-            unmap_in(os.getpid(), chunk.address + start, size)
+            memory_files.unmap_in(os.getpid(), chunk.address + start, size)
             return
         if self._kept_nbytes + size > KEPT_NBYTES:
             chunk.forget_pages(start, size)
