@@ -48,7 +48,7 @@ BREAKS = (
     ),
     Break(
         "mapped shards copied by a rank that has left the pass",
-        "        self._reading.discard(which)\n",
+        "        self._reading.discard(pass_)\n",
         "",
         f"{FULLY_SHARD}/test_mapped.py -k outside_of_a_pass",
     ),

@@ -58,26 +58,26 @@ class MappedShards:
         self._open.clear()
         self._reading.clear()
 
-    def is_open(self, which: Pass) -> bool:
+    def is_open(self, pass_: Pass) -> bool:
         """True if a pass has begun and not ended."""
-        return which in self._open
+        return pass_ in self._open
 
-    def begin(self, which: Pass) -> None:
+    def begin(self, pass_: Pass) -> None:
         """Collective. A pass begins: all shards have their values when this returns."""
         if self._axes is None:
             self._axes = self._decide()
         if not self._axes:
             return
-        if which in self._open:  # an exception has ended the last one
-            self.end(which, has_raised=True)
-        self._open[which] = []
-        what = f"the beginning of a {which.name.lower()} of {self._label}"
+        if pass_ in self._open:  # an exception has ended the last one
+            self.end(pass_, has_raised=True)
+        self._open[pass_] = []
+        what = f"the beginning of a {pass_.name.lower()} of {self._label}"
         handles = []
         for axis in self._axes:
             addresses = axis.addresses()
             if addresses != axis.mapped_at:
                 axis.mapped_at, axis.version = addresses, axis.version + 1
-            handles.append(axis.communicator.begin_barrier(axis.tag + which, axis.version))
+            handles.append(axis.communicator.begin_barrier(axis.tag + pass_, axis.version))
         found = [
             [axis.version, *axis.communicator.end_barrier(handle, what)]
             for axis, handle in zip(self._axes, handles, strict=True)
@@ -88,23 +88,23 @@ class MappedShards:
                 if refusal:
                     self._refuse(refusal)
                 axis.versions = versions
-        self._reading.add(which)
+        self._reading.add(pass_)
 
-    def stop_reading(self, which: Pass, has_raised: bool = False) -> None:
+    def stop_reading(self, pass_: Pass, has_raised: bool = False) -> None:
         """Tell the other ranks that this one reads no more shards in the pass."""
-        self._reading.discard(which)
-        if which in self._open and not self._open[which]:
-            self._open[which] = [
-                (axis, axis.communicator.begin_barrier(axis.tag + which + 1, int(has_raised)))
+        self._reading.discard(pass_)
+        if pass_ in self._open and not self._open[pass_]:
+            self._open[pass_] = [
+                (axis, axis.communicator.begin_barrier(axis.tag + pass_ + 1, int(has_raised)))
                 for axis in self._axes or ()
             ]
 
-    def end(self, which: Pass, has_raised: bool = False) -> None:
+    def end(self, pass_: Pass, has_raised: bool = False) -> None:
         """Collective. Wait until no rank reads shards any more in the pass. Raises StateError, for
         good, if only another rank has raised: none would wait for units that it did not use."""
-        self.stop_reading(which, has_raised)
-        what = f"the end of a {which.name.lower()} of {self._label}"
-        for axis, handle in self._open.pop(which, ()):
+        self.stop_reading(pass_, has_raised)
+        what = f"the end of a {pass_.name.lower()} of {self._label}"
+        for axis, handle in self._open.pop(pass_, ()):
             axis.communicator.end_barrier(handle, what, fails=not has_raised)
 
     def _decide(self) -> list[_Axis]:

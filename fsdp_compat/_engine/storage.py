@@ -73,13 +73,16 @@ _Copy = tuple[list[Tensor], list[Tensor]]  # (to, from)
 
 
 class _Split(typing.NamedTuple):
+    """A copy of all columns of a matrix, by one kernel."""
+
     rows: Tensor
     sizes: list[int]
     targets: list[Tensor]
 
 
 def _split_of(copy: _Copy) -> _Split | None:
-    """Return the copy as a _Split if its sources are columns of one matrix, otherwise None."""
+    """Return the copy as a _Split if its sources are columns of one matrix, otherwise None: then
+    the device launches a kernel per source."""
     pairs = sorted(zip(*copy, strict=True), key=lambda pair: pair[1].storage_offset())
     first = pairs[0][1] if pairs else torch.empty(0)
     if first.ndim != 2:
