@@ -37,6 +37,7 @@ class _Axis:
     versions: Sequence[int] = ()  # of all ranks, this one first
 
     def addresses(self) -> tuple[object, ...]:
+        """Return a value that changes when this rank's shards have moved."""
         return self.communicator.addresses([group.store.shard for group in self.groups])
 
 

@@ -153,6 +153,7 @@ class ReduceBuffer:
             _torch_private.copy_together(views, values)  # casts to the buffer's dtype
 
     def drop(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of some parameters."""
         self.received.difference_update(indices)
         if not self.received:
             self._free()

@@ -60,6 +60,7 @@ class StateStore(ParamStore, typing.Protocol):
         return self.kinds[index].parameter(value, requires_grad)
 
     def section_of(self, index: int) -> Section:
+        """Return the section that parameter ``index`` belongs to."""
         return self.sections[min(index, len(self.sections) - 1)]
 
     def slots_with(self, params: Sequence[nn.Parameter | None]) -> list[ModuleSlot]:
@@ -72,6 +73,7 @@ class StateStore(ParamStore, typing.Protocol):
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that the parameters are cut over."""
         return self.sections[0].layout.ranks
 
     def cut(self, index: int) -> tuple[FlatLayout, int]:
