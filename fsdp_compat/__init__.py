@@ -21,6 +21,7 @@ from fsdp_compat._front_ends.fully_shard.module import (
     get_cls_to_fsdp_cls,
     share_comm_ctx,
 )
+from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
 from fsdp_compat._torch_patches import undo_torch_patches
 from fsdp_compat.api import (
     BackwardPrefetch,
@@ -73,6 +74,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Plan",
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
@@ -82,14 +84,17 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateError",
+    "Suggestion",
     "UnshardHandle",
     "UsageError",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "install",
+    "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "suggest_policy",
     "undo_torch_patches",
     "uninstall",
 ]

@@ -16,6 +16,7 @@ from typing import NoReturn
 from . import _diagnose
 from ._install import install
 from ._install.migrate import command
+from ._plan import command as plan_command
 
 __all__ = ["main"]
 
@@ -28,6 +29,7 @@ _TOOLS = {
     "reshard": "write a checkpoint for another number of ranks",
     "shapes": "write a model's parameter shapes, for --shapes (FSDP1 LOCAL_STATE_DICT)",
 }
+_OWN = {"diagnose": _diagnose, "plan": plan_command}  # need no extra
 _NEEDED = ("click", "rich")  # by _TOOLS
 
 
@@ -39,8 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.command == "migrate":
         sys.exit(command.migrate(given, parser.error))
-    if given.command == "diagnose":
-        sys.exit(_diagnose.main(given))
+    if given.command in _OWN:
+        sys.exit(_OWN[given.command].main(given))
     if not given.program:
         parser.error("run: expected a program, got nothing; try: run train.py, or: run -m module")
     if not given.module and not os.path.exists(given.program[0]):
@@ -125,6 +127,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _diagnose.add_arguments(diagnose)
+    plan = commands.add_parser(
+        "plan",
+        help="show the memory and traffic of a step, without GPU and process group",
+        description="Print what fsdp_compat.plan says of a model.",
+        epilog=plan_command.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan_command.add_arguments(plan)
     for name, text in _TOOLS.items():  # only listed here: `main` runs them
         commands.add_parser(name, help=text, add_help=False)
     return parser

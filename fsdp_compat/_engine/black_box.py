@@ -23,6 +23,7 @@ import torch.distributed as dist
 from .._comm.divergence import progress
 from ..errors import UsageError
 from . import events
+from .device import is_simulated
 from .events import Event
 
 VARIABLE = "FSDP_COMPAT_BLACK_BOX"
@@ -148,7 +149,7 @@ def begin_if_asked() -> None:
     cannot be written to."""
     global _begun
     folder = os.environ.get(VARIABLE)
-    if _begun or not folder:
+    if _begun or not folder or is_simulated():
         return
     _begun = True
     try:

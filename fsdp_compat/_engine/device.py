@@ -19,6 +19,23 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+_is_simulated = False
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """A context in which front ends compute on the meta device, for a plan."""
+    global _is_simulated
+    _is_simulated = True
+    try:
+        yield
+    finally:
+        _is_simulated = False
+
+
+def is_simulated() -> bool:
+    return _is_simulated
+
 
 class ComputeStreams:
     """The streams of a device on which one runtime's units compute."""

@@ -94,6 +94,11 @@ class Gradients:
         return bool(self.received) or any(map(operator.is_not, map(_grad, params), nones))
 
     @property
+    def buffer(self) -> torch.Tensor | None:
+        """The reduce buffer [ranks * S], if there is one now; it may be freed."""
+        return self._buffer.views.buffer if isinstance(self._buffer, ReduceBuffer) else None
+
+    @property
     def resident_nbytes(self) -> int:
         return self._buffer.resident_nbytes if self._buffer is not None else 0
 

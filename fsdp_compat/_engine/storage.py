@@ -257,6 +257,12 @@ class GroupMemory:
             _torch_private.copy_together(*copy)
 
     @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those that are filled by unsharding and emptied by resharding."""
+        own = [] if self.aliased else [self._buffer, *self._own_storages]
+        return [storage.untyped for storage in own]
+
+    @property
     def num_holders(self) -> int:
         """How many tensors and other objects hold memory that ``free`` releases."""
         if self.aliased:

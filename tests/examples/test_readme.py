@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -198,16 +200,20 @@ def test_ddp_and_fsdp_code_compute_the_same(num_ranks: int, tmp_path: Path) -> N
 # --- examples/README.md ---------------------------------------------------------------------------
 
 
+ALONE = blocks("examples/README.md", "python", "Will it fit?")  # without a process group
+
+
 def _run_recipes(directory: str) -> None:
     os.chdir(directory)
     start, *recipes = blocks("examples/README.md", "python")
+    recipes = [each for each in recipes if each not in ALONE]
     assert len(recipes) > 10
     for number, recipe in enumerate(recipes):
         with patch.object(dist, "init_process_group"):  # these ranks have one already
             names: dict[str, Any] = {}
             exec(start, names)
         exec(compile(recipe, f"recipe {number + 1} of examples/README.md", "exec"), names)
-        for parameter in names["model"].parameters():
+        for parameter in names["model"].parameters() if "model" in names else ():
             assert parameter.isfinite().all(), f"recipe {number + 1}"
 
 
@@ -218,3 +224,39 @@ def test_every_recipe_runs(tmp_path: Path) -> None:
         len(blocks("examples/README.md", language)) for language in languages
     )
     run_ranks(2, _run_recipes, str(tmp_path), timeout=180)
+
+
+def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = ALONE
+    exec(code, {})
+    assert re.search(
+        r"Rank 0 of 8: .*; units: 9\n.*\nTrue \d+\n", capsys.readouterr().out, re.DOTALL
+    )
+
+
+WAITS = """
+import pickle, sys
+import torch, torch.distributed as dist
+{recipe}
+def wait_for_data():
+    last = entries[-1]
+    print(last["profiling_name"], [frame["name"] for frame in last["frames"]], flush=True)
+    sys.stdin.read()
+wait_for_data()
+"""
+
+
+def test_a_process_that_waits_shows_its_collectives_and_its_line(tmp_path: Path) -> None:
+    (recipe,) = blocks("examples/README.md", "python", "A run that hangs")
+    joins = f"dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=0, world_size=1)\n"
+    command = [sys.executable, "-c", WAITS.format(recipe=joins + recipe)]
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        pyspy = [str(Path(sys.executable).parent / "py-spy"), "dump", "--pid", str(process.pid)]
+        dump = subprocess.run(pyspy, capture_output=True, text=True, timeout=60)
+        process.kill()
+    assert "gloo:all_reduce" in said and "<module>" in said
+    assert "wait_for_data" in dump.stdout, dump.stderr

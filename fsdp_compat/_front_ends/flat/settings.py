@@ -27,6 +27,7 @@ from ..._comm.mesh import (
     replicated,
     the_group,
 )
+from ..._engine.device import is_simulated
 from ..._engine.dtypes import Precision
 from ..._engine.gathering import Prefetch, RuntimeOptions
 from ..._engine.unit import UnitOptions
@@ -271,6 +272,8 @@ def _ranks_per_node() -> int:
 
 def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torch.device:
     """Return the device on which the unit computes."""
+    if is_simulated():
+        return torch.device("meta")
     used = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
     if isinstance(device_id, bool) or not (
         device_id is None or isinstance(device_id, (int, str, torch.device))

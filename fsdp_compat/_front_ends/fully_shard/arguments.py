@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..._comm.mesh import the_group
+from ..._engine.device import is_simulated
 from ..._engine.dtypes import Precision, is_packed
 from ..._stores.placement import DataMesh, SpmdMesh
 from ..._torch_private import dtensor as torch_dtensor
@@ -229,7 +230,7 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     world = the_group(None)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = "cpu" if accelerator is None else accelerator.type
+    device_type = "cpu" if accelerator is None or is_simulated() else accelerator.type
     return init_device_mesh(device_type, (world.size(),))
 
 
@@ -349,6 +350,8 @@ def shard_ranks(mesh: DataMesh) -> int:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device that this process computes on."""
+    if is_simulated():  # the mesh is one of the CPU: DTensors know none of meta
+        return torch.device("meta")
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())

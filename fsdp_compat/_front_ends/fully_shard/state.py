@@ -201,7 +201,7 @@ class ShardedModules:
             param.name
             for own in self.stores
             for param in own.store.orig_params
-            if own.store.shard.is_meta
+            if own.store.shard.is_meta and self.plan.device.type != "meta"
         ]
         if on_meta:
             raise StateError.of(

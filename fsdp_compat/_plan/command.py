@@ -1,0 +1,53 @@
+"""``fsdp-compat plan``: print the plan of what a function of the user's returns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from ..errors import FsdpCompatError
+from .plan import plan
+
+EPILOG = """def tiny():  # in job.py
+    return {"model": Model(), "batch": (torch.zeros(8, 512),), "auto_wrap_policy": "auto"}
+
+fsdp-compat plan job:tiny --world-size 8 --plot plan.png"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "function",
+        help="module:function; it runs on the meta device and returns "
+        "the arguments of fsdp_compat.plan as a dict",
+    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--device", default="H100", help="of the estimate of the time")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw memory over the step")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the plan; return the exit status: 2 if there is no such function."""
+    module, _, name = given.function.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        print(f"expected module:function, got {given.function!r}: {error}", file=sys.stderr)
+        return 2
+    try:
+        with torch.device("meta"):
+            arguments = function()
+        made = plan(world_size=given.world_size, rank=given.rank, device=given.device, **arguments)
+    except FsdpCompatError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(made)
+    if given.plot is not None:
+        made.plot(given.plot)
+    return 0

@@ -1,0 +1,121 @@
+"""Bytes of storages that are alive on one device, by kind."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch_private
+from .._engine.dtypes import tensors_in
+from .._torch_private import simulation
+
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "reducing", "activations")
+Sizes = dict[str, int]
+_LEFT_OUT = "left out"
+
+
+class Memory(simulation.DispatchMode):
+    """Inside the context every storage that an operation reads or writes is followed: its growth
+    and its end. A storage counts once, however many tensors view it.
+
+    Memory that an operation allocates and frees internally is not seen."""
+
+    def __init__(
+        self,
+        device: str = "meta",
+        on_peak: Callable[[int, Sizes], None] | None = None,
+        on_operation: Callable[[Any, Any, Any, Any], None] | None = None,
+        answer: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        """on_peak: is told the bytes, in all and by kind, whenever more are alive than since
+        ``restart``. on_operation: is told each operation, its arguments and its result. answer:
+        returns the result of an operation that cannot be carried out, or None."""
+        super().__init__()
+        self.default = "activations"  # the kind of new storages
+        self.nbytes, self.most = 0, 0
+        self.by_kind = collections.Counter[str]()
+        self._device, self._on_peak, self._on_operation = device, on_peak, on_operation
+        self._answer = answer
+        self._followed: dict[int, tuple[str, int, Any]] = {}  # kind, bytes, weak reference
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Memory:
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = self._resize(storage, nbytes)
+            if storage.device.type == self._device:
+                self._follow(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if simulation.has_dtensors(types):
+            return NotImplemented  # called again with the local tensors
+        if self._answer is not None and (answer := self._answer(func, args)) is not None:
+            return answer
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if tensor.device.type == self._device:
+                self._follow(tensor.untyped_storage())
+        if self._on_operation is not None:
+            self._on_operation(func, args, kwargs or {}, result)
+        return result
+
+    def mark(self, kind: str, tensors: Iterable[Tensor | torch.UntypedStorage]) -> None:
+        """Say of what kind some storages are."""
+        for each in tensors:
+            if isinstance(each, Tensor):
+                each = _torch_private.local_part(each).untyped_storage()
+            if each.device.type == self._device:
+                self._follow(each, kind)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the storages of some tensors."""
+        for each in tensors:
+            storage = _torch_private.local_part(each).untyped_storage()
+            self._follow(storage, _LEFT_OUT)
+            self.nbytes -= self.by_kind.pop(_LEFT_OUT)
+
+    def restart(self) -> None:
+        """Look for a new peak from now on."""
+        self.most = 0
+        self._rise()
+
+    def _follow(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
+        key, now = simulation.key_of(storage), storage.nbytes()
+        found = self._followed.get(key)
+        if found is None:
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            found = kind or self.default, 0, reference
+        its_kind, before, reference = found
+        if its_kind == _LEFT_OUT or (now == before and kind in (None, its_kind) and before):
+            return
+        self.by_kind[its_kind] -= before
+        self.by_kind[kind or its_kind] += now
+        self._followed[key] = kind or its_kind, now, reference
+        self.nbytes += now - before
+        self._rise()
+
+    def _forget(self, key: int) -> None:
+        kind, nbytes, _ = self._followed.pop(key)
+        if kind == _LEFT_OUT:
+            return
+        self.by_kind[kind] -= nbytes
+        self.nbytes -= nbytes
+
+    def _rise(self) -> None:
+        if self.nbytes > self.most:
+            self.most = self.nbytes
+            if self._on_peak is not None:
+                self._on_peak(self.nbytes, dict(self.by_kind))

@@ -1,0 +1,222 @@
+"""``plan``: what a training step of one of many ranks takes, without GPU and process group."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._engine.dtypes import map_tensors, tensors_in
+from ..errors import UsageError
+from ..fully_sharded_data_parallel import FullyShardedDataParallel
+from . import simulation
+from .clock import machine_named
+from .memory import KINDS
+from .step import PHASES, Moment, SimulatedStep, Traffic, UnitPlan
+
+_GIB = 1 << 30
+_NUM_NAMES = 16  # of units in a plot
+_NOT_INCLUDED = (
+    "Not included: memory inside of kernels, rounding and fragmentation of the allocator, buffers "
+    "of NCCL, the context of the device: fits() keeps {reserve:.1f} GiB for them."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step of one rank takes. ``print`` shows it as a table."""
+
+    world_size: int
+    rank: int
+    units: tuple[UnitPlan, ...]
+    timeline: tuple[Moment, ...]
+    # {"shard" or "replica": {kind: (collectives, bytes sent by this rank)}}, in one step
+    traffic: Traffic
+    flops: int  # of matrix products, convolutions and attention
+    device: str
+    seconds: float  # of a step on ``device``: an estimate
+    exposed_s: float  # of these, waiting for communication
+    assumed: Mapping[str, bool | float | int]  # what tensors without values answered, by line
+    reserve: int  # bytes that ``fits`` keeps for what is not simulated
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most memory."""
+        return max(self.timeline, key=lambda moment: moment.nbytes)
+
+    @property
+    def phases(self) -> dict[str, Moment]:
+        """The peak of each phase."""
+        return {
+            phase: max(
+                (each for each in self.timeline if each.phase == phase),
+                key=lambda moment: moment.nbytes,
+            )
+            for phase in PHASES
+            if any(each.phase == phase for each in self.timeline)
+        }
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether a device with ``nbytes`` of memory holds the peak and ``reserve``."""
+        return self.peak.nbytes + self.reserve <= nbytes
+
+    def __str__(self) -> str:
+        phases, peak = self.phases, self.peak
+        head = f"Rank {self.rank} of {self.world_size}: {_gib(peak.nbytes)} GiB in {peak.phase}"
+        lines = [f"{head}, at {peak.unit}; units: {len(self.units)}", ""]
+        lines.append(f"{'GiB':12}" + "".join(f"{phase:>11}" for phase in phases))
+        for kind in KINDS:
+            row = [phases[phase].by_kind.get(kind, 0) for phase in phases]
+            lines.append(f"{kind:12}" + "".join(f"{_gib(nbytes):>11}" for nbytes in row))
+        total = [_gib(moment.nbytes) for moment in phases.values()]
+        lines += [f"{'peak':12}" + "".join(f"{each:>11}" for each in total), ""]
+        for axis, kinds in self.traffic.items():
+            for kind, (number, nbytes) in kinds.items():
+                lines.append(f"{axis}: {number} x {kind}, {_gib(nbytes)} GiB sent in a step")
+        lines.append(f"{self.flops / 1e12:.3f} TFLOP in a step of this rank")
+        lines.append(
+            f"An estimate for {self.device}, not a measurement: {self.seconds:.3f} s a step, "
+            f"{self.exposed_s:.3f} s of them waiting for communication"
+        )
+        lines += [f"assumed: {value} at {line}" for line, value in self.assumed.items()]
+        return "\n".join([*lines, _NOT_INCLUDED.format(reserve=self.reserve / _GIB)])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw memory over the step, stacked by kind, to an image file, with the unit that ran.
+
+        Needs the extra ``plot``. Raises ModuleNotFoundError without it."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        axes, moments = figure.subplots(), self.timeline
+        places = range(len(moments))
+        rows = [[each.by_kind.get(kind, 0) / _GIB for each in moments] for kind in KINDS]
+        axes.stackplot(places, *rows, labels=KINDS, step="mid")
+        for number in places:
+            phase = moments[number].phase
+            if phase != "between" and (not number or phase != moments[number - 1].phase):
+                axes.axvline(number, color="black", linewidth=0.6)
+                axes.annotate(f" {phase}", (number, axes.get_ylim()[1]), rotation=30)
+        text = f"{_gib(self.peak.nbytes)} GiB, {self.peak.unit} "
+        at = moments.index(self.peak), self.peak.nbytes / _GIB
+        axes.annotate(text, at, ha="right", va="bottom")
+        named = places[:: max(len(places) // _NUM_NAMES, 1)]
+        names = [moments[number].unit.removeprefix("unit ") for number in named]
+        axes.set_xticks(named, names, rotation=40, ha="right")
+        axes.set(ylabel="GiB", xlim=(0, len(moments) - 1))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+        figure.suptitle(f"Memory of rank {self.rank} of {self.world_size}, planned")
+        figure.savefig(path)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.3f}" if nbytes < 10 * _GIB else f"{nbytes / _GIB:.1f}"
+
+
+def plan(
+    model: nn.Module,
+    world_size: int,
+    batch: Any,
+    *,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    loss: Callable[[Any], Tensor] | None = None,
+    step: Callable[[nn.Module, Any], object] | None = None,
+    rank: int = 0,
+    device: str = "H100",
+    reserve: int = 2 * _GIB,
+    **fsdp: Any,
+) -> Plan:
+    """Return the memory and the traffic of a training step of one of ``world_size`` ranks.
+
+    Two steps run on the meta device, with the engine's own schedule, and the second counts. It
+    needs no GPU and no process group; call it before init_process_group. ``model`` stays as it is.
+
+    model: on the meta device, in the mode (train or eval) that is planned. batch: what its forward
+    takes, a dict or a sequence; only shapes and dtypes count. wrap: returns a model sharded by
+    either front end (meshes: those of the CPU); by default
+    ``FullyShardedDataParallel(model, **fsdp)``. optimizer: makes one from the parameters. loss: of
+    the output; by default its ``loss``, or the mean of its first tensor. step: runs forward and
+    backward in the place of that. device: of the estimate of the time. reserve: see `Plan`.
+
+    On accelerators attention without dropout is taken to be fused. What is asked of values that do
+    not exist (``.item()``) is answered by 1 or True, and listed in ``assumed``. CPU offload and
+    ``allow_unused_units`` cannot be planned.
+
+    Raises UsageError if parameters are not on the meta device, if there is a process group, and
+    what wrapping and the step raise."""
+    _check(model, world_size, rank, wrap, fsdp)
+    machine = machine_named(device)
+    batch = map_tensors(batch, lambda tensor: tensor.to("meta"))
+    with simulation.one_of(world_size, rank):
+        copied = copy.deepcopy(model)
+        wrapped = wrap(copied) if wrap is not None else FullyShardedDataParallel(copied, **fsdp)
+        run = step or functools.partial(_forward_and_backward, loss=loss or _loss_of)
+        simulated = SimulatedStep(wrapped, optimizer(wrapped.parameters()), run, machine)
+        simulated.run(batch, 2)
+        return Plan(
+            world_size=world_size,
+            rank=rank,
+            units=simulated.units,
+            timeline=simulated.timeline,
+            traffic=simulated.traffic,
+            flops=simulated.clock.flops,
+            device=device,
+            seconds=simulated.clock.device_s,
+            exposed_s=simulated.clock.exposed_s,
+            assumed=simulated.assumed,
+            reserve=reserve,
+        )
+
+
+def _check(
+    model: nn.Module, world_size: int, rank: int, wrap: object, fsdp: Mapping[str, Any]
+) -> None:
+    def refuse(first: str, expected: str, got: str, fix: str) -> UsageError:
+        return UsageError.of(first, expected=expected, got=got, where="plan(...)", fix=fix)
+
+    real = [name for name, tensor in model.named_parameters() if not tensor.is_meta]
+    if real:
+        raise refuse(
+            "The model has values, which a plan has no use for.",
+            "parameters on the meta device",
+            f"{real[0]} on {model.get_parameter(real[0]).device}",
+            "build it inside `with torch.device('meta'):`",
+        )
+    if wrap is not None and fsdp:
+        raise refuse(
+            "wrap and arguments of FullyShardedDataParallel exclude each other.",
+            "wrap=, or arguments such as auto_wrap_policy=, not both",
+            f"both, with {', '.join(fsdp)}",
+            "pass the arguments inside of wrap",
+        )
+    if not 0 <= rank < world_size:
+        raise refuse(
+            "There is no such rank.",
+            f"rank from 0 to {world_size - 1}",
+            f"rank={rank}, world_size={world_size}",
+            "pass one of these ranks",
+        )
+
+
+def _forward_and_backward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor]) -> None:
+    output = model(**batch) if isinstance(batch, Mapping) else model(*_as_arguments(batch))
+    loss(output).backward()
+
+
+def _as_arguments(batch: Any) -> Sequence[Any]:
+    return batch if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    first = next(tensor for tensor in tensors_in(output) if tensor.is_floating_point())
+    return first.float().mean()

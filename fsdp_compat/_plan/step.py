@@ -1,0 +1,220 @@
+"""Runs steps of one model on the meta device, and keeps what the last one took."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch_private
+from .._cost_model import Machine
+from .._engine import events
+from .._engine.dtypes import tensors_in
+from .._engine.events import Event
+from .._engine.group import Group
+from .._engine.runtime import live_runtimes
+from . import simulation
+from .clock import Clock
+from .memory import Memory, Sizes
+
+PHASES = ("forward", "backward", "optimizer", "between")
+Traffic = Mapping[str, Mapping[str, tuple[int, int]]]
+
+
+class Moment(NamedTuple):
+    """The most memory between two events of units."""
+
+    phase: str  # "forward", "backward", "optimizer" or "between" (steps)
+    unit: str  # that was unsharded last
+    nbytes: int
+    by_kind: Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """One unit, in bytes of one rank but for ``numel``, the elements of its whole parameters."""
+
+    name: str
+    numel: int
+    shard_nbytes: int
+    gathered_nbytes: int  # the output of its all-gather
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # stored, computed in, reduced in
+
+
+class SimulatedStep:
+    """A sharded model, its optimizer, and what runs forward and backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run: Callable[[nn.Module, Any], object],
+        machine: Machine,
+    ) -> None:
+        self._model, self._optimizer, self._run = model, optimizer, run
+        self._assumptions, self._clock = simulation.Assumptions(), Clock(machine)
+        self._memory = Memory("meta", self._rise, self._clock.compute, self._assumptions.answer)
+        self._phase, self._unit = PHASES[0], ""
+        self._timeline = list[Moment]()
+        self._now: Moment | None = None  # the most since the last event
+        self._reduced = collections.deque[str]()  # units whose gradients are to be marked
+        self._groups = dict[str, list[Group]]()  # by unit
+
+    def run(self, batch: Any, steps: int) -> None:
+        self._find_groups()
+        before = events.listen(self._tell)
+        try:
+            with self._memory, simulation.fused_attention():
+                self._mark_state(batch)
+                for _ in range(steps):
+                    self._restart()
+                    self._step(batch)
+                    self._close()
+        finally:
+            events.listen(before)
+
+    def _step(self, batch: Any) -> None:
+        memory = self._memory
+        self._enter("forward")
+        self._run(self._model, batch)
+        parameters = list(self._model.parameters())
+        memory.mark("gradients", (each.grad for each in parameters if each.grad is not None))
+        self._enter("optimizer")
+        memory.default = "optimizer"
+        self._optimizer.step()
+        memory.default = "activations"
+        for state in self._optimizer.state.values():
+            memory.mark("optimizer", (x for x in state.values() if isinstance(x, Tensor)))
+        self._optimizer.zero_grad()
+        self._enter("between")
+
+    def _restart(self) -> None:
+        """fully_shard has made its groups at the first use, and reduce buffers are made then."""
+        self._find_groups()
+        for group in self._all_groups():
+            buffer = group.gradients.buffer
+            shard = group.store.shard
+            self._memory.mark("parameters", [shard])
+            # On meta, the parameters of fully_shard do not view the shard.
+            shown = [param for param, _ in group.store.sharded_params]
+            self._memory.leave_out(x for x in shown if not _torch_private.same_storage(x, shard))
+            for each in group.memories:
+                self._memory.mark("gathered", each.storages)
+            self._memory.mark("reducing", [] if buffer is None else [buffer])
+        for communicator in self._communicators():
+            self._clock.follow(communicator)
+        self._clock.restart()
+        self._timeline.clear()
+        self._now = None
+
+    def _find_groups(self) -> None:
+        modules = set(self._model.modules())
+        self._groups = {
+            unit.label: list(unit.groups)
+            for runtime in live_runtimes()
+            if runtime.root.module in modules
+            for unit in runtime.units
+        }
+
+    def _all_groups(self) -> Iterable[Group]:
+        return (group for groups in self._groups.values() for group in groups)
+
+    def _communicators(self) -> dict[Any, str]:
+        found = {group.shard: "shard" for group in self._all_groups()}
+        return found | {group.replica: "replica" for group in self._all_groups()}
+
+    def _mark_state(self, batch: Any) -> None:
+        self._memory.mark("parameters", self._model.parameters())
+        self._memory.mark("buffers", self._model.buffers())
+        self._memory.mark("activations", tensors_in(batch))
+
+    # -- events
+
+    def _tell(self, event: int, label: str, error: BaseException | None = None) -> None:
+        if event == Event.UNSHARDING:
+            self._clock.gathering = label
+        elif event == Event.WAITING:
+            self._clock.wait_gather(label)
+        elif event == Event.UNSHARDED:
+            self._enter(self._phase, label)
+        elif event == Event.REDUCING:
+            self._reduced.append(label)
+        elif event == Event.REDUCED:
+            self._clock.wait_all()
+        self._mark_gradients()
+
+    def _mark_gradients(self) -> None:
+        """Mark the gradients of the unit whose reduction is the oldest, once they are there."""
+        while self._reduced:
+            groups = self._groups.get(self._reduced[0], [])
+            params = [each for group in groups for each, _ in group.store.sharded_params]
+            grads = [each.grad for each in params if each.grad is not None]
+            if not grads:
+                return
+            self._memory.mark("gradients", grads)
+            self._reduced.popleft()
+
+    def _enter(self, phase: str, unit: str | None = None) -> None:
+        self._close()
+        self._phase, self._unit = phase, self._unit if unit is None else unit
+        self._memory.restart()
+
+    def _rise(self, nbytes: int, by_kind: Sizes) -> None:
+        phase = "backward" if _torch_private.in_graph_task() else self._phase
+        self._now = Moment(phase, self._unit, nbytes, by_kind)
+
+    def _close(self) -> None:
+        """End what is between two events."""
+        if self._now is not None:
+            self._timeline.append(self._now)
+        self._now = None
+
+    # -- the result
+
+    @property
+    def timeline(self) -> tuple[Moment, ...]:
+        """The most memory between each two events."""
+        return tuple(self._timeline)
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def assumed(self) -> Mapping[str, bool | float | int]:
+        return dict(self._assumptions.made)
+
+    @property
+    def units(self) -> tuple[UnitPlan, ...]:
+        return tuple(_unit_plan(*each) for each in self._groups.items())
+
+    @property
+    def traffic(self) -> Traffic:
+        """By axis and kind: the collectives, and the bytes that this rank has sent."""
+        found = collections.defaultdict[str, dict[str, tuple[int, int]]](dict)
+        for communicator, axis in self._communicators().items():
+            sent = communicator.traffic
+            for kind, number in sent.counts.items():
+                before = found[axis].get(kind.name.lower(), (0, 0))
+                found[axis][kind.name.lower()] = number + before[0], sent.nbytes[kind] + before[1]
+        return dict(found)
+
+
+def _unit_plan(name: str, groups: Sequence[Group]) -> UnitPlan:
+    group = groups[0] if groups else None
+    return UnitPlan(
+        name,
+        sum(param.numel() for each in groups for param in each.unsharded_params),
+        sum(each.store.shard.nbytes for each in groups),
+        sum(
+            each.memories[0].all_gather_output.nelement() * each.gather_dtype.itemsize
+            for each in groups
+        ),
+        (group.store.dtype, group.gather_dtype, group.reduce_dtype)
+        if group is not None
+        else (torch.float32,) * 3,
+    )

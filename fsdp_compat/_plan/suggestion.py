@@ -1,0 +1,63 @@
+"""``suggest_policy``: the settings with the shortest estimated step that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..api import ShardingStrategy
+from .plan import Plan, plan
+
+# From the fastest to the one with the least memory.
+_SETTINGS: tuple[Mapping[str, Any], ...] = (
+    {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    {"sharding_strategy": ShardingStrategy.FULL_SHARD},
+    {
+        "sharding_strategy": ShardingStrategy.FULL_SHARD,
+        "backward_prefetch": None,
+        "forward_prefetch": False,
+    },
+)
+
+
+class Suggestion(NamedTuple):
+    """Arguments of FullyShardedDataParallel, what they take, and what to do if that is too much."""
+
+    arguments: Mapping[str, Any]
+    plan: Plan
+    advice: str  # "" if the plan fits
+
+
+def suggest_policy(
+    model: nn.Module, budget_bytes: int, world_size: int, batch: Any, **arguments: Any
+) -> Suggestion:
+    """Return the first settings of FullyShardedDataParallel that fit a device of ``budget_bytes``:
+    SHARD_GRAD_OP, FULL_SHARD, or that without prefetching; if none does, the last, with advice.
+
+    The other arguments are those of ``plan``; ``auto_wrap_policy`` is "auto" by default. Raises
+    what ``plan`` raises."""
+    arguments = {"auto_wrap_policy": "auto", **arguments}
+    for settings in _SETTINGS:
+        chosen = {**arguments, **settings}
+        made = plan(model, world_size, batch, **chosen)
+        if made.fits(budget_bytes):
+            return Suggestion(settings, made, "")
+    return Suggestion(settings, made, _advice(made, budget_bytes))
+
+
+def _advice(made: Plan, budget_bytes: int) -> str:
+    kinds = made.peak.by_kind
+    missing = made.peak.nbytes + made.reserve - budget_bytes
+    state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+    ways = [
+        (kinds.get("activations", 0), "checkpoint activations, or use a smaller batch"),
+        (state, "use more ranks, or CPUOffload(offload_params=True)"),
+        (kinds.get("gathered", 0) + kinds.get("reducing", 0), "wrap smaller modules as units"),
+    ]
+    nbytes, way = max(ways, key=lambda each: each[0])
+    return (
+        f"{missing / (1 << 30):.1f} GiB are missing in {made.peak.phase}; the largest part of the "
+        f"peak is {nbytes / (1 << 30):.1f} GiB: {way}"
+    )

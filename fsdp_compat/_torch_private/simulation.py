@@ -1,0 +1,92 @@
+"""What a simulated step on the meta device needs of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode  # sees every operation below autograd
+
+_aten = torch.ops.aten
+# What a fused kernel keeps: the output, and a number for each row. With shapes on meta.
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Make the default process group the fake one, in which nothing is sent."""
+    # Its backend is registered by the module that has its store.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Return what tells a living storage from others."""
+    return storage._cdata
+
+
+def has_dtensors(types: Iterable[type]) -> bool:
+    """True if an operation's arguments are DTensors; importing their module takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
+
+
+def asks_for_value(operation: Any) -> bool:
+    """True for the operation below ``Tensor.item``, which no meta tensor can answer."""
+    return operation is _aten._local_scalar_dense.default
+
+
+def is_view(operation: Any) -> bool:
+    """True if the results share memory with arguments that are not written to."""
+    returned = operation._schema.returns
+    return any(each.alias_info and not each.alias_info.is_write for each in returned)
+
+
+def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of matrix products, convolutions and attention."""
+    packet = operation.overloadpacket
+    if packet is _ATTENTION:
+        return int(flop_counter.sdpa_flop_count(*(each.shape for each in args[:3])))
+    if packet is _ATTENTION_BACKWARD:
+        return int(flop_counter.sdpa_backward_flop_count(*(each.shape for each in args[:4])))
+    count = flop_counter.flop_registry.get(packet)
+    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def fused_attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return scaled_dot_product_attention with the memory of a fused kernel. On meta the original
+    keeps the whole matrix of weights, which grows with the square of the length."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not query.is_meta or dropout_p:
+            return original(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        output: Tensor = _ATTENTION(query, key, value, 0.0, is_causal, scale=scale)[0]
+        return output
+
+    return attention
