@@ -1,8 +1,8 @@
 """Communicators, through which everything is sent along a mesh axis.
 
-``communicator(axis, device)`` chooses the transport, one file each:
+``communicator(axis, device)`` chooses the transport:
 
-    single_rank.py   an axis of one rank: nothing is sent
+    transport.py     an axis of one rank: nothing is sent
     same_host/       gloo on CPU, all ranks on one host: they read each other's memory
     gloo.py          gloo on CPU, other ranks: values are sent
     two_stages.py    gloo on CPU, several hosts with several ranks each: over hosts by gloo.py, and
@@ -28,8 +28,7 @@ from .environment import same_host
 from .gloo import GlooTransport, MessageTransport
 from .gloo_connections import GlooConnections
 from .mesh import Axis, axis_of, is_in_python
-from .single_rank import SingleRank
-from .transport import Transport
+from .transport import SingleRank, Transport
 from .two_stages import TwoStages, hosts_of
 
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = (

@@ -28,8 +28,7 @@ from torch.autograd.graph import increment_version
 from .. import _torch_private
 from ..errors import AssertedStateError, StateError, UsageError
 from . import agreement, hooks
-from .communicators import Communicators
-from .group import Group
+from .group import Communicators, Group
 from .preparation import is_uninitialised
 from .unit import Residency, Unit
 from .user_changes import Addresses, count_fused_writes

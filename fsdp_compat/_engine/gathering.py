@@ -12,9 +12,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .communicators import Communicators
 from .device import ComputeStreams
 from .dtypes import ComputeDtype
+from .group import Communicators
 from .mapped_shards import MappedShards, Pass
 from .unit import NOT_UNSHARDED, Residency, Unit
 

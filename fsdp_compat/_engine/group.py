@@ -1,10 +1,10 @@
-"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer; and
-backward's all-gathers of a group among fewer ranks."""
+"""Parameter groups: the parameters of a unit that are all-gathered and reduced in one buffer;
+backward's all-gathers of a group among fewer ranks; and the communicators of all groups."""
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -317,3 +317,43 @@ def _gather_by_custom(behavior: Behavior, own: Tensor, memory: GroupMemory, rank
     if work is not None:
         work.wait()
     full.data.copy_(output)
+
+
+class Communicators:
+    """The communicators and offload policies of a runtime's groups, each once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._communicators: list[Transport] = []
+        self.have_tags = True  # False: ranks must make their collectives in the same order
+        self._offloads: list[OffloadPolicy] = []
+
+    def use_groups(self, groups: Iterable[Group]) -> None:
+        """Use the communicators of ``groups`` from now on."""
+        groups = list(groups)
+        found = [each for group in groups for each in (group.shard, group.replica)]
+        found += [group.partial.communicator for group in groups if group.partial is not None]
+        self._communicators = list(dict.fromkeys(each for each in found if each.ranks > 1))
+        self.have_tags = all(communicator.has_tags for communicator in self._communicators)
+        self._offloads = [group.offload for group in groups if group.offload.is_offloaded]
+
+    def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Collective. Return for each flag, one byte, whether it is set on any rank."""
+        values = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        for each in self._communicators:
+            values = each.any_of(values, what)
+        return [bool(value) for value in values.tolist()]
+
+    def flush(self, what: str, in_graph: bool = False) -> None:
+        """Wait until everything that this rank has sent, or copied to the host, has arrived.
+        in_graph: leave copies of offloaded shards to the backward that follows, because a wait for
+        them would stall the host until the device is done."""
+        for each in self._communicators:
+            each.settle(what)
+        if not in_graph:
+            self.wait_copies()
+
+    def wait_copies(self) -> None:
+        """Wait until offloaded shards may be overwritten and their gradients read."""
+        for offload in self._offloads:
+            offload.wait_readers()

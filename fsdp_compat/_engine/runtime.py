@@ -21,12 +21,11 @@ from . import black_box, events, hooks
 from .backward import BackwardRunner, ThreadedBackwardRunner
 from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
-from .communicators import Communicators
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
 from .events import Event
 from .gathering import Gathering, RuntimeOptions
-from .group import Group
+from .group import Communicators, Group
 from .unit import Call, Residency, Unit
 
 
