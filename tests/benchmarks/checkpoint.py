@@ -6,21 +6,16 @@ over gloo on CPU.
                                              (fsdp_compat installed, or PYTHONPATH=.)
 
 The model is the transformer of step.py, by default of about 200 million parameters, with the states
-of AdamW after a step: 12 bytes per parameter. Each block is a unit, embedding and head belong to
-the root. The contenders:
+of AdamW after a step: 12 bytes per parameter. The contenders:
 
     plain       file calls alone, of the same bytes from and to memory that is there: each rank a
-                file of its own; full: the first rank writes one file of all ranks' bytes, each rank
-                reads its part of it
-    ours        sharded: fsdp_compat.checkpoint.save and load; full: FULL_STATE_DICT and
-                optim_state_dict on the first rank, offloaded to the CPU, torch.save; each rank
-                torch.load(mmap=True), load_state_dict, optim_state_dict_to_load
-    ours, dcp   sharded: torch.distributed.checkpoint.save and load, between get_state_dict and
-                set_state_dict of torch.distributed.checkpoint.state_dict
+                file of its own; full: one file of all ranks' bytes, of which each reads its part
+    ours        sharded: fsdp_compat.checkpoint; full: FULL_STATE_DICT and optim_state_dict on the
+                first rank, offloaded to the CPU, torch.save and torch.load(mmap=True)
+    ours, dcp   sharded: torch.distributed.checkpoint
     FSDP1       sharded: the same; full: as ours, but without the offload to the CPU, with which it
                 crashes on one
-    FSDP2       sharded: the same; full: get_state_dict and set_state_dict with
-                full_state_dict=True, saved and loaded as ours
+    FSDP2       sharded: the same; full: get_state_dict and set_state_dict with full_state_dict=True
 
 A round makes every call once per contender, one kind of call after the other, in an order that
 rotates from round to round. A save ends when its files are on the disk. A load begins with none of

@@ -19,24 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_compat
 from fsdp_compat.wrap import ModuleWrapPolicy
 
-__all__ = [
-    "DDP",
-    "FSDP1",
-    "FSDP2",
-    "FULLY_SHARD",
-    "HYBRID_SHARD",
-    "ORIGINAL",
-    "OURS",
-    "PLAIN",
-    "STRATEGIES",
-    "Contender",
-    "Wrapping",
-    "build",
-    "fsdp1_of",
-    "has_contender",
-    "wrap",
-]
-
 CPU = torch.device("cpu")
 PLAIN, DDP, OURS, FSDP1, FSDP2 = "plain", "DDP", "ours", "FSDP1", "FSDP2"
 FULLY_SHARD = "fully_shard of ours"

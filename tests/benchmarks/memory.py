@@ -8,16 +8,13 @@ optimizer state, on CPU.
                                              (fsdp_compat installed, or PYTHONPATH=.)
 
 The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to
-nothing; the batch is one token. Every storage is followed (tests/support/live_bytes.py): what
-operations make, what is resized, what was there before, and its end. A contender's figure is the
-most that was alive at once in forward and backward, after three steps to warm up, without the
-storages of its parameters, of the gradients that the step left and of AdamW's states, each counted
-once, whoever views it; less the same of the unwrapped model, whose row "plain" shows it:
-activations. It is divided by the elements of a block: bytes per element, u. With several ranks it
-is that of the rank with most. Blocks of memory that ranks share count where they were made. What a
-backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies
-its whole input. What an allocator keeps of freed memory counts for nobody; "pages kept" is what
-ours keeps of freed blocks, where blocks are used, when the step has ended. Nothing is mapped here,
+nothing; the batch is one token. Every storage is followed (tests/support/live_bytes.py). A figure
+is the most that was alive at once in forward and backward, after three steps to warm up, without
+parameters, the gradients that the step left and AdamW's states; less the same of the unwrapped
+model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per
+element, u. With several ranks it is that of the rank with most. What a backend allocates counts as
+well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input. "Pages kept"
+is what ours keeps of freed blocks of shared memory when the step has ended. Nothing is mapped here,
 as on several hosts: what ranks of one host share is measured by host_memory.py.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of

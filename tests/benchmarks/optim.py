@@ -13,9 +13,7 @@ the method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, our
 call takes as long as on the rank that takes longest. The columns:
 
     median, minimum  milliseconds
-    to FSDP1         time / FSDP1's of the same use_orig_params in the same round, median of the
-                     rounds
-    to FSDP2         the same
+    to FSDP1, FSDP2  time / theirs in the same round, median; FSDP1 with the same use_orig_params
     to plain         time / the unwrapped model's in the same round, each divided by the elements
                      that a rank holds
     slower           ours only: beyond which of them by more than --tolerance; "-" if none. The

@@ -27,24 +27,6 @@ import torch.distributed as dist
 from contenders import FSDP1, PLAIN, fsdp1_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = [
-    "MIN_ROUNDS",
-    "Limits",
-    "Ratios",
-    "Table",
-    "Timings",
-    "fake_ranks",
-    "first_rank_alone",
-    "gloo_ranks",
-    "group",
-    "highest",
-    "measure",
-    "measure_ranks",
-    "options",
-    "say",
-    "verdict_on",
-]
-
 MIN_ROUNDS = 15
 WARM_UP_ROUNDS = 3  # not reported: the first passes allocate, record orders and fill caches
 

@@ -1,15 +1,12 @@
-"""Start-up and scale by simulation: a model of 405 billion parameters at 64, 1,024 and 16,384
-ranks, one rank at a time.
+"""Start-up and scale by simulation: the transformer of step.py with 407 billion parameters at 64,
+1,024 and 16,384 ranks, one rank at a time.
 
     python tests/benchmarks/scale.py            (fsdp_compat installed, or PYTHONPATH=.)
     python tests/benchmarks/scale.py --calls    what calls of all ranks ask of the store
 
-The process group is torch's fake one: it has any number of ranks, accepts every collective and
-moves nothing. Every case has a process of its own. In the cases "meta", model and compute device
-are the meta device: what wraps, lays out, registers, plans and steps is the code of a run, and only
-the tensors have no memory, which on an accelerator is the accelerator's. In the cases "shards" this
-rank's shards are there, on the CPU, in fp32; whole parameters are not (a stride of 0 stands for
-them), as one block has 13 GB.
+Each case is one rank on a fake process group, in a process of its own. In the cases "meta", the
+code is that of a run, and only tensors have no memory. In the cases "shards" this rank's shards are
+there, on the CPU, in fp32; whole parameters are not (a stride of 0 stands for them).
 
 Construction, of ours and of FSDP2 (fully_shard, which shards meta parameters too; torch's FSDP1 can
 construct nothing on meta):
@@ -18,17 +15,14 @@ construct nothing on meta):
     host MB      growth of the process's peak memory over what it was before, all of it
     tensors MB   bytes of tensors on the host that live afterwards
     shard MB     what this rank holds of the parameters in fp32
-    limit        ours only: at most 60 s and 2 GB, this rank's shard included where it is on the
-                 host
+    limit        ours only: at most 60 s and 2 GB
 
 Plans, of ours:
 
-    save         seconds for the native checkpoint's manifest: made, written as text, read back;
-                 with AdamW's states
-    MB           of that text
-    load         seconds to plan what this rank reads of a checkpoint saved by half as many, and by
-                 twice as many ranks
-    runs         how many contiguous reads that is, for the parameters of all units
+    save, MB     seconds for the native checkpoint's manifest with AdamW's states: made, written as
+                 text of so many MB, read back
+    load, runs   seconds to plan what this rank reads of a checkpoint saved by half as many, and by
+                 twice as many ranks; how many contiguous reads that is
 
 Steps, of ours: what one step costs per unit (forward, backward, gradients dropped), in numbers that
 do not vary:
@@ -48,9 +42,8 @@ Calls, of ours, with --calls: simulated ranks around the code that talks to the 
     CPU s        of the rank that works the longest
     error        characters of the longest message
 
-None of the counts of steps may grow with the world size: "grows" compares with the same place in
-the smallest one. One call more is no growth: where the ranks do not divide a unit, its padding is
-zeroed."""
+"grows" compares counts of steps with those of the smallest world size. One call more is no growth:
+where the ranks do not divide a unit, its padding is zeroed."""
 
 from __future__ import annotations
 
@@ -69,10 +62,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from contenders import FSDP2, OURS
 from pages import memory_nbytes, restart_peak
 from runs import Table, fake_ranks, options
+from step import Block, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,72 +87,16 @@ from tests.support import many_ranks
 LIMIT_S, LIMIT_BYTES = 60.0, 2e9
 WORLD_SIZES = (64, 1024, 16384)
 ENTRIES = 3  # entries of a checkpoint per element: the parameter, and AdamW's two
-SEQUENCE = 16
+# of the model of step.py
+VOCABULARY, SEQUENCE, DIM, HEADS, LAYERS = 128256, 16, 16384, 128, 125
 # blocks: a shard of 4 has 1 GB at 64 ranks; every block takes the same steps
 SHARD_LAYERS, STEP_LAYERS = 4, 6
-FSDP2_LAYERS = 6  # its time grows with the ranks: all 126 take minutes at 16,384
+FSDP2_LAYERS = 6  # its time grows with the ranks: all of them take minutes at 16,384
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Of a Llama-like model. The default has 405 billion parameters."""
-
-    layers: int = 126
-    dim: int = 16384
-    heads: int = 128
-    kv_heads: int = 8
-    ffn: int = 53248
-    vocabulary: int = 128256
-
-
-class Norm(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight)
-
-
-class Block(nn.Module):
-    """Grouped-query attention and a gated feed-forward part, each behind a norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        kv = shape.dim * shape.kv_heads // shape.heads
-        self.attention_norm, self.ffn_norm = Norm(shape.dim), Norm(shape.dim)
-        self.q, self.o = (nn.Linear(shape.dim, shape.dim, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(shape.dim, kv, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(shape.dim, shape.ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, dim = x.shape
-        normed = self.attention_norm(x)
-
-        def heads(projected: torch.Tensor) -> torch.Tensor:
-            return projected.view(batch, length, -1, dim // self.shape.heads).transpose(1, 2)
-
-        query, key, value = heads(self.q(normed)), heads(self.k(normed)), heads(self.v(normed))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, dim))
-        normed = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-class Llama(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm, self.head = Norm(shape.dim), nn.Linear(shape.dim, shape.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def build(layers: int) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(VOCABULARY, SEQUENCE, DIM, HEADS, layers)
 
 
 def without_memory(module: nn.Module) -> None:
@@ -192,8 +129,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    with torch.device("meta"):
-        model: Any = Llama(Shape(layers=case.layers))
+    model: Any = build(case.layers)
     numel = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh("cpu", (case.world_size,))
     gc.collect()
@@ -422,7 +358,7 @@ def count_steps(cases: list[Case]) -> int:
 
 
 def title(case: Case) -> str:
-    layers = "" if case.layers == Shape.layers else f", {case.layers} blocks"
+    layers = "" if case.layers == LAYERS else f", {case.layers} blocks"
     if case.contender == FSDP2:
         return FSDP2 + layers
     original = ", original" if case.use_orig_params else ""
@@ -469,7 +405,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, check="a limit is not met or a count depends on the ranks")
     add = parser.add_argument
     add("--world-sizes", type=int, nargs="+")
-    add("--layers", type=int, default=Shape.layers)
+    add("--layers", type=int, default=LAYERS)
     add("--calls", action="store_true", help="count requests to the store instead")
     add("--case", help=argparse.SUPPRESS)
     add("folder", nargs="?", help=argparse.SUPPRESS)

@@ -36,14 +36,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import multiprocessing
-import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 
 import torch
 from contenders import (
@@ -86,6 +84,7 @@ CONTENDERS = (OURS, OURS + ORIGINAL, FULLY_SHARD, FSDP1, FSDP2)
 EVERY_STRATEGY = (*STRATEGIES, HYBRID_SHARD)
 WARM_UP_STEPS, STEPS = 2, 3
 TIME_LIMIT = 1.002
+ROW_LIMIT_S = 900.0  # also if the process of a row has died
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 SYNCS = (EventSync, StreamSync, DeviceSync)
@@ -307,36 +306,20 @@ def rows_of(jobs: Sequence[tuple[str, Case]], options: argparse.Namespace) -> It
     """Simulate each in a process of its own, in order; yield a reason where that failed. A process
     is forked before anything has trained, as autograd's threads do not survive a fork."""
     context = multiprocessing.get_context("fork")
-    left, running = deque(jobs), deque[tuple[multiprocessing.process.BaseProcess, Connection]]()
-    while left or running:
-        while left and len(running) < options.jobs:
-            name, case = left.popleft()
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=send_row, args=(sender, name, case, options))
-            process.start()
-            sender.close()
-            running.append((process, receiver))
-        process, receiver = running.popleft()
-        try:
-            row: Row | str = receiver.recv()
-        except EOFError:
-            process.join()
-            row = f"the process ended with {process.exitcode}"
-        process.join()
-        yield row
+    with context.Pool(options.jobs, maxtasksperchild=1) as pool:
+        rows = pool.imap(functools.partial(row_of, options), jobs)
+        for _ in jobs:
+            yield rows.next(timeout=ROW_LIMIT_S)
 
 
-def send_row(sender: Connection, name: str, case: Case, options: argparse.Namespace) -> None:
+def row_of(options: argparse.Namespace, job: tuple[str, Case]) -> Row | str:
     try:
-        row: Row | str = simulate(name, case, options)
+        return simulate(*job, options)
     except Exception as error:
         if options.traceback:
             raise
         first = str(error).strip().partition("\n")[0]
-        row = f"{type(error).__name__}: {first}"
-    sender.send(row)
-    sender.close()
-    os._exit(0)  # without destroying what belongs to the parent
+        return f"{type(error).__name__}: {first}"
 
 
 # -- printing

@@ -15,12 +15,7 @@ its slowest rank. The columns:
     to FSDP1         (step - plain) / (FSDP1's step - plain), paired by round, median: the cost of
                      being distributed. FSDP1 with the same use_orig_params
     to FSDP2         the same to FSDP2, and to DDP, where they take part
-    limit            ours only: "met" if all ratios that have a limit are within it:
-
-                     FULL_SHARD      FSDP1 0.15, FSDP2 0.12, DDP 0.50 if communication-bound
-                     SHARD_GRAD_OP   FSDP1 0.18, FSDP2 0.15
-                     NO_SHARD        DDP 0.90
-                     fully_shard     FSDP2 0.50
+    limit            ours only: "met" if all ratios that have a limit (LIMITS) are within it
 
 With --cpu-time they are times on the processor, those of gloo's threads with them, and not on the
 clock: what a step costs, without how long it waits. They tell more where other programs keep the

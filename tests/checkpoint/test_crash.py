@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.killed_saves import EVERY
+from tests.support.killed_saves import CASES, EVERY
 from tests.support.same_host import NOT_MAPPED
-from tests.support.survivors import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _printed(program: str, folder: Path) -> tuple[Any, str]:
-    """Return what a program prints last, and its errors."""
+def _printed(what: str, folder: Path) -> tuple[Any, str]:
+    """Return what the program prints last, and its errors."""
     ran = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{program}", str(folder)],
+        [sys.executable, "-m", "tests.support.killed_saves", what, str(folder)],
         capture_output=True,
         text=True,
         timeout=500,
@@ -39,7 +38,7 @@ def _printed(program: str, folder: Path) -> tuple[Any, str]:
 
 @pytest.mark.slow
 def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    found, err = _printed("killed_saves", tmp_path)
+    found, err = _printed("resumed", tmp_path)
     *saves, load = found
     assert all(save["well"] for save in (*saves, load)), err
     newest = None

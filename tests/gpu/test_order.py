@@ -16,88 +16,22 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compat import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    _torch_private,
-)
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import _torch_private
 from fsdp_compat._engine.dtypes import move_to
-from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_streams import MIXED, streams
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack, checkpointed
 from tests.support import emulated
 from tests.support.emulated.order import HOST, Op
-from tests.support.fully_sharded import OURS, shard_all, sharded_modules
+from tests.support.fully_sharded import OURS, sharded_modules
 from tests.support.models import Block, Stack
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, local
 from tests.support.ranks import on_ranks
-from tests.support.twin import Step, Twin, Work, device_named, group_of
+from tests.support.twin import FRONT_ENDS, Step, Twin, Work, device_named, group_of, sharded
 
 RANKS = 8
-
-
-# -- models
-
-
-def flat(
-    module: nn.Module,
-    *,
-    device_id: torch.device,
-    strategy: str,
-    offload: bool,
-    mixed_precision: MixedPrecision | None,
-    use_orig_params: bool,
-) -> nn.Module:
-    is_hybrid = strategy == "HYBRID_SHARD"
-    return FSDP(
-        module,
-        device_id=device_id,
-        auto_wrap_policy=ModuleWrapPolicy({Block, Wide}),
-        sharding_strategy=ShardingStrategy[strategy],
-        device_mesh=init_device_mesh(device_id.type, (2, RANKS // 2)) if is_hybrid else None,
-        cpu_offload=CPUOffload(offload_params=offload),
-        mixed_precision=mixed_precision,
-        use_orig_params=use_orig_params,
-    )
-
-
-def in_place(
-    module: nn.Module,
-    *,
-    device_id: torch.device,
-    strategy: str,
-    offload: bool,
-    mixed_precision: MixedPrecision | None,
-) -> nn.Module:
-    """The same by ``fully_shard``."""
-    shape = {"HYBRID_SHARD": (2, RANKS // 2), "NO_SHARD": (RANKS, 1)}.get(strategy, (1, RANKS))
-    mesh = init_device_mesh(device_id.type, shape, mesh_dim_names=("replicate", "shard"))
-    return shard_all(
-        module,
-        (Block, Wide),
-        library=OURS,
-        mesh=mesh if shape[0] > 1 else mesh["shard"],
-        reshard_after_forward=strategy != "SHARD_GRAD_OP",
-        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-        mp_policy=MixedPrecisionPolicy()
-        if mixed_precision is None
-        else MixedPrecisionPolicy(mixed_precision.param_dtype, mixed_precision.reduce_dtype),
-    )
-
-
-FRONT_ENDS: dict[str, Callable[..., nn.Module]] = {
-    "flat": functools.partial(flat, use_orig_params=False),
-    "original parameters": functools.partial(flat, use_orig_params=True),
-    "fully_shard": in_place,
-}
 
 
 @contextlib.contextmanager
@@ -116,7 +50,7 @@ def twin_of(
             build,
             place,
             RANKS,
-            front_end=FRONT_ENDS[front_end],
+            front_end=functools.partial(sharded, front_end=front_end, units=(Block, Wide)),
             strategy=strategy,
             offload=offload,
             mixed_precision=MIXED if mixed else None,
@@ -145,7 +79,7 @@ def in_order(streams: int = 2) -> Iterator[emulated.Recording]:
 
 on_the_device = on_ranks(1, timeout=TIMEOUT_S)
 both_front_ends = pytest.mark.parametrize("front_end", ["flat", "fully_shard"])
-every_front_end = pytest.mark.parametrize("front_end", list(FRONT_ENDS))
+every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 
 # -- training

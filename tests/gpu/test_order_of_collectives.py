@@ -9,7 +9,6 @@ have given."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,21 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S
 from tests.support.emulated import nccl
 from tests.support.parity import no_sync
 from tests.support.ranks import on_ranks
+from tests.support.twin import FLAT, FULLY_SHARD, ORIGINAL, sharded
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
 WIDTH = 320  # parameters of so many rows and columns are reduced by themselves
 BLOCKS = 4
-
-FLAT, ORIGINAL, FULLY_SHARD = "flat", "original parameters", "fully_shard"
 
 
 class Issued(NamedTuple):
@@ -147,7 +142,7 @@ def issued(
     rank: int, front_end: str, strategy: str, scenario: str, options: dict[str, Any]
 ) -> list[Issued]:
     torch.manual_seed(0)
-    model = sharded(front_end, strategy, **options)
+    model = model_of(front_end, strategy, **options)
     x = torch.randn(4, WIDTH).to("emulated")
     model(x, ALL).backward()
     model.zero_grad()
@@ -157,14 +152,14 @@ def issued(
     return [Issued(op.name, op.nbytes, len(op.ranks)) for op in nccl.collectives(recording)]
 
 
-def sharded(
+def model_of(
     front_end: str,
     strategy: str,
     *,
-    allow_unused_units: bool = False,
     reduces_unused: bool = False,
     frozen: bool = False,
     recomputes: bool = False,
+    **options: Any,
 ) -> nn.Module:
     model = Model()
     model.recomputes = recomputes
@@ -172,27 +167,8 @@ def sharded(
         for block in model.blocks:
             block.base.requires_grad_(False)
         model.blocks[1].requires_grad_(False)
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("emulated", (2, RANKS // 2), mesh_dim_names=names)
-    if strategy != "HYBRID_SHARD":
-        mesh = init_device_mesh("emulated", (RANKS,))
-    if front_end != FULLY_SHARD:
-        return FullyShardedDataParallel(
-            model,
-            device_mesh=mesh,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=ShardingStrategy[strategy],
-            device_id=torch.device("emulated", 0),
-            use_orig_params=front_end == ORIGINAL,
-            allow_unused_units=allow_unused_units,
-        )
-    model.to("emulated")
-    place = functools.partial(
-        fully_shard, mesh=mesh, reshard_after_forward=strategy != "SHARD_GRAD_OP"
-    )
-    for block in model.blocks:
-        place(block)
-    wrapped = place(model, allow_unused_units=allow_unused_units)
+    device = torch.device("emulated", 0)
+    wrapped = sharded(model, front_end, strategy, units=(Block,), device_id=device, **options)
     if reduces_unused:
         wrapped.set_reduce_scatter_unused_params(True)
     return wrapped

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compat import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S
 from tests.support.emulated import nccl
 from tests.support.emulated.order import (
@@ -35,6 +25,7 @@ from tests.support.emulated.order import (
 )
 from tests.support.fully_sharded import NotedAllGather
 from tests.support.ranks import on_ranks
+from tests.support.twin import sharded
 
 RANKS = 4  # two nodes of two where gradients are also reduced over replicas
 WIDTH = 320  # parameters of so many rows and columns are large ones
@@ -74,32 +65,6 @@ class Model(nn.Module):
         self.backward_begins[index] = len(self.happenings)
 
 
-def sharded(model: Model, front_end: str, strategy: str, offload: bool) -> nn.Module:
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("emulated", (2, RANKS // 2), mesh_dim_names=names)
-    if strategy != "HYBRID_SHARD":
-        mesh = init_device_mesh("emulated", (RANKS,))
-    if front_end == "flat":
-        return FullyShardedDataParallel(
-            model,
-            device_mesh=mesh,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=ShardingStrategy[strategy],
-            device_id=torch.device("emulated", 0),
-            cpu_offload=CPUOffload(offload),
-        )
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": strategy != "SHARD_GRAD_OP",
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-    }
-    if not offload:
-        model.to("emulated")
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 class Step:
     """What happens in a step, after one that allocates and records orders."""
 
@@ -117,7 +82,8 @@ class Step:
         with nccl.group_of(RANKS):
             torch.manual_seed(0)
             plain = Model()
-            model = sharded(plain, front_end, strategy, offload)
+            on_device = {"units": (Block,), "device_id": torch.device("emulated", 0)}
+            model = sharded(plain, front_end, strategy, offload=offload, **on_device)
             x = torch.randn(2, WIDTH).to("emulated")
             for block in plain.blocks:
                 prepare(block)

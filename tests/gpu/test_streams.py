@@ -22,14 +22,13 @@ from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.mesh import Axis
 from fsdp_compat._engine import group as engine_group
-from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack
 from tests.support import emulated
 from tests.support.live_bytes import LiveBytes
-from tests.support.models import Block, Stack
+from tests.support.models import Block
 from tests.support.parity import both_forms
 from tests.support.ranks import close_pool, on_ranks
-from tests.support.twin import Step, Twin, device_named, group_of
+from tests.support.twin import Step, Twin, device_named, group_of, twin_of
 
 pytestmark = pytest.mark.gpu
 
@@ -59,20 +58,7 @@ def streams(
     return [functools.partial(stream_between, torch.Stream(device)) for _ in range(number)]
 
 
-@contextlib.contextmanager
-def twin_of(
-    device: str,
-    ranks: int = 8,
-    build: Callable[[], nn.Module] = WideStack,
-    unit: type[nn.Module] = Wide,
-    **options: Any,
-) -> Iterator[Twin]:
-    place = device_named(device)
-    with group_of(ranks, place):
-        twin = Twin(build, place, ranks, auto_wrap_policy=ModuleWrapPolicy({unit}), **options)
-        with twin.running():
-            yield twin
-
+wide_twin = functools.partial(twin_of, build=WideStack, units=(Wide,))
 
 on_the_device = on_ranks(1, timeout=TIMEOUT_S)
 both_strategies = pytest.mark.parametrize("strategy", BOTH)
@@ -85,7 +71,7 @@ def test_forward_and_backward_on_streams_of_their_own(
     device: str, order: str, strategy: ShardingStrategy
 ) -> None:
     """order: the streams of a forward, its backward, the next forward, ..."""
-    with twin_of(device, 8, Stack, Block, sharding_strategy=strategy) as twin:
+    with twin_of(device, sharding_strategy=strategy) as twin:
         named = dict(zip("123", streams(twin.device, 3), strict=True))
         for forward, backward in zip(order[::2], order[1::2], strict=True):
             where = {"forward_in": named[forward], "backward_in": named[backward]}
@@ -137,7 +123,7 @@ def test_one_rank_trains_over_the_backend_itself(
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     with (
         mock.patch.object(engine_group, "communicator", itself),
-        twin_of(device_with_backend, 1, mixed_precision=MIXED, **options) as twin,
+        wide_twin(device_with_backend, 1, mixed_precision=MIXED, **options) as twin,
     ):
         for _ in range(4):
             twin.step()
@@ -208,7 +194,7 @@ PARTS = {
 
 @on_the_device
 def trains_with_parts_on_the_cpu(device: str, which: str) -> None:
-    with twin_of(device, 8, PARTS[which], Block) as twin:
+    with twin_of(device, 8, PARTS[which]) as twin:
         for _ in range(3):
             twin.step()
 
@@ -250,7 +236,7 @@ def test_no_step_makes_the_cpu_wait(
 ) -> None:
     precision = MIXED if mixed else None
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    with twin_of(device, mixed_precision=precision, **options) as twin:
+    with wide_twin(device, mixed_precision=precision, **options) as twin:
         inputs = twin.inputs(3)
         twin.quiet_steps(inputs)
         with without_syncs(twin.device):
@@ -282,7 +268,7 @@ def bytes_of_steps(twin: Twin) -> set[tuple[int, int]]:
 
 @on_the_device
 def peaks_at_two_units_and_two_reduce_buffers(device: str, use_orig_params: bool) -> None:
-    with twin_of(device, use_orig_params=use_orig_params) as twin:
+    with wide_twin(device, use_orig_params=use_orig_params) as twin:
         nbytes = sum(p.nbytes for p in twin.plain.blocks[0].parameters())
         twin.quiet_steps(twin.inputs(3))
         ((peak, left),) = bytes_of_steps(twin)
@@ -307,7 +293,7 @@ def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce
 def test_shards_and_gradients_on_the_cpu_are_in_memory_that_the_device_can_read(
     device: str,
 ) -> None:
-    with twin_of(device, 1, Stack, Block, cpu_offload=CPUOffload(offload_params=True)) as twin:
+    with twin_of(device, 1, cpu_offload=CPUOffload(offload_params=True)) as twin:
         twin.loss(twin.inputs()[0]).backward()
         for p in twin.model.parameters():
             assert p.device.type == p.grad.device.type == "cpu"

@@ -15,14 +15,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
-from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.ranks import run_ranks
-from tests.support.twin import Step, Twin, device_named, group_of
+from tests.support.twin import Step, twin_of
 
 pytestmark = pytest.mark.gpu
 
@@ -72,22 +70,15 @@ def checkpointed(module: nn.Module) -> nn.Module:
     return module
 
 
-def trains(
-    device: str,
-    ranks: int,
-    build: Any = Stack,
-    units: Any = (Block,),
-    how: Step | None = None,
-    **options: Any,
-) -> None:
-    place = device_named(device)
-    with group_of(ranks, place):
-        if mesh := options.pop("mesh", None):
-            options["device_mesh"] = init_device_mesh(place.type, mesh)
-        twin = Twin(build, place, ranks, auto_wrap_policy=ModuleWrapPolicy(units), **options)
-        with twin.running():
-            for _ in range(NUM_STEPS):
-                twin.step(how)
+def trains(*arguments: Any, how: Step | None = None, **options: Any) -> None:
+    """Take steps with a twin: see ``twin_of``."""
+    with twin_of(*arguments, **options) as twin:
+        for _ in range(NUM_STEPS):
+            twin.step(how)
+
+
+def train(*arguments: Any, **options: Any) -> None:
+    run_ranks(1, trains, *arguments, timeout=TIMEOUT_S, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -102,14 +93,14 @@ def test_strategies_in_all_precisions(
         "mixed_precision": PRECISIONS[precision],
         "use_orig_params": use_orig_params,
     }
-    run_ranks(1, trains, device, ranks, timeout=TIMEOUT_S, **options)
+    train(device, ranks, **options)
 
 
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 )
 def test_replicas_of_shards(device: str, strategy: ShardingStrategy) -> None:
-    run_ranks(1, trains, device, 8, sharding_strategy=strategy, mesh=(2, 4), timeout=TIMEOUT_S)
+    train(device, 8, sharding_strategy=strategy, mesh=(2, 4))
 
 
 @pytest.mark.parametrize("limit_all_gathers", [True, False])
@@ -121,7 +112,7 @@ def test_prefetching_of_nested_units_and_of_large_gradients(
     device: str, build: Any, prefetch: BackwardPrefetch | None, limit_all_gathers: bool
 ) -> None:
     options = {"backward_prefetch": prefetch, "limit_all_gathers": limit_all_gathers}
-    run_ranks(1, trains, device, 8, build, (Outer, Inner, Wide), timeout=TIMEOUT_S, **options)
+    train(device, 8, build, (Outer, Inner, Wide), **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -132,9 +123,7 @@ def test_shards_on_the_cpu(device: str, use_orig_params: bool, precision: str, r
         "cpu_offload": CPUOffload(offload_params=True),
         "mixed_precision": PRECISIONS[precision],
     }
-    run_ranks(
-        1, trains, device, ranks, use_orig_params=use_orig_params, timeout=TIMEOUT_S, **options
-    )
+    train(device, ranks, use_orig_params=use_orig_params, **options)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -144,7 +133,7 @@ def test_gradients_of_several_backwards(device: str, use_orig_params: bool, offl
         "cpu_offload": CPUOffload(offload_params=offload),
         "use_orig_params": use_orig_params,
     }
-    run_ranks(1, trains, device, 8, how=Step(backwards=3), timeout=TIMEOUT_S, **options)
+    train(device, 8, how=Step(backwards=3), **options)
 
 
 @pytest.mark.parametrize("unit", [CheckpointWrapper, Block])
@@ -153,10 +142,10 @@ def test_recomputation_inside_of_units_and_around_them(
     device: str, precision: str, unit: type[nn.Module]
 ) -> None:
     options = {"mixed_precision": PRECISIONS[precision], "units": (unit,), "prepare": checkpointed}
-    run_ranks(1, trains, device, 8, timeout=TIMEOUT_S, **options)
+    train(device, 8, **options)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_clipping_of_one_rank(device: str, use_orig_params: bool) -> None:
     how = Step(max_norm=0.05)
-    run_ranks(1, trains, device, 1, how=how, use_orig_params=use_orig_params, timeout=TIMEOUT_S)
+    train(device, 1, how=how, use_orig_params=use_orig_params)

@@ -17,6 +17,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp_compat
+from fsdp_compat._state.units import clean_name
 from tests.support.models import Block, Stack
 from tests.support.parity import Batch, seeded, sgd, square, vectors
 
@@ -51,7 +52,7 @@ def trained(
     with_state: bool = False,
     **options: Any,
 ) -> Values:
-    """Train with ``library``; return losses and whole parameters of each update. Collective.
+    """Train with ``library``; return losses, and whole parameters after each update. Collective.
 
     policy: makes a policy of the library; None: for ``units``. prepare: changes the wrapped model.
     pattern: a letter for each backward: n is under no_sync, a has no update, s has one. with_state:
@@ -67,17 +68,29 @@ def trained(
         **options,
     )
     prepare(library, model)
-    optim = optimizer(model.parameters())
+    return recorded(library, model, optimizer(model.parameters()), pattern, batch, with_state)
+
+
+def recorded(
+    library: Any,
+    model: Any,
+    optim: torch.optim.Optimizer,
+    pattern: str,
+    batch: Batch = vectors,
+    with_state: bool = False,
+) -> Values:
+    """Train a model that is wrapped: see ``trained``. Collective."""
+    cls = library.FullyShardedDataParallel
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     seen: Values = {}
     for number, letter in enumerate(pattern):
         with model.no_sync() if letter == "n" else contextlib.nullcontext():
             loss = square(model, batch(generator))
             loss.backward()
+        seen[f"{number}: loss"] = loss.detach()
         if letter == "s":
             optim.step()
             optim.zero_grad()
-            seen[f"{number}: loss"] = loss.detach()
             seen |= {f"{number}: {name}": value for name, value in _parameters(cls, model).items()}
             if with_state:
                 seen |= {f"{number}: {n}": v for n, v in _state(library, model, optim).items()}
@@ -86,7 +99,9 @@ def trained(
 
 def _parameters(cls: Any, model: Any) -> Values:
     with cls.summon_full_params(model, writeback=False):
-        return {f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()}
+        return {
+            f"parameter {clean_name(n)}": p.detach().clone() for n, p in model.named_parameters()
+        }
 
 
 def _state(library: Any, model: Any, optim: torch.optim.Optimizer) -> Values:

@@ -9,8 +9,6 @@ import resource
 import time
 from collections.abc import Callable
 
-__all__ = ["Used", "bounded"]
-
 _MOST_S = 6
 _MOST_NBYTES = 1 << 30
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-__all__ = ["about"]
-
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:

@@ -25,18 +25,6 @@ from fsdp_compat._stores.placement import RowPlacement
 from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat._stores.row_views import cut_up
 
-__all__ = [
-    "CPU",
-    "STORES",
-    "attach_unit",
-    "gather_form",
-    "lone_mesh",
-    "make_store",
-    "make_unit",
-    "members_of",
-    "shard",
-]
-
 CPU = torch.device("cpu")
 # one FlatParameter; the original parameters over a flat shard; rows
 STORES = ("flat", "original", "row")

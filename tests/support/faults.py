@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,8 +41,10 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.same_host.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
+from tests.support.cases import about
 from tests.support.errors import assert_told as assert_all_told
 from tests.support.errors import prompt_message_of
+from tests.support.forks import forked
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
@@ -494,6 +495,12 @@ def _describe(case: Case) -> str:
 
 def _live(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
     """Run one rank of a case."""
+    faulthandler.register(signal.SIGUSR1, chain=True)
+    with about(f"{_describe(case)}: rank {rank}"):
+        _meet_fate(rank, case, number, scratch, port)
+
+
+def _meet_fate(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
     fate, name, ranks = case
     warnings.simplefilter("ignore", DeprecationWarning)
     store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False))
@@ -501,20 +508,6 @@ def _live(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     fate(Subject(group, f"{scratch}/{number}", use_orig_params=ranks == 2), CALLS[name])
-
-
-def _forked(rank: int, case: Case, number: int, scratch: str, port: int) -> int:
-    process = os.fork()
-    if process:
-        return process
-    try:
-        faulthandler.register(signal.SIGUSR1, chain=True)
-        _live(rank, case, number, scratch, port)
-        os._exit(0)
-    except BaseException:
-        text = f"===== {_describe(case)}: rank {rank} =====\n{traceback.format_exc()}"
-        os.write(2, text.encode())
-        os._exit(1)
 
 
 PROCESSES = 24  # at a time, of those that are not stopped; most of them wait
@@ -555,7 +548,7 @@ def main() -> int:
                 case = waiting.pop()
                 end = time.monotonic() + CASE_S
                 for rank in range(case[2]):
-                    process = _forked(rank, case, len(waiting), scratch, port)
+                    process = forked(_live, rank, case, len(waiting), scratch, port)
                     running[process] = rank, case, end
                 busy += case[2]
             _poll(running, stopped, failed)

@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["forked"]
-
 
 def forked(function: Callable[..., None], *args: Any) -> int:
     """Run ``function`` in a forked process and return its id. The exit status is 1 after an

@@ -224,16 +224,13 @@ class NotedAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        self.log.append(f"gather {self.label}")
-        self.calls.append(
-            {
-                "numel": (output_tensor.numel(), input_tensor.numel()),
-                "nbytes": input_tensor.nbytes,
-                "dtypes": (output_tensor.dtype, input_tensor.dtype),
-                "ranks": group.size(),
-            }
-        )
+        self._note("gather", output_tensor, input_tensor, group)
         return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    def _note(self, kind: str, output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+        self.log.append(f"{kind} {self.label}")
+        call = {"numel": (output.numel(), source.numel()), "nbytes": source.nbytes}
+        self.calls.append({**call, "dtypes": (output.dtype, source.dtype), "ranks": group.size()})
 
 
 class NotedReduceScatter(NotedAllGather):
@@ -248,14 +245,7 @@ class NotedReduceScatter(NotedAllGather):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self.log.append(f"reduce {self.label}")
-        self.calls.append(
-            {
-                "numel": (output_tensor.numel(), input_tensor.numel()),
-                "dtypes": (output_tensor.dtype, input_tensor.dtype),
-                "ranks": group.size(),
-            }
-        )
+        self._note("reduce", output_tensor, input_tensor, group)
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 

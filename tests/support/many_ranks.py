@@ -210,13 +210,6 @@ def refused(ranks: int, clock: Clock) -> Cost:
     return _cost(store, ranks, *_run(clock, attempts, arrivals, None))
 
 
-def timed_out(ranks: int, clock: Clock) -> Cost:
-    """A rendezvous that every second rank does not come to, up to the time limit."""
-    store = CountingStore()
-    attempts = [Attempt(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)][::2]
-    return _cost(store, ranks, *_run(clock, attempts, [0.0] * len(attempts), None))
-
-
 def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:
     """The exchange of a save or a load: one text of each rank, and the verdict. Nearly all texts
     are equal."""

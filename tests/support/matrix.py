@@ -37,10 +37,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compat
 from fsdp_compat._state.units import clean_name
+from tests.support.beside_torch import recorded
 from tests.support.models import Layer, RecomputesBlocks, Shifted, Stack
-from tests.support.parity import Pair, assert_close, backward, no_sync, vectors
-
-__all__ = ["FIELDS", "Case", "draw_cases", "values_of_training", "run_cases", "wrapped"]
+from tests.support.parity import Pair, assert_close, vectors
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 MAX_NORM = 0.05  # below every norm, so that clipping always scales
@@ -399,19 +398,10 @@ def _in_compute_dtypes(case: Case, plain: nn.Module) -> nn.Module:
 def values_of_training(case: Case, library: Any) -> dict[str, Tensor]:
     """Train with ``library``; return what this rank sees in each step. Collective."""
     model = wrapped(case, None, library)
-    optim = _optimizer(case, model)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seen: dict[str, Tensor] = {}
-    for step in range(case.num_steps):
-        for index, letter in enumerate(case.backwards):
-            with no_sync(model) if letter == "n" else contextlib.nullcontext():
-                seen[f"{step}: loss {index}"] = backward(_loss(case, model, vectors(generator)))
-        optim.step()
-        optim.zero_grad()
-        with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            for name, p in model.named_parameters():
-                seen[f"{step}: {clean_name(name)}"] = p.detach().clone()
-    return seen
+    # backwards with sync before the last one come without an update
+    *earlier, last = case.backwards
+    pattern = "".join(earlier).replace("s", "a") + last
+    return recorded(library, model, _optimizer(case, model), pattern * case.num_steps)
 
 
 def _compare_norms(case: Case, pair: Pair) -> None:

@@ -11,9 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["NewBytes", "allocated_nbytes"]
-
-
 _PLAIN = torch.nn.Parameter.__torch_function__
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
@@ -225,14 +225,9 @@ def own_part(value: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, 
         return None, value
     if value is None or not isinstance(like, DTensor) or not _is_usual(like):
         return whole(like), value
-    assert value.shape == like.shape, f"{tuple(like.shape)}, expected {tuple(value.shape)}"
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            length = value.shape[placement.dim]
-            size = -(-length // like.device_mesh.size(axis))
-            start = min(like.device_mesh.get_local_rank(axis) * size, length)
-            value = value.narrow(placement.dim, start, min(size, length - start))
-    return local(like), value.to(like.device)
+    mesh, placements = like.device_mesh, like.placements
+    mine = distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
+    return local(like), mine.to_local()
 
 
 def _is_usual(tensor: DTensor) -> bool:

@@ -40,17 +40,12 @@ def _pid() -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_rank_runs_with_its_rank_and_the_arguments(n: int) -> None:
-    results = run_ranks(n, _identity, 10, offset=3)
-    assert [result[:2] for result in results] == [(10 * rank + 3, n) for rank in range(n)]
-    assert len({result[2] for result in results}) == n
-
-
-def test_processes_are_kept_and_shared_by_all_world_sizes() -> None:
-    four = run_ranks(4, _pid)
-    assert run_ranks(2, _pid) == four[:2]
-    assert run_ranks(3, _pid) == four[:3]
+def test_every_rank_has_its_number_and_arguments_in_processes_that_are_kept() -> None:
+    pids = run_ranks(4, _pid)
+    assert len(set(pids)) == 4
+    for n in (1, 2, 3, 4):
+        results = run_ranks(n, _identity, 10, offset=3)
+        assert results == [(10 * rank + 3, n, pids[rank]) for rank in range(n)]
 
 
 @on_ranks(2, environment={"ON_RANKS": "yes"})

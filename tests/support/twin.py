@@ -12,24 +12,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_compat import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    _torch_private,
+    fully_shard,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.group import Group
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support import emulated
 from tests.support.engine_build import gather_form
+from tests.support.models import Block, Stack
 from tests.support.parity import Pair, assert_close, groups_of, no_sync, seeded
-
-__all__ = ["Transfers", "Twin", "device_named", "group_of"]
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 FP32_TOLERANCE, LOW_TOLERANCE = 2e-5, 2e-2  # relative to the largest element
@@ -66,6 +76,51 @@ def group_of(ranks: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+FLAT, ORIGINAL, FULLY_SHARD = "flat", "original parameters", "fully_shard"
+FRONT_ENDS = (FLAT, ORIGINAL, FULLY_SHARD)
+
+
+def sharded(
+    module: nn.Module,
+    front_end: str = FLAT,
+    strategy: str = "FULL_SHARD",
+    *,
+    units: Collection[type[nn.Module]],
+    device_id: torch.device,
+    offload: bool = False,
+    mixed_precision: MixedPrecision | None = None,
+    allow_unused_units: bool = False,
+) -> Any:
+    """Return the module as one of FRONT_ENDS shards it; HYBRID_SHARD is over two nodes."""
+    ranks = dist.get_world_size()
+    shape = {"HYBRID_SHARD": (2, ranks // 2), "NO_SHARD": (ranks, 1)}.get(strategy, (1, ranks))
+    mesh = init_device_mesh(device_id.type, shape, mesh_dim_names=("replicate", "shard"))
+    if front_end != FULLY_SHARD:
+        return FSDP(
+            module,
+            device_id=device_id,
+            auto_wrap_policy=ModuleWrapPolicy(units),
+            sharding_strategy=ShardingStrategy[strategy],
+            device_mesh=mesh if strategy == "HYBRID_SHARD" else None,
+            cpu_offload=CPUOffload(offload_params=offload),
+            mixed_precision=mixed_precision,
+            use_orig_params=front_end == ORIGINAL,
+            allow_unused_units=allow_unused_units,
+        )
+    low = mixed_precision or MixedPrecision()
+    options: dict[str, Any] = {
+        "mesh": mesh if shape[0] > 1 else mesh["shard"],
+        "reshard_after_forward": strategy != "SHARD_GRAD_OP",
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(low.param_dtype, low.reduce_dtype),
+    }
+    if not offload:
+        module.to(device_id)
+    for unit in [child for child in module.modules() if isinstance(child, tuple(units))]:
+        fully_shard(unit, **options)
+    return fully_shard(module, allow_unused_units=allow_unused_units, **options)
 
 
 class Work:
@@ -304,3 +359,24 @@ class Twin(Pair):
             self.optim.step()
             self.optim.zero_grad()
             self.transfers.own_errors.clear()
+
+
+@contextlib.contextmanager
+def twin_of(
+    device: str,
+    ranks: int = 8,
+    build: Callable[[], nn.Module] = Stack,
+    units: Collection[type[nn.Module]] = (Block,),
+    *,
+    mesh: tuple[int, ...] = (),
+    **options: Any,
+) -> Iterator[Twin]:
+    """A twin that can take steps. mesh: of the ranks. options: of Twin."""
+    place = device_named(device)
+    with group_of(ranks, place):
+        if mesh:
+            options["device_mesh"] = init_device_mesh(place.type, mesh)
+        options.setdefault("auto_wrap_policy", ModuleWrapPolicy(units))
+        twin = Twin(build, place, ranks, **options)
+        with twin.running():
+            yield twin

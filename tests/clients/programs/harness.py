@@ -57,6 +57,32 @@ def module_of(model: nn.Module) -> str:
     return ""
 
 
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def forget_settings() -> None:
+    """Undo what the arguments of a trainer of an earlier case have set."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def main(cases: dict[str, Callable[[str], dict[str, Any]]]) -> None:
     """Run the cases named after the first argument, a folder, and print each one's result on rank
     0 as a line of JSON. An error ends the program."""

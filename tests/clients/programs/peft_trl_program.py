@@ -12,9 +12,8 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
 from accelerate_on_cpus import allow_fsdp
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -25,11 +24,6 @@ RANK = int(os.environ["RANK"])
 CPU = torch.device("cpu")
 
 allow_fsdp()
-
-
-def lora(base: Any) -> Any:
-    torch.manual_seed(2)
-    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
 def start() -> None:
@@ -50,9 +44,7 @@ def steps(model: Any, ranks: list[int]) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = loss.detach().clone()
-        dist.all_reduce(value)
-        losses.append(value.item() / dist.get_world_size())
+        losses.append(harness.mean_over_ranks(loss))
     return losses
 
 
@@ -66,8 +58,8 @@ def adapter(folder: str) -> dict[str, Any]:
     """The losses of the whole model on the global batch; save, load into a whole model and into a
     sharded one."""
     start()
-    whole = lora(harness.tiny_llama())
-    inner = lora(harness.tiny_llama())
+    whole = harness.lora(harness.tiny_llama())
+    inner = harness.lora(harness.tiny_llama())
     model = FSDP(
         inner, auto_wrap_policy=fsdp_auto_wrap_policy(inner), use_orig_params=True, device_id=CPU
     )
@@ -85,7 +77,7 @@ def adapter(folder: str) -> dict[str, Any]:
     result["loaded"] = evaluated(loaded)
     result["bytes"] = os.path.getsize(os.path.join(folder, "adapter_model.safetensors"))
 
-    fresh = lora(harness.tiny_llama())
+    fresh = harness.lora(harness.tiny_llama())
     again = FSDP(
         fresh, auto_wrap_policy=fsdp_auto_wrap_policy(fresh), use_orig_params=True, device_id=CPU
     )
@@ -150,9 +142,7 @@ def lines() -> list[str]:
 
 
 def settings(folder: str, version: int | None) -> dict[str, Any]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-        del os.environ[name]
+    harness.forget_settings()
     config = {
         "version": version,
         "state_dict_type": "FULL_STATE_DICT",
@@ -176,10 +166,6 @@ def settings(folder: str, version: int | None) -> dict[str, Any]:
     }
 
 
-def losses_of(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def sft(folder: str, *, version: int | None = None, adapters: bool = False) -> dict[str, Any]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -196,10 +182,13 @@ def sft(folder: str, *, version: int | None = None, adapters: bool = False) -> d
 
     trainer = trainer_of(0)
     trainer.train()
-    result = {"module": harness.module_of(trainer.model_wrapped), "losses": losses_of(trainer)}
+    result = {
+        "module": harness.module_of(trainer.model_wrapped),
+        "losses": harness.losses_of(trainer),
+    }
     trainer = trainer_of(1)
     trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2"))
-    return {**result, "resumed": losses_of(trainer)[2:]}
+    return {**result, "resumed": harness.losses_of(trainer)[2:]}
 
 
 def grpo(folder: str, *, version: int | None = None) -> dict[str, Any]:
@@ -225,7 +214,7 @@ def grpo(folder: str, *, version: int | None = None) -> dict[str, Any]:
     trainer.train()
     return {
         "module": harness.module_of(trainer.model_wrapped),
-        "losses": losses_of(trainer),
+        "losses": harness.losses_of(trainer),
         "rewards": [entry["reward"] for entry in trainer.state.log_history if "reward" in entry],
     }
 

@@ -64,9 +64,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
+        losses.append(harness.mean_over_ranks(loss))
     return losses
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import harness
 import torch
-from accelerate.state import AcceleratorState
 from accelerate_on_cpus import allow_fsdp
 from transformers import (
     LlamaForCausalLM,
@@ -33,23 +32,14 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def lora(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(2)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-
 def trainer_for(
     folder: str, seed: int, *, adapter: bool = False, bf16: bool = False, **config: Any
 ) -> Seq2SeqTrainer:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-        del os.environ[name]  # what the arguments of the case before have set
+    harness.forget_settings()
     model = harness.tiny_llama(seed)
     model.generation_config.max_new_tokens = 4
     if adapter:
-        model = lora(harness.tiny_llama(0))
+        model = harness.lora(harness.tiny_llama(0))
         if seed:  # other adapters
             with torch.no_grad():
                 for p in model.parameters():
@@ -86,16 +76,12 @@ def trainer_for(
     )
 
 
-def losses_of(trainer: Seq2SeqTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def run(folder: str, **options: Any) -> dict[str, Any]:
     trainer = trainer_for(folder, seed=0, **options)
     trainer.train()
     result: dict[str, Any] = {
         "module": harness.module_of(trainer.model_wrapped),
-        "losses": losses_of(trainer),
+        "losses": harness.losses_of(trainer),
     }
     result["evaluated"] = trainer.evaluate()["eval_loss"]
     before = trainer.evaluate()["eval_loss"]
@@ -112,7 +98,7 @@ def run(folder: str, **options: Any) -> dict[str, Any]:
 
     resumed = trainer_for(folder, seed=1, **options)
     resumed.train(resume_from_checkpoint=os.path.join(folder, f"checkpoint-{SAVED}"))
-    result["resumed"] = losses_of(resumed)[SAVED:]
+    result["resumed"] = harness.losses_of(resumed)[SAVED:]
     return result
 
 

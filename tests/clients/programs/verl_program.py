@@ -62,9 +62,7 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> lis
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
+        losses.append(harness.mean_over_ranks(loss))
     return losses
 
 

@@ -39,17 +39,6 @@ import torch
 
 from tests.support.emulated import order
 
-__all__ = [
-    "NAME",
-    "Recording",
-    "UnwantedSync",
-    "build",
-    "is_pinned",
-    "use",
-    "watching",
-    "why_not",
-]
-
 NAME = "emulated"
 _HERE = Path(__file__).parent
 _SOURCES = [_HERE / name for name in ("memory.h", "device.cpp")]

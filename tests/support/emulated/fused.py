@@ -14,8 +14,6 @@ import torch
 
 from tests.support import emulated
 
-__all__ = ["Kernel", "use"]
-
 # Told of a kernel and of what it reads and writes, calls the last argument.
 Kernel = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor], Callable[[], None]], None]
 

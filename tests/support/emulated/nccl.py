@@ -25,8 +25,6 @@ from tests.support import emulated
 from tests.support.emulated import fused
 from tests.support.emulated.order import Op, Range
 
-__all__ = ["Collective", "HostCopy", "answering", "collectives", "group_of", "recording", "use"]
-
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
 Vote = Callable[[torch.Tensor, dist.ReduceOp], None]

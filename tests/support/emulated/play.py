@@ -32,8 +32,6 @@ from tests.support.emulated.order import (
     Wait,
 )
 
-__all__ = ["Memory", "Played", "Ran", "play"]
-
 _EPSILON_S = 1e-13
 
 
