@@ -242,22 +242,16 @@ class PlainFiles:
         }
 
     def _write(self, path: Path, times: int) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        for _ in range(times):
-            rest = memory_of(self._values)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-        os.close(descriptor)
+        with path.open("xb") as file:
+            for _ in range(times):
+                file.write(memory_of(self._values))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _read(self, path: Path, start: int) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        rest = memory_of(self._values)
-        while rest:
-            num_read = os.preadv(descriptor, [rest], start)
-            assert num_read, f"{path} ends at {start}"
-            rest, start = rest[num_read:], start + num_read
-        os.close(descriptor)
+        with path.open("rb") as file:
+            file.seek(start)
+            assert file.readinto(memory_of(self._values)) == self._nbytes
 
 
 def ours_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:

@@ -4,7 +4,6 @@ optimizer state, on CPU.
     torchrun --nproc-per-node 2 tests/benchmarks/memory.py    two ranks over gloo
     python tests/benchmarks/memory.py --fake 8                rank 0 of 8 on a fake process group
     ... memory.py --steps 200                                 does anything grow, does it vary?
-    ... memory.py --tensors                                   what the peak is made of
                                              (fsdp_compat installed, or PYTHONPATH=.)
 
 The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to
@@ -116,7 +115,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     add("--steps", type=int, default=1, help="to look at; more than one: say how they differ")
-    add("--tensors", action="store_true", help="what each peak is made of")
     return parser.parse_args()
 
 
@@ -150,8 +148,6 @@ def print_table(arguments: argparse.Namespace, precision: str, u: int) -> int:
             table.row("    pages kept", [*map(kept.get, names), None])
         if arguments.steps > 1:
             print_steps(found)
-        if arguments.tensors:
-            print_tensors(found, u)
     return missed
 
 
@@ -220,14 +216,6 @@ def print_steps(found: dict[str, Figures]) -> None:
             f"{max(peaks):,} bytes; "
             f"left after the first {left[0]:,}, after the last {left[-1]:,}"
         )
-
-
-def print_tensors(found: dict[str, Figures], u: int) -> None:
-    for name, its in found.items():
-        say(f"    {name}")
-        for held in its.peaks[-1].held:
-            if held.nbytes >= ROUNDING * u:
-                say(f"      {held.nbytes / u:6.2f}  {held.number} x {held.what}")
 
 
 def most_of_ranks(nbytes: list[int]) -> float:

@@ -23,18 +23,18 @@ from fsdp_compat._engine.dtypes import move_to
 from tests.gpu.test_streams import MIXED, streams
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack, checkpointed
 from tests.support import emulated
+from tests.support import twin as twins
 from tests.support.emulated.order import HOST, Op
 from tests.support.fully_sharded import OURS, sharded_modules
 from tests.support.models import Block, Stack
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, local
 from tests.support.ranks import on_ranks
-from tests.support.twin import FRONT_ENDS, Step, Twin, Work, device_named, group_of, sharded
+from tests.support.twin import FRONT_ENDS, Step, Twin, Work, device_named, sharded
 
 RANKS = 8
 
 
-@contextlib.contextmanager
 def twin_of(
     device: str,
     front_end: str = "flat",
@@ -43,21 +43,11 @@ def twin_of(
     mixed: bool = False,
     build: Callable[[], nn.Module] = Stack,
     **options: Any,
-) -> Iterator[Twin]:
-    place = device_named(device)
-    with group_of(RANKS, place):
-        twin = Twin(
-            build,
-            place,
-            RANKS,
-            front_end=functools.partial(sharded, front_end=front_end, units=(Block, Wide)),
-            strategy=strategy,
-            offload=offload,
-            mixed_precision=MIXED if mixed else None,
-            **options,
-        )
-        with twin.running():
-            yield twin
+) -> contextlib.AbstractContextManager[Twin]:
+    how = {"front_end": front_end, "strategy": strategy, "offload": offload}
+    options["front_end"] = functools.partial(sharded, units=(Block, Wide), **how)
+    low = MIXED if mixed else None
+    return twins.twin_of(device, RANKS, build, mixed_precision=low, **options)
 
 
 def ops(recording: emulated.Recording, name: str = "", stream: int | None = None) -> list[Op]:

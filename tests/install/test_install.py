@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsdp_compat.__main__ import main
 from fsdp_compat._install import private_names
-from tests.support.programs import Forker
+from tests.support.programs import Launcher
 from tests.support.sampling import sample
 
 ROOT = Path(__file__).parents[2]
@@ -74,21 +74,24 @@ NAMES = {
 
 
 @pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    forker = Forker()
-    yield forker
-    forker.close()
+def launcher() -> Iterator[Launcher]:
+    """It has imported torch's DTensors, and nothing of torch.distributed.fsdp."""
+    launcher = Launcher("torch.distributed.tensor", options=("-W", "ignore"))
+    yield launcher
+    launcher.close()
 
 
-def assert_passes(forker: Forker, program: str, *arguments: str) -> None:
+def assert_passes(launcher: Launcher, folder: Path, program: str, *arguments: str) -> None:
     """Run Python code that prints nothing unless a check fails."""
     prelude = f"import importlib, sys, warnings\nUSERS, NAMES = {USERS!r}, {NAMES!r}\n"
-    ended = forker.run(prelude + textwrap.dedent(program), *arguments)
+    (ended,) = launcher.run(prelude + textwrap.dedent(program), [arguments], folder)
     assert ended.code == 0, ended.out + ended.err
 
 
 @pytest.mark.parametrize("when", ["first", "last"])
-def test_every_name_is_ours_and_with_uninstall_torchs_again(when: str, forker: Forker) -> None:
+def test_every_name_is_ours_and_with_uninstall_torchs_again(
+    when: str, launcher: Launcher, tmp_path: Path
+) -> None:
     program = """
         import torch.distributed as dist
         late = sys.argv[1] == "last"
@@ -142,10 +145,10 @@ def test_every_name_is_ours_and_with_uninstall_torchs_again(when: str, forker: F
         fsdp_compat.install()
         assert state_dict.FSDP is FullyShardedDataParallel is ours[0]
     """
-    assert_passes(forker, program, when)
+    assert_passes(launcher, tmp_path, program, when)
 
 
-def test_a_torch_without_fsdp_gets_it(forker: Forker) -> None:
+def test_a_torch_without_fsdp_gets_it(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         class Without:
             def __init__(self, finder):
@@ -166,7 +169,7 @@ def test_a_torch_without_fsdp_gets_it(forker: Forker) -> None:
         except ModuleNotFoundError:
             pass
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
 # What is made, by how it is named.
@@ -179,7 +182,7 @@ model = torch.distributed.fsdp.FullyShardedDataParallel(
 }
 
 
-def test_what_torch_has_made_already_is_refused_by_name(forker: Forker) -> None:
+def test_what_torch_has_made_already_is_refused_by_name(launcher: Launcher, tmp_path: Path) -> None:
     """One process that forks for each case."""
     program = f"""
         import os, traceback
@@ -205,10 +208,12 @@ def test_what_torch_has_made_already_is_refused_by_name(forker: Forker) -> None:
                     os._exit(status)
             assert os.waitpid(process, 0)[1] == 0, name
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
-def test_classes_derived_from_private_ones_are_warned_of(forker: Forker) -> None:
+def test_classes_derived_from_private_ones_are_warned_of(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     program = """
         import torch.distributed.fsdp._common_utils as utils
         import fsdp_compat
@@ -219,10 +224,10 @@ def test_classes_derived_from_private_ones_are_warned_of(forker: Forker) -> None
         texts = [str(each.message) for each in caught]
         assert any("__main__.Own from _FSDPState" in text for text in texts), texts
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
-def test_a_torch_that_is_too_old_is_refused(forker: Forker) -> None:
+def test_a_torch_that_is_too_old_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         import torch
         import fsdp_compat
@@ -234,10 +239,12 @@ def test_a_torch_that_is_too_old_is_refused(forker: Forker) -> None:
             assert "torch 2.9.1" in str(error) and "2.11 or newer" in str(error)
         assert "torch.distributed.fsdp" not in sys.modules
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
-def test_defects_of_clients_are_fixed_unless_that_is_declined(forker: Forker) -> None:
+def test_defects_of_clients_are_fixed_unless_that_is_declined(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     program = """
         import fsdp_compat
         def watched():
@@ -249,7 +256,7 @@ def test_defects_of_clients_are_fixed_unless_that_is_declined(forker: Forker) ->
         fsdp_compat.uninstall()
         assert not watched() & {"peft", "accelerate"}
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +272,7 @@ def test_run_without_a_program_says_so(
     assert message in capsys.readouterr().err
 
 
-def test_threads_may_install_and_uninstall_at_once(forker: Forker) -> None:
+def test_threads_may_install_and_uninstall_at_once(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         import threading
         import torch.distributed.fsdp as before
@@ -285,7 +292,7 @@ def test_threads_may_install_and_uninstall_at_once(forker: Forker) -> None:
         import torch.distributed.fsdp as after
         assert after is before
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
 PROGRAM = """
@@ -323,7 +330,7 @@ def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
     assert read in ran.stderr
 
 
-def test_a_program_may_read_names_in_every_step(forker: Forker) -> None:
+def test_a_program_may_read_names_in_every_step(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         import fsdp_compat
         from fsdp_compat import _install
@@ -339,7 +346,7 @@ def test_a_program_may_read_names_in_every_step(forker: Forker) -> None:
             step()
         assert 2 <= before == len(modules.readers), (before, len(modules.readers))
     """
-    assert_passes(forker, program)
+    assert_passes(launcher, tmp_path, program)
 
 
 class Output(NamedTuple):

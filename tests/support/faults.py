@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # imported by the first forward: here it is done once for all processes
@@ -250,25 +251,22 @@ def planted(subject: Subject, place: str) -> Iterator[None]:
         def fault(*args: Any) -> Any:
             raise Planted(place)
 
-        def keep(handle: Any) -> None:
-            stack.callback(handle.remove)
-
+        hooks: dict[str, Callable[[], Any]] = {
+            "forward hook": lambda: inner.register_forward_hook(fault),
+            "forward hook of a unit": lambda: unit.register_forward_hook(fault),
+            "backward hook": lambda: inner.register_full_backward_hook(fault),
+            "backward of a function": lambda: inner.register_forward_hook(
+                lambda module, args, output: _Raises.apply(output)
+            ),
+            "gradient hook": lambda: inner.register_forward_hook(
+                lambda module, args, output: _with_hook(output, fault)
+            ),
+            "optimizer": lambda: subject.optim.register_step_pre_hook(fault),
+        }
         if place == "forward":
-            inner.forward = fault  # type: ignore[method-assign]
-            stack.callback(delattr, inner, "forward")
-        elif place == "forward hook":
-            keep(inner.register_forward_hook(fault))
-        elif place == "forward hook of a unit":
-            keep(unit.register_forward_hook(fault))
-        elif place == "backward hook":
-            keep(inner.register_full_backward_hook(fault))
-        elif place == "backward of a function":
-            keep(inner.register_forward_hook(lambda module, args, output: _Raises.apply(output)))
-        elif place == "gradient hook":
-            keep(inner.register_forward_hook(lambda m, args, output: _with_hook(output, fault)))
+            stack.enter_context(mock.patch.object(inner, "forward", fault))
         else:
-            assert place == "optimizer"
-            keep(subject.optim.register_step_pre_hook(fault))
+            stack.callback(hooks[place]().remove)
         yield
 
 
@@ -320,14 +318,11 @@ def at_first_wait(action: Callable[[], None]) -> Iterator[list[str]]:
         (CounterWork, "wait"),
         (StoreMailbox, "conclude"),
     )
-    before = [getattr(owner, name) for owner, name in places]
-    for (owner, name), method in zip(places, before, strict=True):
-        setattr(owner, name, acting(method))
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            acts = acting(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, acts))
         yield done
-    finally:
-        for (owner, name), method in zip(places, before, strict=True):
-            setattr(owner, name, method)
 
 
 # -- what ranks see

@@ -40,6 +40,7 @@ from fsdp_compat.checkpoint._ranks import Ranks
 from fsdp_compat.checkpoint._save import _SaveJob
 from fsdp_compat.checkpoint._snapshot import Snapshot
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import Block
 
 SKEW_S = 0.02  # between the first arrival and the last
 HEADER_NBYTES = 9  # of a request or an answer
@@ -244,15 +245,6 @@ CALLS = meet, late, refused, exchange
 
 
 # -- what ranks of a real model tell each other, one rank at a time: in a process of its own
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, dim), nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x))
 
 
 def plans(front_end: str, ranks: int, numbers: list[int], layers: int = 3) -> list[str]:

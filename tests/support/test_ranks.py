@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import select
@@ -17,8 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support import ranks
 from tests.support.ranks import RankError, on_ranks, run_ranks
@@ -125,14 +122,6 @@ def _raises_in_the_middle_of_a_collective() -> None:
     raise ValueError(f"with {work} under way")
 
 
-def _with_a_mesh(n: int) -> float:
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("shard",))
-    tensor = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
-    total = (tensor * 2).sum()
-    assert isinstance(total, DTensor)
-    return total.full_tensor().item()
-
-
 def test_seeds_modes_warnings_environment_and_directory_are_put_back() -> None:
     before = run_ranks(2, _what_is_there)
     assert before[0] == before[1]
@@ -149,30 +138,6 @@ def test_the_group_is_made_again_for_every_call() -> None:
         run_ranks(2, _raises_in_the_middle_of_a_collective)
     assert run_ranks(2, _sum) == [2.0, 2.0]
     assert run_ranks(2, _pid) == pids
-
-
-def _num_gloo_threads(expected: int) -> int:
-    """In the end: destructors of groups run beside the next call."""
-    end = time.monotonic() + 5
-    while True:
-        found = 0
-        for path in Path("/proc/self/task").glob("*/comm"):
-            with contextlib.suppress(OSError):  # the thread has just ended
-                found += "gloo" in path.read_text()
-        if found <= expected or time.monotonic() > end:
-            return found
-        time.sleep(0.05)
-
-
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 keeps meshes in closures, which no name reaches"
-)
-def test_groups_of_device_meshes_are_freed_with_their_threads() -> None:
-    run_ranks(2, _with_a_mesh, 2)
-    before = max(run_ranks(2, _num_gloo_threads, 3))
-    for _ in range(3):
-        run_ranks(2, _with_a_mesh, 2)
-    assert max(run_ranks(2, _num_gloo_threads, before)) <= before
 
 
 # --- exceptions ---

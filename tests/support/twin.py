@@ -371,12 +371,13 @@ def twin_of(
     mesh: tuple[int, ...] = (),
     **options: Any,
 ) -> Iterator[Twin]:
-    """A twin that can take steps. mesh: of the ranks. options: of Twin."""
+    """A twin that can take steps. units: of FSDP. mesh: of the ranks. options: of Twin."""
     place = device_named(device)
     with group_of(ranks, place):
         if mesh:
             options["device_mesh"] = init_device_mesh(place.type, mesh)
-        options.setdefault("auto_wrap_policy", ModuleWrapPolicy(units))
+        if "front_end" not in options:
+            options["auto_wrap_policy"] = ModuleWrapPolicy(units)
         twin = Twin(build, place, ranks, **options)
         with twin.running():
             yield twin
