@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
+from tests.support.programs import python
 
 PROGRAM = """
 import json, os, sys, types
@@ -87,15 +83,7 @@ print(json.dumps(found))
 
 def test_importing_loads_nothing_heavy_and_the_first_wrapped_model_changes_torch() -> None:
     """And one call undoes the changes. No compiler is imported by a step either."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = python("-c", PROGRAM)
     *loaded, changed = (json.loads(line) for line in ended.stdout.splitlines())
     calls = ("import_api_and_wrap", "import_all", "step")
     assert loaded == [[name, []] for name in calls]

@@ -6,33 +6,22 @@ The other ranks of the save get an error, and the next save removes the left-ove
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.killed_saves import CASES, EVERY
+from tests.support.programs import python
 from tests.support.same_host import NOT_MAPPED
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _printed(what: str, folder: Path) -> tuple[Any, str]:
     """Return what the program prints last, and its errors."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.killed_saves", what, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, **NOT_MAPPED},  # each rank has a part of each parameter
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    # NOT_MAPPED: each rank has a part of each parameter
+    program = ("-m", "tests.support.killed_saves", what, folder)
+    ran = python(*program, timeout=500, **NOT_MAPPED)
     return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
 
 

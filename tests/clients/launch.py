@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import ROOT, python
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 CLIENTS = ("accelerate", "datasets", "lightning", "peft", "transformers", "trl")
@@ -31,23 +30,9 @@ INSTALLED = ("-m", "fsdp_compat", "run")
 
 def start(*command: str | Path, timeout: float = 600) -> str:
     """Run Python with a command, and return what it prints."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
-            "TOKENIZERS_PARALLELISM": "false",
-        },
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-3000:]
-    return ran.stdout
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+    options = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    return python("-W", "ignore", *command, timeout=timeout, PYTHONPATH=paths, **options).stdout
 
 
 def results(

@@ -204,7 +204,9 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         losses = trained(num_ranks, tmp_path, "--steps", steps, *directory, *options)
         assert_same_curve(losses["train"], one_process["train"][: int(steps)])
         expected = [each for each in one_process["validation"] if each[0] <= int(steps)]
-        assert_same_curve(losses["validation"], expected)
+        # the last step of a run is validated, too
+        found = [each for each in losses["validation"] if each[0] % 4 == 0]
+        assert_same_curve(found, expected)
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == [f"step-{step:08d}" for step in (2, 4, 6, 8, 10)]
     assert losses["starts"] == [[0, 2], [2, 3], [4, 1], [6, 2]]

@@ -5,9 +5,6 @@ fresh one: what was imported before, and when, is the point."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +16,8 @@ from torch import Tensor
 
 from fsdp_compat.__main__ import main
 from fsdp_compat._install import private_names
-from tests.support.programs import Launcher
+from tests.support.programs import Launcher, python
 from tests.support.sampling import sample
-
-ROOT = Path(__file__).parents[2]
 
 # Parts of torch that import names of torch.distributed.fsdp.
 USERS = (
@@ -311,16 +306,8 @@ def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
     (tmp_path / "program.py").write_text("from helper import PROGRAM\nexec(PROGRAM)\n")
     (tmp_path / "helper.py").write_text(f"PROGRAM = {PROGRAM!r}")
     target = ["-m", "program"] if as_module else [str(tmp_path / "program.py")]
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fsdp_compat", "run", *target, "--lr", "-m"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FSDP_COMPAT_LOG": "install"},
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    command = ("-W", "ignore", "-m", "fsdp_compat", "run", *target, "--lr", "-m")
+    ran = python(*command, folder=tmp_path, FSDP_COMPAT_LOG="install")
     assert ran.stdout.split(maxsplit=1) == [
         "fsdp_compat.fully_sharded_data_parallel",
         "['--lr', '-m']\n",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_compat.__main__ import main
+from tests.support.programs import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 OLD = "from torch.distributed.fsdp import wrap  # é\n"
 NEW = "from fsdp_compat import wrap  # é\n"
 PRINTED = NEW.replace("é", "\\xe9")  # to a terminal that does not have it
@@ -28,18 +26,9 @@ def migrate(*arguments: Any) -> int:
     return end.value.code or 0  # type: ignore[return-value]
 
 
-def start(*arguments: Any) -> str:
+def start(*arguments: object) -> str:
     """Run Python, and return what it prints in ASCII."""
-    ran = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return python(*arguments, PYTHONIOENCODING="ascii").stdout
 
 
 def test_nothing_is_written_without_write(

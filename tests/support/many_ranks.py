@@ -14,8 +14,6 @@ import contextlib
 import dataclasses
 import heapq
 import json
-import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -41,6 +39,7 @@ from fsdp_compat.checkpoint._save import _SaveJob
 from fsdp_compat.checkpoint._snapshot import Snapshot
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block
+from tests.support.programs import python
 
 SKEW_S = 0.02  # between the first arrival and the last
 HEADER_NBYTES = 9  # of a request or an answer
@@ -250,13 +249,7 @@ CALLS = meet, late, refused, exchange
 def plans(front_end: str, ranks: int, numbers: list[int], layers: int = 3) -> list[str]:
     """What ranks of a world of ``ranks`` tell the others in a save."""
     code = f"print(many_ranks.told({front_end!r}, {ranks}, {numbers}, {layers}))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"from tests.support import many_ranks; {code}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = python("-c", f"from tests.support import many_ranks; {code}")
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -226,8 +226,8 @@ def own_part(value: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, 
     if value is None or not isinstance(like, DTensor) or not _is_usual(like):
         return whole(like), value
     mesh, placements = like.device_mesh, like.placements
-    mine = distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
-    return local(like), mine.to_local()
+    mine = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
+    return local(like), mine.to(like.device)
 
 
 def _is_usual(tensor: DTensor) -> bool:

@@ -48,6 +48,23 @@ exec(compile(_source, "<program>", "exec"))
 """
 
 
+def python(
+    *command: object, folder: Path = ROOT, timeout: float = 300.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with a command in a folder, and assert that it succeeds."""
+    ran = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-3000:]
+    return ran
+
+
 @dataclass(frozen=True)
 class Ended:
     """A process that has ended."""
