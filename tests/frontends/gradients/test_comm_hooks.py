@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -376,7 +378,22 @@ def test_hook_of_a_model_that_became_nested_is_kept() -> None:
     assert len(first.calls) == 1
 
 
-# -- exceptions
+# -- copies and exceptions
+
+
+@both_forms
+@on_ranks(2)
+def test_copy_has_the_hook_and_a_pickle_accepts_one(use_orig_params: bool) -> None:
+    model = make_pair(Stack, use_orig_params=use_orig_params).model
+    model.register_comm_hook(None, _nothing)
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with pytest.raises(AssertionError, match="already"):
+        copied.register_comm_hook(None, _nothing)
+    loaded.register_comm_hook(None, _nothing)
+    for other in (copied, loaded):
+        square(other, torch.ones(2, DIM)).backward()
+        for name, grad in whole_gradients(other).items():
+            assert torch.equal(grad, torch.full_like(grad, 7.0)), name
 
 
 @pytest.mark.parametrize(
