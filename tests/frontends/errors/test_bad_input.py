@@ -545,6 +545,7 @@ FSDP.fsdp_modules(m, "yes") | root_only; 'yes'
 
 STATE_DICTS = """
 sets(m, "full") | state_dict_type; 'full'
+sets(m, None) | state_dict_type; None
 sets(m, config("Full")) | state_dict_type; FullStateDictConfig
 sets(m, SHARDED, config("Full")) | state_dict_config; ShardedStateDict | UsageError RuntimeError
 sets(m, FULL, config("FullOptim")) | state_dict_config; FullOptimStateDictConfig

@@ -42,10 +42,6 @@ class Net(nn.Sequential):
         return self[0](x)
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
 def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
     """Return the results of every function that takes flags, on this rank."""
     rank = dist.get_rank()
@@ -79,7 +75,7 @@ def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
     with FSDP.summon_full_params(
         model, recurse=yes, writeback=no, rank0_only=yes, offload_to_cpu=no, with_grads=no
     ):
-        found["shown"] = _shapes(model)
+        found["shown"] = {name: tuple(p.shape) for name, p in model.named_parameters()}
         next(model.parameters()).data.fill_(7.0)
     optimizer.step()
     with FSDP.state_dict_type(

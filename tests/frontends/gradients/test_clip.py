@@ -530,10 +530,7 @@ def test_torch_clip_grad_norm_counts_unsharded_gradients_once(
         for norm_type, plain_first, foreach in zip(
             NORM_TYPES, itertools.cycle((False, True)), foreachs, strict=False
         ):
-            where = (
-                f"{strategy.name}, norm type {norm_type}, plain first: {plain_first}, "
-                f"foreach={foreach}"
-            )
+            where = f"{strategy.name}, {norm_type}, plain first: {plain_first}, foreach={foreach}"
             plain, reference = _plain(), _plain()
             _, wanted, _ = pair.expected(norm_type, lambda name: False)
             beside = [p.grad.double() for p in reference.parameters()]

@@ -52,11 +52,7 @@ def _fused_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
 
 
-def _fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, 1e-2, eps=1e-3, fused=True)
-
-
-OPTIMIZERS = [_sgd, _fused_sgd, _fused_adamw, _fused_adagrad]
+OPTIMIZERS = [_sgd, _fused_sgd, _fused_adamw]
 # Fused ones take another path through the scaler.
 any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType
@@ -320,7 +321,7 @@ def test_states_with_the_names_of_ddp_load(use_orig_params: bool) -> None:
     plain, model = network(), wrapped(network(), use_orig_params=use_orig_params)
     plain_optim, optim = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (plain, model))
     step(plain, plain_optim, 0)
-    state = {f"module.{name}": value for name, value in plain.state_dict().items()}
+    state = copy.deepcopy(DDP(plain).state_dict())
     by_number = copy.deepcopy(plain_optim.state_dict())
     names = [f"module.{name}" for name, _ in plain.named_parameters()]
     optim_state = {

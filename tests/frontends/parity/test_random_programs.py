@@ -28,29 +28,23 @@ def _runs_programs(start: int, **options: Any) -> None:
             raise AssertionError(f"program {seed}: {error}") from error
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "use_orig_params, kept after forward": {
-        "use_orig_params": True,
-        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-    },
-    "unused units allowed": {"allow_unused_units": True},
-    "default": {},
-    "no prefetch": {"backward_prefetch": None},
+# (number of ranks, first program, options)
+RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "use_orig_params, kept after forward": (
+        2,
+        0,
+        {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    ),
+    "unused units allowed": (2, 0, {"allow_unused_units": True}),
+    "replicas": (4, 2000, {"replicas": 2}),
+    "three ranks": (3, 3000, {}),
+    "one rank": (1, 4000, {"use_orig_params": True}),
+    "default": (2, 0, {}),
+    "no prefetch": (2, 0, {"backward_prefetch": None}),
 }
 
 
-@pytest.mark.parametrize("name", sample(list(OPTIONS), 0, 1))
-def test_random_programs_on_two_ranks_train_as_unsharded(name: str) -> None:
-    run_ranks(2, _runs_programs, 0, **OPTIONS[name])
-
-
-def test_random_programs_on_two_replicas_train_as_unsharded() -> None:
-    run_ranks(4, _runs_programs, 2000, replicas=2)
-
-
-def test_random_programs_on_three_ranks_train_as_unsharded() -> None:
-    run_ranks(3, _runs_programs, 3000)
-
-
-def test_random_programs_on_one_rank_train_as_unsharded() -> None:
-    run_ranks(1, _runs_programs, 4000, use_orig_params=True)
+@pytest.mark.parametrize("name", sample(list(RUNS), *range(5)))
+def test_random_programs_train_as_unsharded(name: str) -> None:
+    num_ranks, start, options = RUNS[name]
+    run_ranks(num_ranks, _runs_programs, start, **options)

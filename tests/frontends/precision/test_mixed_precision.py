@@ -902,11 +902,8 @@ class Sees(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
         self.seen = self.linear.weight.dtype, x.dtype
-        return self.inner(h.to(self.inner_dtype)).to(h.dtype)
-
-    @property
-    def inner_dtype(self) -> torch.dtype:
-        return FP32 if not self.inner.training else BF16
+        dtype = BF16 if self.inner.training else FP32
+        return self.inner(h.to(dtype)).to(h.dtype)
 
 
 @each_value
