@@ -124,7 +124,7 @@ def plan(
     world_size: int,
     batch: Any,
     *,
-    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    wrap: Callable[[nn.Module], nn.Module | None] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     loss: Callable[[Any], Tensor] | None = None,
     step: Callable[[nn.Module, Any], object] | None = None,
@@ -139,9 +139,10 @@ def plan(
     needs no GPU and no process group; call it before init_process_group. ``model`` stays as it is.
 
     model: on the meta device, in the mode (train or eval) that is planned. batch: what its forward
-    takes, a dict or a sequence; only shapes and dtypes count. wrap: returns a model sharded by
-    either front end (meshes: those of the CPU); by default
-    ``FullyShardedDataParallel(model, **fsdp)``. optimizer: makes one from the parameters. loss: of
+    takes, a dict or a sequence; only shapes and dtypes count. wrap: shards a model in place, or
+    returns it sharded, by either front end (meshes: those of the CPU); by default
+    ``FullyShardedDataParallel(model, **fsdp)``. optimizer: makes one (not fused) from the
+    parameters. loss: of
     the output; by default its ``loss``, or the mean of its first tensor. step: runs forward and
     backward in the place of that. device: of the estimate of the time. reserve: see `Plan`.
 
@@ -157,6 +158,7 @@ def plan(
     with simulation.one_of(world_size, rank):
         copied = copy.deepcopy(model)
         wrapped = wrap(copied) if wrap is not None else FullyShardedDataParallel(copied, **fsdp)
+        wrapped = copied if wrapped is None else wrapped  # sharded in place
         run = step or functools.partial(_forward_and_backward, loss=loss or _loss_of)
         simulated = SimulatedStep(wrapped, optimizer(wrapped.parameters()), run, machine)
         simulated.run(batch, 2)

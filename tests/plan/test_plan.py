@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compat
+from fsdp_compat import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    Plan,
+    ShardingStrategy,
+    UsageError,
+    fully_shard,
+    plan,
+    suggest_policy,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import Plan, ShardingStrategy, UsageError, fully_shard, plan, suggest_policy
 from fsdp_compat.__main__ import main
 from fsdp_compat._plan.memory import Memory
 from tests.support.live_bytes import LiveBytes, release_spare_pages, tensors_alive
@@ -57,6 +66,10 @@ def rows(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def in_place(model: nn.Module) -> None:
+    rows(model)
 
 
 def on_meta() -> nn.Module:
@@ -176,6 +189,10 @@ def test_plan_leaves_the_model_alone_and_says_what_it_assumed() -> None:
     assert line in str(found)
 
 
+def test_a_model_may_be_sharded_in_place() -> None:
+    assert planned(in_place).peak == planned(rows).peak
+
+
 def test_attention_is_fused() -> None:
     length = 256
 
@@ -214,11 +231,17 @@ def test_suggestion_takes_the_fastest_that_fits_and_gives_advice() -> None:
     assert "are missing" in too_small.advice
 
 
+def offloaded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, offload_policy=CPUOffloadPolicy())
+
+
 BAD = [
     ({"model": Net()}, "has values", "meta"),
     ({"wrap": flat, "auto_wrap_policy": "auto"}, "exclude each other", "auto_wrap_policy"),
     ({"rank": 2}, "no such rank", "from 0 to 1"),
     ({"device": "H1000"}, "no cost model", "'H100'"),
+    ({"cpu_offload": CPUOffload(True)}, "cannot be simulated", "leave out cpu_offload"),
+    ({"wrap": offloaded}, "cannot be planned", "leave it out"),
 ]
 
 

@@ -70,6 +70,14 @@ def offload_of(given: Any) -> Offload:
     """Resolve an offload policy, ours or torch's."""
     bases = {base.__name__ for base in type(given).__mro__}
     if CPUOffloadPolicy.__name__ in bases:
+        if is_simulated():
+            raise UsageError.of(
+                "CPU offload cannot be planned.",
+                expected="offload_policy=OffloadPolicy() inside plan(...)",
+                got=repr(given),
+                where=WHERE,
+                fix="leave it out, and subtract parameters, gradients and optimizer from the plan",
+            )
         return Offload(True, truth("CPUOffloadPolicy.pin_memory", given.pin_memory, WHERE))
     if OffloadPolicy.__name__ not in bases:
         expected = "an OffloadPolicy() or a CPUOffloadPolicy()"
