@@ -146,7 +146,7 @@ def _verdicts(
             continue
         later = sequences[most].get(number + 1), sequences[rank].get(number + 1)
         if record is None:
-            lines.append(f"  Rank {rank} stopped before the {usual}.")
+            lines.append(f"  Rank {rank} did not come to the {usual}.")
         elif _named(later[0]) == _named(record) and _named(later[1]) != usual:
             lines.append(f"  Rank {rank} skipped the {usual}, or rank {most} did it once more.")
         else:

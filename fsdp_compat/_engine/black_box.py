@@ -56,7 +56,7 @@ class BlackBox(NamedTuple):
     pid: int
     host: str
     line: str  # of the user's code that called the model last
-    error: str  # the exception that came last; "" for none
+    error: str  # the exception that ended the last pass; "" for none
     is_running: bool  # the process holds the file, on this host
     records: list[Record]  # the oldest first
 
@@ -67,6 +67,7 @@ class _Ring:
     __slots__ = (
         "_communications",
         "_forwards",
+        "_has_raised",
         "_memory",
         "_names_path",
         "_number",
@@ -87,6 +88,7 @@ class _Ring:
         offset, host = time.time_ns() - time.perf_counter_ns(), socket.gethostname().encode()
         _HEAD.pack_into(self._memory, 0, _MARK, rank, os.getpid(), offset, host[:64])
         self._units: dict[str, int] = {}
+        self._has_raised = False
         self._number = self._forwards = self._communications = self._uses = 0
 
     def tell(self, event: int, label: str, error: BaseException | None = None) -> None:
@@ -97,7 +99,11 @@ class _Ring:
         elif event == 8:
             self._forwards += 1
             self._write(_LINE, progress.location())
+            if self._has_raised:  # and has gone on
+                self._has_raised = False
+                self._write(_ERROR, "")
         elif error is not None:
+            self._has_raised = True
             self._write(_ERROR, _described(error))
         try:
             unit = self._units[label]

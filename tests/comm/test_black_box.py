@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,9 @@ CASES = [
     ("order", ["part in forward 4", "Rank 1 has the use of unit 'blocks.3' where rank 0 has"]),
     (
         "die",
-        ["Rank 1 stopped before the .*'blocks.3'", r"rank 1: was killed.*blocks.[23]', forward 4"],
+        ["Rank 1 did not come to the .*'blocks.3'", r"rank 1: was killed.*blocks.[23]', forward 4"],
     ),
-    ("raise", [FIRST, "Rank 1 stopped before the .*'blocks.3'"]),
+    ("raise", [FIRST, "Rank 1 did not come to the .*'blocks.3'"]),
     ("slow", ["The others wait for rank 1: .* from unit 'blocks.2' to unit 'blocks.3'"]),
     (
         "none",
@@ -127,6 +128,20 @@ def test_names_the_fault(
     assert ("part in" in said) == (fault not in ("slow", "none")), said
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {row["pid"] for row in rows} == set(range(RANKS))
+
+
+def test_an_error_that_a_rank_has_survived_is_forgotten(tmp_path: Path) -> None:
+    ring = black_box._Ring(tmp_path, 0)
+    tell: list[tuple[Any, ...]] = [(8, "root"), (9, "root", ValueError("no")), (3, "root")]
+    for event in tell:
+        ring.tell(*event)
+    assert black_box.read(tmp_path / "rank_0.box").error == "ValueError: no"
+    for number in range(5000):  # more than the ring holds
+        ring.tell(8, f"unit {number % 7}")
+    box = black_box.read(tmp_path / "rank_0.box")
+    assert box.error == "" and box.is_running
+    assert [record.number for record in box.records] == list(range(5004 - 4096, 5004))
+    assert box.records[-1].unit == f"unit {4999 % 7}" and box.records[-1].forwards == 5001
 
 
 def test_without_a_black_box_nothing_is_to_diagnose(
