@@ -135,20 +135,20 @@ class Run:
 
     def _fail_in_forward(self) -> None:
         modules = [m for m in self.model.modules() if isinstance(m, nn.Linear | Block)]
-        self._fail(self.rng.choice(modules).register_forward_pre_hook(_raise))
+        self._fail(self.rng.choice(modules).register_forward_pre_hook, _raise)
 
     def _fail_in_backward(self) -> None:
         modules = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
-        self._fail(self.rng.choice(modules).register_forward_hook(_raise_in_backward))
+        self._fail(self.rng.choice(modules).register_forward_hook, _raise_in_backward)
 
-    def _fail(self, handle: Any) -> None:
-        """A step in which the module fails, if it runs; its gradients are discarded."""
+    def _fail(self, register: Callable[..., Any], hook: Callable[..., None]) -> None:
+        """A step in which a module fails, if it runs; gradients until then are discarded."""
         seed = self.rng.randrange(10**6)
+        if self.rng.random() < 0.3 and api.name == "ours":  # torch keeps the gradients
+            with no_sync(self.model):
+                random_step(seed, self.model, self.pair.batches()[self.pair.rank])
+        handle = register(hook)
         with contextlib.suppress(Boom):
-            if self.rng.random() < 0.3 and api.name == "ours":  # torch keeps the gradients
-                with no_sync(self.model):
-                    x = self.pair.batches()[self.pair.rank]
-                    random_step(seed, self.model, x)
             random_step(seed, self.model, self.pair.batches()[self.pair.rank])
         handle.remove()
         self.model.set_requires_gradient_sync(True)
