@@ -146,8 +146,8 @@ class FakeWaiter(Waiter):
     is_alive = True
     is_connected = True
 
-    def __init__(self, rank: int, name: str = "all", ranks: int = 2) -> None:
-        self.activity = Activity(name, rank, tuple(range(ranks)), thread=threading.get_ident())
+    def __init__(self, rank: int, name: str = "all") -> None:
+        self.activity = Activity(name, rank, (0, 1), thread=threading.get_ident())
         self.calls: list[str] = []
         self.lost: int | None = None  # what it finds when it looks at its connections
         self.num_looks = 0
