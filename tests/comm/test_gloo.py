@@ -29,10 +29,9 @@ from tests.support.errors import message_of
 from tests.support.forks import forked
 from tests.support.parity import make_pair
 from tests.support.ranks import on_ranks
-from tests.support.same_host import COPIED, MESSAGES
+from tests.support.same_host import MESSAGES, copied_or_sent
 
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
-MEDIA = pytest.mark.parametrize("environment", [COPIED, MESSAGES], ids=["counters", "messages"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
@@ -80,7 +79,7 @@ def assert_exchanges(
         assert abs(sum(sent) - dtype.itemsize * values) < 100
 
 
-@MEDIA
+@copied_or_sent
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
 def test_exchanges_are_right_in_every_dtype_and_send_values_or_nothing(
@@ -125,7 +124,7 @@ def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks(ranks: i
     assert f"rank {ranks - 1} can get no more shared memory: no more file descriptors" in message
 
 
-@MEDIA
+@copied_or_sent
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
 def test_sums_of_every_size_are_right_and_bit_equal_to_gloos_on_two_ranks(
@@ -250,7 +249,7 @@ def test_block_is_reused_after_all_peers_have_read_it() -> None:
     assert shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address
 
 
-@MEDIA
+@copied_or_sent
 @on_ranks(2)
 def test_a_message_does_not_replace_one_that_was_not_read(environment: dict[str, str]) -> None:
     """Rank 1 reads late."""
@@ -276,7 +275,7 @@ def begun_gather(comm: Any, tag: int, own: torch.Tensor) -> tuple[Any, torch.Ten
     return comm.begin_gather(own, full, full.chunk(2), tag), full
 
 
-@MEDIA
+@copied_or_sent
 @on_ranks(2)
 def test_settle_ends_unfinished_gathers(environment: dict[str, str]) -> None:
     """A prefetch that no rank has waited for yet."""

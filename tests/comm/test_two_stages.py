@@ -37,7 +37,7 @@ from tests.support.models import Block
 from tests.support.parity import accumulates, make_pair, whole
 from tests.support.programs import run_programs
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import COPIED, MESSAGES
+from tests.support.same_host import copied_or_sent
 
 ORDERS = pytest.mark.parametrize("of_ranks", [BY_HOST, BY_PLACE], ids=["by host", "by place"])
 NUMELS = 1, 1_003, 70_001  # of a shard
@@ -160,17 +160,12 @@ def test_memory_that_a_host_shares_is_freed_when_its_ranks_have_read_it() -> Non
 # -- both front ends
 
 
-in_place_or_sent = pytest.mark.parametrize(
-    "environment", [COPIED, MESSAGES], ids=["in place", "sent"]
-)
-
-
 def _blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
 @ORDERS
-@in_place_or_sent
+@copied_or_sent
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[:4], ids=lambda strategy: strategy.name)
 @on_ranks(4)
 def test_flat_front_end_trains_as_unsharded(
@@ -194,7 +189,7 @@ def test_flat_front_end_trains_as_unsharded(
 
 
 @ORDERS
-@in_place_or_sent
+@copied_or_sent
 @on_ranks(4)
 def test_fully_shard_trains_as_unsharded(
     of_ranks: Sequence[int], environment: dict[str, str]
@@ -338,7 +333,7 @@ with hosts(BY_HOST):
 """
 
 
-@pytest.mark.parametrize("environment", [MESSAGES, COPIED], ids=["messages", "counters"])
+@copied_or_sent
 def test_survivors_of_a_killed_rank_or_host_fail_soon_and_for_good(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -19,3 +19,6 @@ NOT_MAPPED = {"FSDP_COMPAT_MAP_FROM": str(1 << 62)}
 mapped_or_sent = pytest.mark.parametrize(
     "environment", [MAPPED, MESSAGES], ids=["mapped", "messages"]
 )
+copied_or_sent = pytest.mark.parametrize(
+    "environment", [COPIED, MESSAGES], ids=["copied", "messages"]
+)
