@@ -4,6 +4,7 @@ of tensors that are parameters in one place and buffers in another."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -11,35 +12,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compat import checkpoint, fully_shard
+from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import LoadReport
 from fsdp_compat.checkpoint._manifest import MANIFEST, read_manifest
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.checkpoint.corpus.content import take_step
 from tests.support.cases import about
-from tests.support.checkpoints import sharded, state_of
+from tests.support.checkpoints import refused, sharded, state_of
 from tests.support.odd_model import assert_same
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
-FACTS = ("expected:", "got:", "where:", "to do:")
 STEP = "step-00000001"
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def refused(kind: type[Exception], call: Callable[[], Any], *facts: str) -> str:
-    with pytest.raises(kind) as raised:
+def refuses(kind: type[Exception], call: Callable[[], Any], *texts: str) -> None:
+    with refused(kind, *texts):
         call()
-    text = str(raised.value)
-    assert all(fact in text for fact in (*FACTS, *facts)), text
-    return text
 
 
 class Body(nn.Module):
+    """It is never called."""
+
     def __init__(self, seed: int, width: int = 5, head: str = "head") -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -47,19 +46,6 @@ class Body(nn.Module):
         self.second = nn.Linear(5, 3)
         self.add_module(head, nn.Linear(3, width))
         self.register_buffer("scale", torch.full((3,), float(seed)))
-        self._head = head
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(torch.tanh(self.first(x))) * self.scale
-        return getattr(self, self._head)(x)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 FRONT_ENDS = ("flat", "flat original", "rows")
@@ -69,7 +55,7 @@ def _save_bodies(folder: Path) -> dict[str, Tensor]:
     for front_end in FRONT_ENDS:
         model = sharded(front_end, Body(1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        train(model, optimizer)
+        take_step(optimizer)
         checkpoint.save(folder / front_end, model, optimizer, "extra", step=1)
     checkpoint.save_safetensors(folder / "weights", model)
     checkpoint.save(folder / "no optimizer", model, step=1)
@@ -86,9 +72,9 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
     model, report = sharded("flat", Body(2, head="own")), LoadReport()
     before = dict(checkpoint.iter_full_state_dict(model))
     load = partial(checkpoint.load_safetensors, folder / "weights", model)
-    refused(CheckpointError, load, "missing: own.weight")
+    refuses(CheckpointError, load, "missing: own.weight")
     load(strict=False, report=report)
-    assert {"missing": report.missing, "unexpected": report.unexpected} == LEFT
+    assert left_by(report) == LEFT
     assert_same(dict(checkpoint.iter_full_state_dict(model)), taken(saved, before))
     for path, front_end, num_kept in (
         ("no optimizer", "rows", 6),
@@ -96,7 +82,7 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
     ):
         model = sharded(front_end, Body(2, head="head" if num_kept else "own"))
         optimizer = torch.optim.Adam(model.parameters())
-        train(model, optimizer)
+        take_step(optimizer)
         before, report = state_of(model, optimizer), LoadReport()
         checkpoint.load(folder / path / STEP, model, optimizer, strict=False, report=report)
         assert len(report.state_kept) == num_kept
@@ -108,11 +94,11 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
         partial(checkpoint.load, folder / "rows" / STEP, other),
         partial(checkpoint.load_safetensors, folder / "weights", other),
     ):
-        refused(CheckpointError, call, "missing: weight")
+        refuses(CheckpointError, call, "missing: weight")
         nothing = "Nothing in the checkpoint fits"
-        refused(CheckpointError, partial(call, strict=False), "missing: weight", nothing)
+        refuses(CheckpointError, partial(call, strict=False), "missing: weight", nothing)
         for wrong in ({"strict": "no"}, {"report": []}):
-            refused(UsageError, partial(call, **wrong), "argument")
+            refuses(UsageError, partial(call, **wrong), "argument")
 
 
 def states_in(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -123,6 +109,10 @@ TAKEN = ("first.", "second.", "scale", "state.first.", "state.second.")
 LEFT = {"missing": ["own.weight", "own.bias"], "unexpected": ["head.weight", "head.bias"]}
 
 
+def left_by(report: LoadReport) -> dict[str, list[str]]:
+    return {"missing": report.missing, "unexpected": report.unexpected}
+
+
 def taken(saved: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: saved[n] if n.startswith(TAKEN) else value for n, value in before.items()}
 
@@ -130,13 +120,13 @@ def taken(saved: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tens
 def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
     model = sharded(loader, Body(2, head="own"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    train(model, optimizer, 1)
+    take_step(optimizer)
     before, report = state_of(model, optimizer), LoadReport()
     load = partial(checkpoint.load, path, model, optimizer)
-    refused(CheckpointError, load, "missing: own.weight")
+    refuses(CheckpointError, load, "missing: own.weight")
     assert_same(state_of(model, optimizer), before)
     assert checkpoint.load(path, model, optimizer, strict=False, report=report) == "extra"
-    assert {"missing": report.missing, "unexpected": report.unexpected} == LEFT
+    assert left_by(report) == LEFT
     assert not report.mismatched
     # A FlatParameter has one state, with the own values of what was left in it.
     assert report.state_kept == ([] if loader == "flat" else LEFT["missing"])
@@ -144,7 +134,7 @@ def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
     if loader == "flat":  # one count for all
         expected |= {name: saved["state.first.weight.step"] for name in before if "step" in name}
     assert_same(state_of(model, optimizer), expected)
-    train(model, optimizer, 1)
+    take_step(optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpoint.load(path, model, optimizer, strict=False)
@@ -202,11 +192,11 @@ def _save_groups(folder: Path) -> None:
             optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
             if dist.get_rank() == 1:
                 optimizer.param_groups.reverse()
-        train(model, optimizer)
+        take_step(optimizer)
         checkpoint.save(folder / front_end, model, optimizer, step=1)
     optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
     save = partial(checkpoint.save, folder / "different", model, optimizer, step=1)
-    refused(UsageError, save, "lr=1.1 on rank 1, 0.1 on a rank")
+    refuses(UsageError, save, "lr=1.1 on rank 1, 0.1 on a rank")
     assert not list((folder / "different").glob("*"))
 
 
@@ -219,7 +209,7 @@ def _load_groups(folder: Path) -> None:
         model = sharded("flat", Body(2))
         optimizer = grouped(model, ({**REST, "lr": 5.0}, lambda _: True))
         load = partial(checkpoint.load, path, model, optimizer)
-        refused(CheckpointError, load, "lr=0.1 for 'first.weight', 0.2 for", "Flat")
+        refuses(CheckpointError, load, "lr=0.1 for 'first.weight', 0.2 for", "Flat")
         assert not optimizer.state
         checkpoint.load(path, model, optimizer, strict=False, report=(report := LoadReport()))
         assert list(report.settings_kept) == [0]
@@ -248,7 +238,7 @@ def _load_other_groups(path: Path, loader: str) -> None:
     assert third == DECAY
     assert optimizer.param_groups[1]["new"] == 4
     assert (empty["lr"], empty["label"]) == (3.0, "own")
-    train(model, optimizer, 1)
+    take_step(optimizer)
 
 
 @on_ranks(2)
@@ -259,14 +249,14 @@ def test_groups_with_different_settings_that_were_saved_as_one_are_refused(tmp_p
     for front_end in ("flat original", "rows"):
         model = sharded(front_end, Body(1))
         optimizer = grouped(model, (DECAY, lambda _: True))
-        train(model, optimizer)
+        take_step(optimizer)
         path = checkpoint.save(tmp_path / f"one {front_end}", model, optimizer, step=1)
         optimizer = split({**DECAY, "fused": True}, {**DECAY, "extra": 1})
         checkpoint.load(path, model, optimizer)
         assert settings_in(optimizer) == [DECAY, DECAY]
         optimizer = split(DECAY, {**DECAY, "weight_decay": 0.0})
         load = partial(checkpoint.load, path, model, optimizer)
-        refused(CheckpointError, load, "weight_decay=0.3 in group 0, 0.0 in group 1, saved as 0.3")
+        refuses(CheckpointError, load, "weight_decay=0.3 in group 0, 0.0 in group 1, saved as 0.3")
         assert not optimizer.state
         checkpoint.load(path, model, optimizer, strict=False, report=(report := LoadReport()))
         assert list(report.settings_kept) == [0, 1]
@@ -295,9 +285,10 @@ class Wrapper(torch.optim.Optimizer):
 def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     model = sharded("flat original", Body(1))
     params = list(model.parameters())
+    own = [p for p in params if p.numel()]
     saved = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
     torch.optim.lr_scheduler.LambdaLR(saved, lambda _: 0.5)  # adds a setting
-    train(model, saved)
+    take_step(saved)
     path = checkpoint.save(tmp_path, model, saved, step=1)
     for same in (
         torch.optim.Adam(params, foreach=False),
@@ -306,18 +297,17 @@ def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) ->
     ):
         checkpoint.load(path, model, same)
         assert same.param_groups[0]["lr"] == 0.05
-        assert same.state[params[0]].keys() == saved.state[params[0]].keys()
+        assert all(same.state[p].keys() == saved.state[p].keys() for p in own)
     other = torch.optim.SGD(params, lr=9.0, momentum=0.5)
     classes = "the state of torch.optim.sgd.SGD", "the state of torch.optim.adamw.AdamW"
-    refused(CheckpointError, partial(checkpoint.load, path, model, other), *classes)
-    train(model, other)
-    momenta = [other.state[p]["momentum_buffer"].clone() for p in params if p.numel()]
+    refuses(CheckpointError, partial(checkpoint.load, path, model, other), *classes)
+    take_step(other)
+    momenta = [other.state[p]["momentum_buffer"].clone() for p in own]
     checkpoint.load(path, model, other, strict=False, report=(report := LoadReport()))
     assert report.settings_kept == {0: "the checkpoint holds the state of torch.optim.adamw.AdamW"}
     assert len(report.state_kept) == 6
     assert "betas" not in other.param_groups[0]
-    kept = [other.state[p]["momentum_buffer"] for p in params if p.numel()]
-    assert all(map(torch.equal, kept, momenta))
+    assert all(map(torch.equal, [other.state[p]["momentum_buffer"] for p in own], momenta))
     # A checkpoint that does not say which class it is of loads as far as names go.
     manifest = read_manifest(path)
     unknown = dataclasses.replace(manifest, optimizer_classes=())
@@ -350,18 +340,15 @@ class Mixed(nn.Module):
         else:
             self.table = nn.Parameter(table)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.outer(x)) @ self.table.T
-
 
 def mixed(seed: int, front_end: str, as_buffer: bool, ignore: bool) -> Made:
     inner = Mixed(seed, as_buffer)
-    if front_end == "rows":
-        fully_shard(inner, ignored_params=set(inner.inner.parameters()) if ignore else set())
-        model: nn.Module = inner
-    else:
-        ignored = [inner.inner] if ignore else None
-        model = sharded(front_end, inner, ignored_modules=ignored)
+    options: dict[str, Any] = {}
+    if ignore and front_end == "rows":
+        options = {"ignored_params": set(inner.inner.parameters())}
+    elif ignore:
+        options = {"ignored_modules": [inner.inner]}
+    model = sharded(front_end, inner, **options)
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
@@ -376,30 +363,28 @@ def _save_mixed(folder: Path) -> list[dict[str, Tensor]]:
     states = []
     for number, kind in enumerate(KINDS):
         model, optimizer = mixed(1, *kind)
-        train(model, optimizer)
+        take_step(optimizer)
         checkpoint.save(folder / str(number), model, optimizer, step=1)
         states.append(state_of(model, optimizer))
     return states
 
 
 def _load_mixed(folder: Path, states: list[dict[str, Tensor]]) -> None:
-    for number, state in enumerate(states):
-        for place, kind in enumerate(KINDS):
-            for strict in sample((True, False), (number + place) % 2):
-                with about(f"{KINDS[number]} into {kind}, strict={strict}"):
-                    model, optimizer = mixed(2, *kind)
-                    report = LoadReport()
-                    path = folder / str(number) / STEP
-                    checkpoint.load(path, model, optimizer, strict=strict, report=report)
-                    assert not report
-                    found = state_of(model, optimizer)
-                    # A buffer has no state; one that became a parameter in a FlatParameter has
-                    # zeros, and its count.
-                    shared = [name for name in found if name in state]
-                    assert_same({n: found[n] for n in shared}, {n: state[n] for n in shared})
-                    others = {*state, *found} - {*shared}
-                    assert all(name.startswith("state.table") for name in others), others
-                    train(model, optimizer, 1)
+    for (number, state), (place, kind) in itertools.product(enumerate(states), enumerate(KINDS)):
+        for strict in sample((True, False), (number + place) % 2):
+            with about(f"{KINDS[number]} into {kind}, strict={strict}"):
+                model, optimizer = mixed(2, *kind)
+                path, report = folder / str(number) / STEP, LoadReport()
+                checkpoint.load(path, model, optimizer, strict=strict, report=report)
+                assert not report
+                found = state_of(model, optimizer)
+                # A buffer has no state; one that became a parameter in a FlatParameter has zeros,
+                # and its count.
+                shared = {*found} & {*state}
+                assert_same({n: found[n] for n in shared}, {n: state[n] for n in shared})
+                others = {*state, *found} - shared
+                assert all(name.startswith("state.table") for name in others), others
+                take_step(optimizer)
 
 
 def test_parameters_load_into_buffers_and_ignored_parameters_and_back(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
     archive = open_archive(made["path"])  # compare with made["model"] and made["optimizer"]
 
 The model has what is hard for checkpoints: a tie, a 0-d and an empty parameter, rows that no number
-of ranks divides, buffers, two dtypes. Its gradients are a few bits wide, so that all ranks compute
-what an unsharded model computes, bit for bit. Checkpoints are made once per session and copied."""
+of ranks divides, buffers, two dtypes. Its gradients depend on its values alone, so that all ranks
+compute what an unsharded model computes, bit for bit. Checkpoints are made once per session and
+copied."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ import atexit
 import contextlib
 import copy
 import functools
+import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -27,33 +30,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_compat
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor
+from fsdp_compat.checkpoint._tools.archive import Archive
 from fsdp_compat.checkpoint._tools.opening import problems_of
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.checkpoint.corpus.content import take_step
+from tests.support.odd_model import state_by_name
 from tests.support.ranks import run_ranks
 
 STEP = 1
 
 
-class Part(nn.Module):
-    """Adds the sum of its parameters, each multiplied by a few small numbers, to its input."""
-
-    def used(self) -> list[Tensor]:
-        """Return the parameters; not by parameters(), which has FSDP1's flat ones."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        for parameter in self.used():
-            factors = torch.arange(parameter.numel(), dtype=parameter.dtype) % 7 / 8 - 0.25
-            x = x + (parameter * factors.view(parameter.shape)).sum().float()
-        return x
-
-
-class Words(Part):
+class Words(nn.Module):
     """Two modules with one parameter of 7 rows, and a buffer."""
 
     def __init__(self) -> None:
@@ -63,23 +55,22 @@ class Words(Part):
         self.head.weight = self.embed.weight
         self.register_buffer("table", torch.randn(3, 2))
 
-    def used(self) -> list[Tensor]:
-        return [self.embed.weight, self.head.bias]
+    def forward(self, x: Tensor) -> Tensor:  # fsdp_compat makes units of what can be called
+        return x
 
 
-class Block(Part):
+class Block(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.up = nn.Linear(5, 11, dtype=dtype)
         self.down = nn.Linear(11, 5, bias=False, dtype=dtype)
 
-    def used(self) -> list[Tensor]:
-        return [self.up.weight, self.up.bias, self.down.weight]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
 
 
 class Toy(nn.Module):
-    """torch's wrappers refuse 0-d and empty parameters, so they are told to ignore them. The
-    gradient of an ignored parameter is the same on all ranks."""
+    """It is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,11 +81,11 @@ class Toy(nn.Module):
         self.gain = nn.Parameter(torch.tensor(1.1))
         self.register_buffer("count", torch.tensor(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x)
-        for block in self.blocks:
-            x = block(x)
-        return x + self.cube.sum() / 4 + self.empty.sum() + self.gain / 2
+    def parts(self) -> list[nn.Module]:
+        return [self.words, *self.blocks]
+
+    def ignored(self) -> list[nn.Parameter]:
+        return [self.gain, self.empty]
 
 
 def unsharded() -> Toy:
@@ -103,16 +94,10 @@ def unsharded() -> Toy:
     return Toy()
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.125)
-
-
 def trained(model: nn.Module) -> torch.optim.Optimizer:
     """Train a step; return the optimizer."""
-    optimizer = optimizer_of(model)
-    model(torch.ones(())).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    take_step(optimizer)
     return optimizer
 
 
@@ -120,20 +105,9 @@ def reference() -> dict[str, Any]:
     """Return "model" (the state dict), "optimizer" (its state by name) and "aliases" of the
     unsharded model after the step."""
     model = unsharded()
-    optimizer = trained(model)
-    names = [name for name, _ in model.named_parameters()]
-    saved = optimizer.state_dict()
-    return {
-        "model": dict(model.state_dict()),
-        "optimizer": {
-            "state": {names[number]: state for number, state in saved["state"].items()},
-            "param_groups": [
-                {**group, "params": [names[number] for number in group["params"]]}
-                for group in saved["param_groups"]
-            ],
-        },
-        "aliases": {"words.head.weight": "words.embed.weight"},
-    }
+    optimizer = state_by_name(model, trained(model))
+    aliases = {"words.head.weight": "words.embed.weight"}
+    return {"model": dict(model.state_dict()), "optimizer": optimizer, "aliases": aliases}
 
 
 def make(kind: str, ranks: int, directory: Path) -> dict[str, Any]:
@@ -153,27 +127,41 @@ def assert_is_reference(
     assert problems_of(archive) == []
     names = {**{name: name for name in archive.tensors}, **archive.aliases}
     assert {*names, *expected["aliases"]} == set(expected["model"])
-    with Files() as files:
-        for name, values in expected["model"].items():
-            held = names.get(name) or names[expected["aliases"][name]]
-            assert_same(read(archive.tensors[held], files), values, name)
-        if not with_optimizer:
-            assert archive.param_groups is None
-            return
-        states, groups = expected["optimizer"]["state"], expected["optimizer"]["param_groups"]
-        assert set(archive.states) == set(states)
-        for name, state in states.items():
-            assert set(archive.states[name]) == set(state)
-            for key, values in state.items():
-                own = archive.states[name][key]
-                is_tensor = isinstance(own, StoredTensor)
-                found = read(own, files) if is_tensor else torch.tensor(own, dtype=values.dtype)
-                assert_same(found, values, f"{name}/{key}")
+    found = values_of(archive)
+    for name, values in expected["model"].items():
+        held = names.get(name) or names[expected["aliases"][name]]
+        assert_same(found[f"model/{held}"], values, name)
+    if not with_optimizer:
+        assert archive.param_groups is None
+        return
+    states, groups = expected["optimizer"]["state"], expected["optimizer"]["param_groups"]
+    assert set(archive.states) == set(states)
+    for name, state in states.items():
+        assert set(archive.states[name]) == set(state)
+        for key, values in state.items():
+            number = archive.states[name][key]
+            own = found.get(f"optimizer/{name}/{key}")
+            own = torch.tensor(number, dtype=values.dtype) if own is None else own
+            assert_same(own, values, f"{name}/{key}")
     assert archive.param_groups is not None
     for group in archive.param_groups:
         assert (group["lr"], tuple(group["betas"])) == (groups[0]["lr"], groups[0]["betas"])
     taken = [name for group in archive.param_groups for name in group["params"]]
     assert sorted(taken) == sorted(groups[0]["params"])
+
+
+def values_of(archive: Archive) -> dict[str, Tensor]:
+    """Return all tensors, under ``model/name``, ``optimizer/name/key`` and ``extra/path``."""
+    with Files() as files:
+        return {path: read(tensor, files) for path, tensor in archive.all_tensors()}
+
+
+def assert_holds(archive: Archive, expected: Mapping[str, Tensor]) -> None:
+    """Assert that an archive has a model, tied parameters under each name, bit for bit."""
+    assert {*archive.tensors, *archive.aliases} == set(expected)
+    found = values_of(archive)
+    for name, values in expected.items():
+        assert_same(found[f"model/{archive.aliases.get(name, name)}"], values, name)
 
 
 def assert_same(values: Tensor, expected: Tensor, what: str) -> None:
@@ -185,6 +173,66 @@ def assert_same(values: Tensor, expected: Tensor, what: str) -> None:
 
 def _bytes(values: Tensor) -> Tensor:
     return values.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def flip(file: Path, place: int) -> None:
+    """Change one bit of a byte of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+def save_dcp(states: Any, path: Path, **options: Any) -> Path:
+    """Save by torch.distributed.checkpoint, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(states, checkpoint_id=path, no_dist=True, **options)
+    return path
+
+
+class Forgery:
+    """A checkpoint of one rank as JSON, to be changed anywhere and written again."""
+
+    def __init__(self, path: Path) -> None:
+        content = (path / "rank-00000.safetensors").read_bytes()
+        stop = 8 + int.from_bytes(content[:8], "little")
+        self.header = json.loads(content[8:stop])
+        self.text = json.loads(self.header["__metadata__"].pop("fsdp_compat"))
+        self.manifest = json.loads((path / "manifest.json").read_text())["content"]
+        self.data = content[stop:]
+
+    def write(self, path: Path) -> None:
+        if isinstance(metadata := self.header.get("__metadata__"), dict):
+            metadata.setdefault("fsdp_compat", json.dumps(self.text))
+        header = json.dumps(self.header).encode()
+        content = len(header).to_bytes(8, "little") + header + self.data
+        for file in self.manifest["files"] if isinstance(self.manifest.get("files"), list) else ():
+            if (
+                isinstance(file, dict)
+                and isinstance(file.get("nbytes"), int)
+                and isinstance(file.get("crc32"), str)
+            ):
+                file.update(nbytes=len(content), crc32=f"{zlib.crc32(content):08x}")
+        text = json.dumps(self.manifest)
+        path.mkdir(exist_ok=True)
+        (path / "rank-00000.safetensors").write_bytes(content)
+        (path / "manifest.json").write_text(
+            f'{{"content": {text},\n"crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+        )
+
+
+# -- errors
+
+FACTS = ("expected:", "got:", "where:", "to do:")
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], *texts: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """The context raises an error whose message has the four facts and these texts."""
+    with pytest.raises(kind) as raised:
+        yield raised
+    for text in (*FACTS, *texts):
+        assert text in str(raised.value), f"no {text!r} in: {raised.value}"
 
 
 @functools.cache
@@ -206,8 +254,7 @@ def _made(kind: str, ranks: int) -> Path:
 
 def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
     if front_end == "rows":
-        fsdp_compat.fully_shard(model)
-        return model
+        return fsdp_compat.fully_shard(model, **options)
     return fsdp_compat.FullyShardedDataParallel(
         model, use_orig_params=front_end == "flat original", **options
     )
@@ -225,17 +272,23 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 @contextlib.contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    counts: list[int] = []
+def noted_reads() -> Iterator[list[tuple[int, int]]]:
+    """Note the offset and the number of bytes of each read from a file."""
+    runs: list[tuple[int, int]] = []
     preadv = os.preadv
 
-    def counted(descriptor: int, buffers: Any, offset: int) -> int:
-        counts.append(preadv(descriptor, buffers, offset))
-        return counts[-1]
+    def noted(descriptor: int, buffers: Any, offset: int) -> int:
+        runs.append((offset, preadv(descriptor, buffers, offset)))
+        return runs[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", counted)
-        yield counts
+        patch.setattr(os, "preadv", noted)
+        yield runs
+
+
+def num_read(runs: list[tuple[int, int]]) -> int:
+    """Return how many bytes were read."""
+    return sum(nbytes for _, nbytes in runs)
 
 
 # -- on the ranks
@@ -244,40 +297,50 @@ def counted_reads() -> Iterator[list[int]]:
 def _save(kind: str, directory: str) -> str:
     """Save to the directory; return where in it the checkpoint is."""
     warnings.simplefilter("ignore")  # FSDP1 and ShardedTensor are deprecated
-    return _SAVES[kind](Path(directory))
+    if kind in _SAVES:
+        return _SAVES[kind](Path(directory))
+    states, name = _STATES[kind]
+    return save_states(states(), Path(directory) / name)
 
 
-def torch_fsdp1(model: Toy, use_orig_params: bool = True) -> Any:
+class Parted(Protocol):
+    """A model with parts that are sharded by themselves, and parameters that torch refuses."""
+
+    def parts(self) -> list[nn.Module]: ...
+
+    def ignored(self) -> list[nn.Parameter]: ...
+
+
+def torch_fsdp1(model: Parted, use_orig_params: bool = True) -> Any:
     from torch.distributed import fsdp
 
     return fsdp.FullyShardedDataParallel(
         model,
-        auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({Words, Block}),
+        auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({type(part) for part in model.parts()}),
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
-        ignored_states=[model.gain, model.empty],
+        ignored_states=model.ignored(),
     )
 
 
-def torch_fsdp2(model: Toy) -> Any:
+def torch_fsdp2(model: Parted, mesh: DeviceMesh | None = None) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    ignored = {model.gain, model.empty}
-    for part in (model.words, *model.blocks):
-        fully_shard(part)
-    return fully_shard(model, ignored_params=ignored)
+    for part in model.parts():
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh, ignored_params=set(model.ignored()))
 
 
-def ours_fsdp1(model: Toy) -> Any:
-    return fsdp_compat.FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Words, Block}), use_orig_params=True
-    )
+def ours_fsdp1(model: Parted, **options: Any) -> Any:
+    policy = ModuleWrapPolicy({type(part) for part in model.parts()})
+    given = {"auto_wrap_policy": policy, "use_orig_params": True, **options}
+    return fsdp_compat.FullyShardedDataParallel(model, **given)
 
 
-def ours_fully_shard(model: Toy) -> Any:
-    for part in (model.words, *model.blocks):
-        fsdp_compat.fully_shard(part)
-    return fsdp_compat.fully_shard(model)
+def ours_fully_shard(model: Parted, mesh: DeviceMesh | None = None) -> Any:
+    for part in model.parts():
+        fsdp_compat.fully_shard(part, mesh=mesh)
+    return fsdp_compat.fully_shard(model, mesh=mesh)
 
 
 # How each library shards the model.
@@ -289,57 +352,64 @@ WRAPPERS: dict[str, Callable[[Toy], Any]] = {
 }
 
 
-def _fsdp1_states(library: Any, wrap: Callable[[Toy], Any], kind: str) -> dict[str, Any]:
-    """The state dicts of a class FSDP of torch, or of ours."""
-    model = wrap(unsharded())
-    optimizer = trained(model)
+def flat_states(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    library: Any = None,
+    configs: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """The state dicts of a class FSDP of torch, or of another library. configs: of the two state
+    dicts, if not the default."""
+    if library is None:
+        from torch.distributed import fsdp as library
     fsdp = library.FullyShardedDataParallel
-    with fsdp.state_dict_type(model, library.StateDictType[kind]):
-        optim = fsdp.optim_state_dict(model, optimizer)
-        return {"model": model.state_dict(), "optimizer": optim, "step": STEP}
+    with fsdp.state_dict_type(model, library.StateDictType[f"{kind}_STATE_DICT"], *configs):
+        states = {"model": model.state_dict(), "step": STEP}
+        if kind != "LOCAL":
+            states["optimizer"] = fsdp.optim_state_dict(model, optimizer)
+    return states
 
 
-def _torch_states(kind: str) -> dict[str, Any]:
-    from torch.distributed import fsdp
-
-    if kind != "LOCAL_STATE_DICT":
-        return _fsdp1_states(fsdp, torch_fsdp1, kind)
-    model = unsharded()
-    trained(model)  # now: under a FlatParameter, Part.forward would see other parameters
-    model = torch_fsdp1(model, use_orig_params=False)
-    with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType[kind]):
-        return {"model": model.state_dict(), "step": STEP}
+def _flat(kind: str, use_orig_params: bool = True) -> dict[str, Any]:
+    model = torch_fsdp1(unsharded(), use_orig_params)
+    return flat_states(model, trained(model), kind)
 
 
-def _states(wrap: Callable[[Toy], Any]) -> dict[str, Any]:
+def _ours_flat() -> dict[str, Any]:
+    model = ours_fsdp1(unsharded())
+    return flat_states(model, trained(model), "SHARDED", fsdp_compat)
+
+
+def states_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state dicts of any model, by torch's functions."""
-    model = wrap(unsharded())
-    state, optim = get_state_dict(model, trained(model))
+    state, optim = get_state_dict(model, optimizer)
     return {"model": state, "optimizer": optim, "step": STEP}
 
 
-def _dcp(states: dict[str, Any], directory: Path) -> str:
-    dcp.save(states, checkpoint_id=directory / "checkpoint")
-    return "checkpoint"
+def _rows(wrap: Callable[[Toy], Any]) -> dict[str, Any]:
+    model = wrap(unsharded())
+    return states_by_torch(model, trained(model))
 
 
-def _per_rank(states: Any, directory: Path) -> str:
-    torch.save(states, directory / f"rank_{dist.get_rank()}.pth")
-    dist.barrier()
-    return "."
+def save_states(states: Any, path: Path) -> str:
+    """Save as the name says: in a file of the first rank, a file of each, or by
+    torch.distributed.checkpoint. Return the name."""
+    if path.suffix == ".pt":
+        if dist.get_rank() == 0:
+            torch.save(states, path)
+    elif "ranks" in path.name.split("-"):
+        path.mkdir(exist_ok=True)
+        torch.save(states, path / f"rank_{dist.get_rank()}.pt")
+    else:
+        dcp.save(states, checkpoint_id=path)
+    return path.name
 
 
-def _from_first(states: Any, directory: Path) -> str:
-    if dist.get_rank() == 0:
-        torch.save(states, directory / "checkpoint.pt")
-    return "checkpoint.pt"
-
-
-def _ddp(directory: Path) -> str:
+def _ddp() -> dict[str, Any]:
     model = nn.parallel.DistributedDataParallel(unsharded())
     optimizer = trained(model)
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": STEP}
-    return _from_first(states, directory)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": STEP}
 
 
 def _ours_native(directory: Path) -> str:
@@ -355,19 +425,17 @@ def _ours_safetensors(directory: Path) -> str:
     return "weights"
 
 
-_SAVES: dict[str, Callable[[Path], str]] = {
-    "fsdp1-full": lambda path: _from_first(_torch_states("FULL_STATE_DICT"), path),
-    "fsdp1-sharded-dcp": lambda path: _dcp(_torch_states("SHARDED_STATE_DICT"), path),
-    "fsdp1-sharded-torch": lambda path: _per_rank(_torch_states("SHARDED_STATE_DICT"), path),
-    "fsdp1-local": lambda path: _per_rank(_torch_states("LOCAL_STATE_DICT"), path),
-    "fsdp2-dcp": lambda path: _dcp(_states(torch_fsdp2), path),
-    "fsdp2-torch": lambda path: _per_rank(_states(torch_fsdp2), path),
-    "ddp": _ddp,
-    "ours-native": _ours_native,
-    "ours-safetensors": _ours_safetensors,
-    "ours-sharded-dcp": lambda path: _dcp(
-        _fsdp1_states(fsdp_compat, ours_fsdp1, "SHARDED_STATE_DICT"), path
-    ),
-    "fully_shard-dcp": lambda path: _dcp(_states(ours_fully_shard), path),
+_STATES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {  # with a name for save_states
+    "fsdp1-full": (lambda: _flat("FULL"), "full.pt"),
+    "fsdp1-sharded-dcp": (lambda: _flat("SHARDED"), "dcp"),
+    "fsdp1-sharded-torch": (lambda: _flat("SHARDED"), "ranks"),
+    "fsdp1-local": (lambda: _flat("LOCAL", use_orig_params=False), "ranks"),
+    "fsdp1-local-original": (lambda: _flat("LOCAL"), "ranks"),
+    "fsdp2-dcp": (lambda: _rows(torch_fsdp2), "dcp"),
+    "fsdp2-torch": (lambda: _rows(torch_fsdp2), "ranks"),
+    "ddp": (_ddp, "ddp.pt"),
+    "ours-sharded-dcp": (_ours_flat, "dcp"),
+    "fully_shard-dcp": (lambda: _rows(ours_fully_shard), "dcp"),
 }
-KINDS = tuple(_SAVES)
+_SAVES = {"ours-native": _ours_native, "ours-safetensors": _ours_safetensors}
+KINDS = (*_STATES, *_SAVES)

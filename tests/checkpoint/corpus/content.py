@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.odd_model import state_by_name
+
 STEP = 1
 SETTINGS = ("lr", "betas", "weight_decay")  # of parameter groups
 EXTRA = {"epoch": 2, "name": "corpus", "table": torch.arange(4, dtype=torch.int16)}
@@ -58,6 +60,10 @@ class Tiny(nn.Module):
     def parts(self) -> list[nn.Module]:
         """Return the modules that are sharded by themselves."""
         return [self.block, self.frozen]
+
+    def ignored(self) -> list[nn.Parameter]:
+        """Return the parameters that torch's wrappers refuse."""
+        return [self.gain]
 
 
 TIES = {"head.weight": "embed.weight"}
@@ -122,27 +128,22 @@ def facts_of(value: Any) -> Any:
     return value
 
 
-def content_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the facts of a model that is not sharded and of its optimizer, by name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        "model": facts_of(model.state_dict()),
-        "optimizer": {
-            names[parameter]: facts_of(state) for parameter, state in optimizer.state.items()
-        },
-        "groups": [
-            {
-                **{key: facts_of(group[key]) for key in SETTINGS if key in group},
-                "params": [names[parameter] for parameter in group["params"]],
-            }
-            for group in optimizer.param_groups
-        ],
-    }
+def facts_of_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the table notes of parameter groups."""
+    return [
+        {key: facts_of(group[key]) for key in (*SETTINGS, "params") if key in group}
+        for group in groups
+    ]
 
 
 def unsharded(optimizer_of: MakesOptimizer) -> dict[str, Any]:
-    """Return what checkpoints hold whose optimizers are made by a function."""
+    """Return the facts of what checkpoints hold whose optimizers are made by a function."""
     model = Tiny()
     optimizer = optimizer_of(model)
     take_step(optimizer)
-    return content_of(model, optimizer)
+    saved = state_by_name(model, optimizer)
+    return {
+        "model": facts_of(model.state_dict()),
+        "optimizer": facts_of(saved["state"]),
+        "groups": facts_of_groups(saved["param_groups"]),
+    }

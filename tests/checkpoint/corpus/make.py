@@ -24,12 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import fsdp_compat
+from fsdp_compat import checkpoint
 from tests.checkpoint.corpus import content
+from tests.support import checkpoints
 from tests.support.ranks import run_ranks
 
 CORPUS = Path(__file__).parent
@@ -38,31 +40,7 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 Entries = dict[str, dict[str, Any]]  # by the path inside the new directory
 
 
-# -- what all libraries share, on the ranks
-
-
-def _per_rank(states: Any, path: Path) -> None:
-    path.mkdir(exist_ok=True)
-    torch.save(states, path / f"rank_{dist.get_rank()}.pt")
-
-
-def _from_first(states: Any, path: Path) -> None:
-    if dist.get_rank() == 0:
-        torch.save(states, path)
-
-
-def _distributed(states: Any, path: Path) -> None:
-    dcp.save(states, checkpoint_id=path)
-
-
-def _saved(states: dict[str, Any], path: Path) -> None:
-    """Save as the name says."""
-    if path.suffix == ".pt":
-        _from_first(states, path)
-    elif "ranks" in path.name.split("-"):
-        _per_rank(states, path)
-    else:
-        _distributed(states, path)
+# -- on the ranks
 
 
 def _split_tensors(model: content.Tiny, mesh: Any) -> None:
@@ -81,41 +59,27 @@ def _keep_few_settings(optimizer: torch.optim.Optimizer) -> None:
             del group[key]
 
 
-def _by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    state, optim = get_state_dict(model, optimizer)
-    return {"model": state, "optimizer": optim, "step": content.STEP}
-
-
 # -- torch
 
 
 def _torch_flat(
     use_orig_params: bool, optimizer_of: content.MakesOptimizer = content.adam
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    return _trained(checkpoints.torch_fsdp1(content.Tiny(), use_orig_params), optimizer_of)
 
-    model = content.Tiny()
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({content.Block, content.Frozen}),
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-        ignored_states=[model.gain],
-    )
-    optimizer = optimizer_of(wrapped)
+
+def _trained(
+    model: nn.Module, optimizer_of: content.MakesOptimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = optimizer_of(model)
     content.take_step(optimizer)
     _keep_few_settings(optimizer)
-    return wrapped, optimizer
+    return model, optimizer
 
 
 def _torch_rows(
     kind: str, optimizer_of: content.MakesOptimizer = content.adam
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from torch.distributed.fsdp import fully_shard
-
     model = content.Tiny()
     if kind == "fsdp2":
         mesh = init_device_mesh("cpu", (2,))
@@ -124,52 +88,25 @@ def _torch_rows(
     if kind == "tp":
         _split_tensors(model, mesh["other"])
         mesh = mesh["data"]
-    for part in model.parts():
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh, ignored_params={model.gain})
-    optimizer = optimizer_of(model)
-    content.take_step(optimizer)
-    _keep_few_settings(optimizer)
-    return model, optimizer
-
-
-def _save_torch_flat(kind: str, use_orig_params: bool, path: Path) -> None:
-    from torch.distributed.fsdp import (
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        FullyShardedDataParallel,
-        StateDictType,
-    )
-
-    settings: Any = {
-        # with offload_to_cpu=True, values are wrong on CPUs
-        "full": (
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-            FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        ),
-        "sharded": (StateDictType.SHARDED_STATE_DICT,),
-        "local": (StateDictType.LOCAL_STATE_DICT,),
-    }[kind]
-    model, optimizer = _torch_flat(use_orig_params)
-    with FullyShardedDataParallel.state_dict_type(model, *settings):
-        states: dict[str, Any] = {"model": model.state_dict(), "step": content.STEP}
-        if kind != "local" and "model" not in path.name:
-            states["optimizer"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    _saved(states, path)
+    return _trained(checkpoints.torch_fsdp2(model, mesh), optimizer_of)
 
 
 def _save_torch(path: Path) -> None:
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
+
     warnings.simplefilter("ignore")  # FSDP1 and ShardedTensor are deprecated
     form, kind, *rest = path.stem.split("-")
     if form == "fsdp1":
-        _save_torch_flat(kind, "flat" not in rest and kind != "local", path)
-        return
-    model, optimizer = _torch_rows(form)
-    states = _by_dcp(model, optimizer)
+        model, optimizer = _torch_flat("flat" not in rest and kind != "local")
+        given = {"offload_to_cpu": False, "rank0_only": False}  # offloaded values are wrong on CPUs
+        configs = FullStateDictConfig(**given), FullOptimStateDictConfig(**given)
+        configs = configs if kind == "full" else ()
+        states = checkpoints.flat_states(model, optimizer, kind.upper(), configs=configs)
+    else:
+        states = checkpoints.states_by_torch(*_torch_rows(form))
     if "model" in rest:
         del states["optimizer"]
-    _saved(states, path)
+    checkpoints.save_states(states, path)
 
 
 # With the number of ranks. A file of torch.save takes 1.3 KB, and each part of a tensor in a
@@ -220,9 +157,6 @@ def ours(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """kind: "flat" (a FlatParameter for each unit, dtype and requires_grad), "original"
     (use_orig_params=True, and one unit for all) or "rows" (fully_shard); with "-tp", on two ranks
     of tensor parallelism."""
-    import fsdp_compat
-    from fsdp_compat.wrap import ModuleWrapPolicy
-
     model = content.Tiny()
     form, _, parallel = kind.partition("-")
     ranks = dist.get_world_size() // (2 if parallel else 1)
@@ -230,25 +164,18 @@ def ours(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if parallel:
         _split_tensors(model, mesh["tp"])
     if form == "rows":
-        for part in model.parts():
-            fsdp_compat.fully_shard(part, mesh=mesh["data"])
-        fsdp_compat.fully_shard(model, mesh=mesh["data"])
-        return model, content.adam(model)
-    policy = ModuleWrapPolicy({content.Block, content.Frozen}) if form == "flat" else None
-    wrapped = fsdp_compat.FullyShardedDataParallel(
-        model,
+        wrapped = checkpoints.ours_fully_shard(model, mesh["data"])
+    else:
         # without a mesh, sharded state dicts have ShardedTensors, not DTensors
-        device_mesh=mesh["data"] if parallel or form == "original" else None,
-        auto_wrap_policy=policy,
-        use_orig_params=form == "original",
-    )
+        options: dict[str, Any] = {"device_mesh": mesh["data"]} if parallel else {}
+        if form == "original":
+            options = {"device_mesh": mesh["data"], "auto_wrap_policy": None}
+        wrapped = checkpoints.ours_fsdp1(model, use_orig_params=form == "original", **options)
     return wrapped, content.adam(wrapped)
 
 
 def _save_native(kind: str, what: str, path: Path) -> None:
     """what: "all", the "model", or "rank-local" states."""
-    from fsdp_compat import checkpoint
-
     warnings.simplefilter("ignore")  # rank-local state can only be loaded with the same layout
     model, optimizer = ours(kind)
     optimizer = content.rank_local(model) if what == "rank-local" else optimizer
@@ -262,30 +189,23 @@ def _save_native(kind: str, what: str, path: Path) -> None:
 
 
 def _save_safetensors(max_file_nbytes: int, path: Path) -> None:
-    from fsdp_compat import checkpoint
-
     model, optimizer = ours("flat")
     content.take_step(optimizer)
     checkpoint.save_safetensors(path, model, max_file_nbytes=max_file_nbytes)
 
 
 def _save_ours(kind: str, form: str, path: Path) -> None:
-    from fsdp_compat import FullyShardedDataParallel, StateDictType
-
     warnings.simplefilter("ignore")  # torch's ShardedTensor is deprecated
     model, optimizer = ours(kind)
     content.take_step(optimizer)
     _keep_few_settings(optimizer)
     if kind == "rows":
-        states = _by_dcp(model, optimizer)
+        states = checkpoints.states_by_torch(model, optimizer)
     else:
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType[f"{form}_STATE_DICT"]):
-            states = {"model": model.state_dict(), "step": content.STEP}
-            if form != "LOCAL":
-                states["optimizer"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        states = checkpoints.flat_states(model, optimizer, form, fsdp_compat)
     if "model" in path.name:
         del states["optimizer"]
-    _saved(states, path)
+    checkpoints.save_states(states, path)
 
 
 def make_ours(folder: Path) -> Entries:

@@ -1,11 +1,14 @@
-"""Archives made by hand: their pieces lie in raw files, of which a test knows every byte."""
+"""Made by hand: archives whose pieces lie in raw files, of which a test knows every byte, and what
+pickles of DTensors hold."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from fsdp_compat._comm.host_memory import memory_of
@@ -13,6 +16,7 @@ from fsdp_compat._layout.box import Box
 from fsdp_compat._layout.spec import row_major_strides
 from fsdp_compat.checkpoint._tools import opening
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredPiece, StoredTensor
+from fsdp_compat.checkpoint._tools.pickles import Record
 
 
 def raw(values: Tensor) -> bytes:
@@ -47,3 +51,35 @@ def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
     """Let the tools find these archives at their paths."""
     found = {made.path: made for made in archives}
     monkeypatch.setattr(opening, "_read_directory", lambda path, *given: found[path])
+
+
+# -- DTensors as their pickles describe them
+
+
+def record(name: str, *args: Any, **fields: Any) -> Record:
+    """An object of a class, with what it was made of and its attributes."""
+    return Record(name, args, fields)
+
+
+def spec_of(
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    coordinate: Sequence[int] | None,
+    placements: Sequence[tuple[Any, ...]],
+    **mesh: Any,
+) -> Record:
+    """A DTensorSpec.
+
+    placements: kinds, each with a dim, and a split factor.
+    """
+    known = mesh or {"_layout": record("_MeshLayout", shape=tuple(sizes))}
+    cuts = [
+        record(f"torch.{kind}", **dict(zip(("dim", "split_factor"), numbers, strict=False)))
+        for kind, *numbers in placements
+    ]
+    return record(
+        "spec",
+        mesh=record("mesh", _coordinate_on_dim=coordinate and list(coordinate), **known),
+        placements=tuple(cuts),
+        tensor_meta=record("meta", tuple(shape), (), torch.float32),
+    )

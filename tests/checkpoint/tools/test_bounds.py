@@ -15,15 +15,11 @@ import torch
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint._tools.archive import coverage_problem, of_memory
 from fsdp_compat.checkpoint._tools.pickles import Record, Refused
-from fsdp_compat.checkpoint._tools.sharded_records import (
-    RankPart,
-    boxed_tensor,
-    d_tensor,
-    shape_of,
-)
+from fsdp_compat.checkpoint._tools.sharded_records import RankPart, d_tensor, shape_of
 from fsdp_compat.checkpoint._tools.torch_save import unpickle
 from fsdp_compat.checkpoint._tools.tree import archive_of
 from fsdp_compat.errors import CheckpointError
+from tests.checkpoint.tools.archives import spec_of
 from tests.support.bounded import bounded
 
 WHERE = Path("values.pkl")
@@ -57,17 +53,8 @@ def test_sizes_are_refused_before_they_are_multiplied() -> None:
 
 def spec(sizes: Any, shape: tuple[int, ...] = (6, 2), splits: tuple[int, ...] = ()) -> Record:
     """splits: of the strided placement along each dim of a tensor."""
-    mesh = Record("DeviceMesh")
-    mesh.fields = {"_coordinate_on_dim": [0] * max(len(splits), 1), "_layout": Record("layout")}
-    mesh.fields["_layout"].fields = {"shape": sizes}
-    meta = Record("meta", (shape, (), torch.float32))
-    places = []
-    for number, split in enumerate(splits):
-        places.append(Record("_StridedShard"))
-        places[-1].fields = {"dim": number % len(shape), "split_factor": split}
-    found = Record("spec")
-    found.fields = {"mesh": mesh, "placements": tuple(places), "tensor_meta": meta}
-    return found
+    places = [("_StridedShard", number % len(shape), split) for number, split in enumerate(splits)]
+    return spec_of(shape, sizes, [0] * max(len(splits), 1), places)
 
 
 @pytest.mark.parametrize("number", [2, ()], ids=["numbers", "empty"])
@@ -106,16 +93,6 @@ def test_a_tensor_of_columns_is_checked_as_fast_as_one_of_rows() -> None:
     assert coverage_problem((4, 20_000), columns) is None
     columns[7] = Box((0, 6), (4, 2))
     assert "overlap" in str(coverage_problem((4, 20_000), columns))
-
-
-def test_our_sharded_tensors_of_many_ranks_are_read() -> None:
-    num = 64
-    params = Record("fsdp_compat._layout.spec.ParamSpec")
-    params.fields = {"name": "w", "shape": (num,), "start": 0}
-    layout = Record("fsdp_compat._layout.spec.FlatLayout")
-    layout.fields = {"params": (params,), "ranks": num, "shard_numel": 1}
-    found = boxed_tensor(layout, 0, 5, of_memory("", torch.ones(1)), tuple(range(num)))
-    assert [piece.box for piece in found.pieces] == [Box((5,), (1,))]
 
 
 # -- pickled values

@@ -3,30 +3,31 @@ read bit for bit. tests/clients has the libraries themselves."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from fsdp_compat.checkpoint._tools.archive import Archive
 from fsdp_compat.checkpoint._tools.client_directories import read_client_directory
-from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.shapes import shapes_of
 from fsdp_compat.checkpoint._tools.tree import without_ddp
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.corpus.content import Tiny
 from tests.checkpoint.corpus.make import CORPUS
 from tests.support.checkpoints import (
+    assert_holds,
     assert_is_reference,
     assert_same,
     reference,
+    save_dcp,
+    values_of,
 )
 
 
@@ -35,30 +36,6 @@ def opened(path: Path, **options: Any) -> Archive:
     assert archive is not None
     without_ddp(archive)
     return archive
-
-
-def save_dcp(state: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("accelerate-full", "Accelerate"),
-        ("accelerate-sharded", "Accelerate"),
-        ("accelerate-sharded-ranks", "Accelerate"),
-        ("lightning", "Lightning"),
-        ("fabric-model", "Fabric"),
-    ],
-)
-def test_each_kind_is_named(name: str, kind: str) -> None:
-    """test_corpus has the values."""
-    archive = opened(CORPUS / "clients" / name)
-    assert archive.kind == kind
-    if name == "accelerate-full":
-        assert archive.left_out == ["random_states_0.pkl: state of one process"]
 
 
 # -- Accelerate and the Trainer
@@ -71,6 +48,8 @@ def test_local_files_of_accelerate_are_read(tmp_path: Path) -> None:
     archive = opened(tmp_path, shapes=shapes_of(Tiny()))
     assert {*archive.tensors, *archive.aliases} == Tiny().state_dict().keys()
     assert (archive.kind, archive.world_size) == ("Accelerate", 2)
+    kinds = {name: opened(CORPUS / "clients" / name).kind for name in ("lightning", "fabric-model")}
+    assert kinds == {"lightning": "Lightning", "fabric-model": "Fabric"}
     (tmp_path / "pytorch_model_fsdp_rank0.bin").unlink()
     with pytest.raises(CheckpointError, match="rank 0"):
         opened(tmp_path, shapes=shapes_of(Tiny()))
@@ -87,22 +66,27 @@ def test_several_models_of_accelerate_keep_their_number(tmp_path: Path) -> None:
     assert set(archive.tensors) == {"model.w", "model_1.w"}
     assert set(archive.states) == {"model.w", "model_1.w"}
     assert [group["params"] for group in archive.param_groups or ()] == [["model.w"], ["model_1.w"]]
-    with Files() as files:
-        assert_same(read(archive.tensors["model_1.w"], files), two["w"], "model_1.w")
+    assert_same(values_of(archive)["model/model_1.w"], two["w"], "model_1.w")
 
 
-def test_a_checkpoint_of_the_trainer_has_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_trainer_has_its_step_and_other_values(tmp_path: Path) -> None:
     """With FULL state dicts, the Trainer saves the model twice."""
     expected = reference()
     torch.save(expected["model"], tmp_path / "pytorch_model_fsdp.bin")
     torch.save(expected["optimizer"], tmp_path / "optimizer.bin")
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 500}))
     save_file({"other": torch.zeros(2)}, tmp_path / "model.safetensors")
+    torch.save({"last_epoch": 7}, tmp_path / "scheduler.pt")
+    torch.save(argparse.Namespace(bf16=True, compute=print), tmp_path / "training_args.bin")
+    torch.save({"cpu": torch.zeros(8)}, tmp_path / "rng_state_0.pth")
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": 500, "log_history": []}))
     archive = opened(tmp_path)
     assert (archive.kind, archive.step) == ("Trainer", 500)
     assert_is_reference(archive, expected)
-    assert any(text.startswith("model.safetensors") for text in archive.left_out)
-    (tmp_path / "trainer_state.json").write_text('{"global_step": "no"}')
+    assert archive.extra == {"scheduler": {"last_epoch": 7}}
+    left = {text.partition(":")[0] for text in archive.left_out}
+    assert left >= {"model.safetensors", "training_args.bin", "rng_state_0.pth"}
+    state.write_text('{"global_step": "no"}')
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
         opened(tmp_path)
 
@@ -123,10 +107,7 @@ def test_ddp_checkpoints_keep_the_numbers_of_the_optimizer(tmp_path: Path) -> No
         torch.save({name: model[name]}, tmp_path / file)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    archive = opened(tmp_path)
-    with Files() as files:
-        for name, values in model.items():
-            assert_same(read(archive.tensors[name], files), values, name)
+    assert_holds(opened(tmp_path), model)
     index.write_text(json.dumps({"weight_map": {**places, "b.weight": "../part-2.bin"}}))
     with pytest.raises(CheckpointError, match="not the name of a file"):
         opened(tmp_path)
@@ -176,13 +157,3 @@ def test_names_of_megatron_fsdp_lose_its_wrappers(tmp_path: Path) -> None:
     archive = opened(tmp_path / "c")
     assert_is_reference(archive, expected)
     assert (archive.kind, archive.step) == ("Megatron-FSDP", 7)
-
-
-def test_values_that_would_run_code_are_named(tmp_path: Path) -> None:
-    save_dcp({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
-    torch.save({"epoch": 1, "callbacks": print}, tmp_path / "c" / "meta.pt")
-    archive = opened(tmp_path / "c")
-    assert set(archive.tensors) == {"w"}
-    (text,) = archive.left_out
-    assert text.startswith("meta.pt: ")
-    assert "print" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,25 +16,21 @@ import torch
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
+from click.testing import Result
+from safetensors.torch import save_file
 
 from fsdp_compat import __main__, checkpoint
 from fsdp_compat.checkpoint._tools import commands, tables
+from fsdp_compat.checkpoint._tools.shapes import Shapes
 from fsdp_compat.checkpoint._tools.tables import nbytes_text, ranks_text, shortened, shown
 from fsdp_compat.errors import CheckpointError, explain
 from tests.checkpoint.tools.archives import archive, opens
+from tests.checkpoint.tools.program import run
+from tests.support.checkpoints import FACTS
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "a\x1b[31mred\nmodel/b\r\x9b2J\u202eabc[bold]$\\frac:smile:"
 NAMES = ("inspect", "verify", "diff", "convert", "merge", "reshard", "shapes")
-FACTS = ("expected:", "got:", "where:", "to do:")
-
-
-def run(*arguments: Any) -> Result:
-    result = CliRunner().invoke(commands.commands, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 @pytest.fixture
@@ -286,52 +283,42 @@ def test_what_goes_wrong_underneath_is_one_message(
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setattr(commands, "inspect", lambda *_, **__: 1 / 0)
-    result = CliRunner().invoke(commands.commands, ["inspect", str(model)])
-    assert isinstance(result.exception, ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        commands.commands(["inspect", str(model)], standalone_mode=False)
 
 
 # -- arguments
 
+SIZES = {
+    **{"5GB": 5_000_000_000, "256MB": 256_000_000, "'256 mib'": 256 << 20, "2TiB": 2 << 40},
+    **{"1.5G": 1_500_000_000, "4096": 4096, "4096b": 4096},
+}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "convert m t": {"max_file_nbytes": 5_000_000_000},
+    "convert m t.pth --dtype bf16 --no-optimizer --shapes m --max-file-size 1kB": {
+        **{"dtype": torch.bfloat16, "optimizer": False, "shapes": Path("m")},
+        "max_file_nbytes": 1000,
+    },
+    "merge m t.pt --rename a=>b --rename ^x=>": {"rename": (("a", "b"), ("^x", ""))},
+    "merge m t.safetensors --rename-file names.json": {"rename": {"a": "b"}},
+    "reshard m t --world-size 4 --unit b --workers 3 --step 0": {
+        **{"to": "native", "world_size": 4, "unit": "b", "step": 0, "workers": 3}
+    },
+    "reshard dcp t --world-size 2 --include x --include y": {
+        **{"to": "dcp", "world_size": 2, "include": ("x", "y")}
+    },
+    **{
+        f"convert m t --memory {size} --max-file-size {size}": {
+            **{"memory": nbytes, "max_file_nbytes": nbytes}
+        }
+        for size, nbytes in SIZES.items()
+    },
+}
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        *(("5GB", 5_000_000_000), ("256MB", 256_000_000), ("256 mib", 256 << 20)),
-        *(("1.5G", 1_500_000_000), ("4096", 4096), ("4096b", 4096), ("2TiB", 2 << 40)),
-    ],
-)
-def test_sizes(monkeypatch: pytest.MonkeyPatch, model: Path, text: str, nbytes: int) -> None:
-    got: dict[str, Any] = {}
-    monkeypatch.setattr(commands, "convert", lambda **given: got.update(given) or "t")
-    assert run("convert", model, "t", "--memory", text, "--max-file-size", text).exit_code == 0
-    assert got["memory"] == got["max_file_nbytes"] == nbytes
 
-
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("convert m t", {"max_file_nbytes": 5_000_000_000}),
-        (
-            "convert m t.pth --dtype bf16 --no-optimizer --shapes m --max-file-size 1kB",
-            {
-                **{"dtype": torch.bfloat16, "optimizer": False, "shapes": Path("m")},
-                "max_file_nbytes": 1000,
-            },
-        ),
-        ("merge m t.pt --rename a=>b --rename ^x=>", {"rename": (("a", "b"), ("^x", ""))}),
-        ("merge m t.safetensors --rename-file names.json", {"rename": {"a": "b"}}),
-        (
-            "reshard m t --world-size 4 --unit b --workers 3 --step 0",
-            {"to": "native", "world_size": 4, "unit": "b", "step": 0, "workers": 3},
-        ),
-        (
-            "reshard dcp t --world-size 2 --include x --include y",
-            {"to": "dcp", "world_size": 2, "include": ("x", "y")},
-        ),
-    ],
-)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_arguments_reach_convert(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, expected: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
 ) -> None:
     got: dict[str, Any] = {}
     monkeypatch.setattr(commands, "convert", lambda **given: got.update(given) or given["target"])
@@ -340,51 +327,29 @@ def test_arguments_reach_convert(
     (tmp_path / "m").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").touch()
-    _, source, target, *_ = program.split()
-    result = run(*program.split())
+    _, source, target, *_ = shlex.split(program)
+    result = run(*shlex.split(program))
     assert result.stdout == f"{target}\n", result.output
-    assert {key: value for key, value in got.items() if value not in (None, ())} == {
-        **{"source": Path(source), "target": Path(target), "memory": 256 << 20, "workers": 1},
-        **{"progress": False, "keep_module": False},
-        **expected,
-    }
-
-
-def test_convert_writes_what_was_asked_for(model: Path, tmp_path: Path) -> None:
-    target = tmp_path / "new.safetensors"
-    options = ["--rename", r"^a\.(.*)=>c.\1", "--include", "weight", "--dtype", "bfloat16"]
-    result = run("merge", model, target, *options)
-    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{target}\n", "")
-    (name, values), *none = load_file(target).items()
-    assert (name, values.dtype, none) == ("c.weight", torch.bfloat16, [])
-
-
-def test_a_file_is_durable_before_it_gets_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    target, fsync, synced = tmp_path / "model.json", os.fsync, []
-
-    def noted(descriptor: int) -> None:
-        if os.path.isfile(f"/proc/self/fd/{descriptor}"):
-            assert not target.exists()
-            synced.append(os.stat(descriptor).st_ino)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    run("shapes", "torch.nn:Identity", "-o", target)
-    assert synced == [target.stat().st_ino]
+    expected = {"source": Path(source), "target": Path(target), "memory": 256 << 20, "workers": 1}
+    expected |= {"progress": False, "keep_module": False, **PROGRAMS[program]}
+    assert {key: value for key, value in got.items() if value not in (None, ())} == expected
 
 
 def test_shapes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "made_for_shapes.py").write_text(
         "from torch import nn\n\ndef make():\n    return nn.Linear(10**6, 10**6)  # on meta\n"
+        "def fail():\n    raise OSError('no weights here')\n\nnumber = 3\n"
     )
     monkeypatch.chdir(tmp_path)
     result = run("shapes", "made_for_shapes:make", "-o", "model.json")
     assert result.stdout == "model.json\n"
     printed = run("shapes", "made_for_shapes:make").stdout
-    assert printed == (tmp_path / "model.json").read_text() and "1000000" in printed
+    assert printed == (tmp_path / "model.json").read_text()
+    assert Shapes.load(tmp_path / "model.json").entries["weight"].sizes == (10**6, 10**6)
     assert os.getcwd() not in sys.path
+    for name, got in (("fail", "no weights here"), ("number", "int"), ("missing", "missing")):
+        result = run("shapes", f"made_for_shapes:{name}")
+        assert result.exit_code == 2 and got in result.stderr
 
 
 # -- the program

@@ -6,33 +6,30 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fsdp_compat.checkpoint import convert, verify
-from fsdp_compat.checkpoint._tools import commands
+from fsdp_compat.checkpoint import Problem, convert, verify
 from fsdp_compat.checkpoint._tools.archive import Span
 from fsdp_compat.checkpoint._tools.opening import open_archive
-from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.errors import CheckpointError, UsageError
+from tests.checkpoint.tools.archives import raw
+from tests.checkpoint.tools.program import run
 from tests.support import checkpoints
+from tests.support.checkpoints import Forgery, flip, save_dcp, values_of
 
 TENSORS = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(24.0).view(6, 4).t() + 7}
 
 
 def values(path: Path) -> dict[str, bytes]:
-    with Files() as files:
-        found = {name: read(each, files) for name, each in open_archive(path).all_tensors()}
-    return {name: bytes(each.view(torch.uint8).numpy()) for name, each in found.items()}
+    found = values_of(open_archive(path))
+    return {name: raw(each) for name, each in found.items()}
 
 
 def changed_bytes(file: Path, step: int = 1) -> Iterator[int]:
@@ -52,17 +49,12 @@ def spans(path: Path) -> list[Span]:
     return [p.source for p in pieces if isinstance(p.source, Span) and p.box.numel]
 
 
-def save_dcp(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    dcp.save(tensors, checkpoint_id=path, no_dist=True)
-    return path
-
-
 @pytest.mark.parametrize("kind", ["torch.save", "torch's dcp", "our dcp"])
 def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
     torch.save(TENSORS, tmp_path / "x.pt")
     path = file = tmp_path / "x.pt"
     if kind == "torch's dcp":
-        path = save_dcp(tmp_path / "dcp", TENSORS)
+        path = save_dcp(TENSORS, tmp_path / "dcp")
     elif kind == "our dcp":
         path = convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp")
     if path.is_dir():
@@ -74,6 +66,11 @@ def test_no_changed_byte_gives_other_values(tmp_path: Path, kind: str) -> None:
         except CheckpointError:
             num_refused += 1
     assert num_refused > 24 * 4 // 2, "at least the values themselves have checksums"
+    content = file.read_bytes()
+    for length in range(0, len(content), 97):
+        file.write_bytes(content[:length])
+        with pytest.raises(CheckpointError):
+            values(path)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1-sharded-dcp", "fsdp2-torch"])
@@ -83,9 +80,7 @@ def test_every_value_of_torchs_files_has_its_checksum(kind: str, tmp_path: Path)
     result = verify(path)
     assert result.is_intact and result.num_checksums and not result.num_without_checksum
     span = max(spans(path), key=lambda span: span.start)
-    content = bytearray(span.path.read_bytes())
-    content[span.start + 1] ^= 4
-    span.path.write_bytes(content)
+    flip(span.path, span.start + 1)
     for workers in (1, 3):
         problem, *more = verify(path, workers=workers).problems
         assert (problem.kind, problem.where, more) == ("checksum", span.path.name, [])
@@ -97,7 +92,7 @@ def test_every_value_of_torchs_files_has_its_checksum(kind: str, tmp_path: Path)
 
 
 def verdict(path: Path) -> str:
-    result = CliRunner().invoke(commands.commands, ["verify", str(path)])
+    result = run("verify", path)
     assert result.exit_code == 0, result.output
     return result.stdout.splitlines()[-1]
 
@@ -112,7 +107,7 @@ def test_files_without_checksums_are_not_damaged_and_said_to_have_none(tmp_path:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(TENSORS, tmp_path / "off.pt")
-        save_dcp(tmp_path / "off", TENSORS)
+        save_dcp(TENSORS, tmp_path / "off")
     finally:
         torch.serialization.set_crc32_options(True)
     for name in ("x.safetensors", "skipped.pt", "off.pt", "off"):
@@ -132,35 +127,36 @@ def test_files_without_checksums_are_not_damaged_and_said_to_have_none(tmp_path:
 
 def outcome(path: Path) -> tuple[int, list[str]]:
     """The exit status, and the files with problems."""
-    result = CliRunner().invoke(commands.commands, ["verify", str(path), "--json"])
     problems: list[Any] = []
     with contextlib.suppress(CheckpointError):
         problems = [problem.where for problem in verify(path).problems]
-    return result.exit_code, problems
+    return run("verify", path, "--json").exit_code, problems
 
 
-def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(
-    tmp_path: Path,
-) -> None:
+def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(3 << 20)}, tmp_path / "x.pt")  # beyond the block with the head
-    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=3)
-    zero, one, two = (path / f"rank-{rank:05d}.safetensors" for rank in range(3))
-
-    def change(file: Path, place: int) -> None:
-        content = bytearray(file.read_bytes())
-        content[place] ^= 1
-        file.write_bytes(content)
-
-    change(two, -1)
+    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=4)
+    zero, one, two, three = (path / f"rank-{rank:05d}.safetensors" for rank in range(4))
+    flip(two, -1)
     for place in (-1, 3, 20):  # a value, the length of the header, and the header
-        change(zero, place)
+        flip(zero, place)
         assert outcome(path) == (1, [zero.name, two.name])
-        change(zero, place)
-    one.write_bytes(one.read_bytes()[:-1])
-    assert outcome(path) == (1, [one.name, two.name])
+        flip(zero, place)
+    content = one.read_bytes()
+    one.write_bytes(content[:-1])
+    zero.write_bytes(zero.read_bytes() + b"more")
+    three.rename(tmp_path / "elsewhere")
+    three.symlink_to("../elsewhere")
+    assert outcome(path) == (1, [zero.name, one.name, three.name, two.name])
+    for values in (True, False):
+        problems = {each.where: each for each in verify(path, values=values).problems}
+        assert problems[three.name].kind == "link"
+        said = f"{len(content) - 1} bytes instead of {len(content)}"
+        assert problems[one.name] == Problem("file", one.name, said)
     one.unlink()
-    assert outcome(path) == (1, [one.name, two.name])
-    change(path / "manifest.json", 40)
+    (missing,) = [each for each in verify(path).problems if each.where == one.name]
+    assert missing.kind == "file" and "No such file" in missing.what
+    flip(path / "manifest.json", 40)
     assert outcome(path) == (1, [path.name])
 
 
@@ -168,9 +164,9 @@ def test_a_checkpoint_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> No
     torch.save(TENSORS, tmp_path / "x.pt")
     content = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(content[:-100])
-    file = save_dcp(tmp_path / "begins otherwise", TENSORS) / "__0_0.distcp"
+    file = save_dcp(TENSORS, tmp_path / "begins otherwise") / "__0_0.distcp"
     file.write_bytes(b"XX" + file.read_bytes()[2:])
-    metadata = save_dcp(tmp_path / "linked to itself", TENSORS) / ".metadata"
+    metadata = save_dcp(TENSORS, tmp_path / "linked to itself") / ".metadata"
     metadata.unlink()
     metadata.symlink_to(".metadata")
     for name, what in (
@@ -180,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_one_problem(tmp_path: Path) -> No
     ):
         (problem,) = verify(tmp_path / name).problems
         assert re.search(what, problem.what), problem.what
-        result = CliRunner().invoke(commands.commands, ["inspect", str(tmp_path / name)])
+        result = run("inspect", tmp_path / name)
         assert result.exit_code == 3 and "Traceback" not in result.output
     (tmp_path / "empty").mkdir()
     assert outcome(tmp_path / "empty") == (3, []), "there is nothing to verify"
@@ -191,20 +187,11 @@ def test_a_quantized_dtype_in_a_native_checkpoint_is_damage(tmp_path: Path, dtyp
     extra = torch.arange(8, dtype=torch.int8)
     torch.save({"model": {"w": torch.arange(8)}, "extra": extra}, tmp_path / "x.pt")
     path = convert(tmp_path / "x.pt", tmp_path / "native", to="native")
-    file = path / "rank-00000.safetensors"
-    header = file.read_bytes()
-    changed = header.replace(b'int8\\"', dtype.encode() + b'\\"')
-    assert changed != header
-    length = int.from_bytes(header[:8], "little") + len(changed) - len(header)
-    file.write_bytes(length.to_bytes(8, "little") + changed[8:])
-    manifest = json.loads((path / "manifest.json").read_text())["content"]
-    manifest["files"][0] |= {
-        "nbytes": len(changed),
-        "crc32": f"{zlib.crc32(file.read_bytes()):08x}",
-    }
-    text = json.dumps(manifest).encode()
-    framed = b'{"content": %b,\n"crc32": "%08x"}\n' % (text, zlib.crc32(text))
-    (path / "manifest.json").write_bytes(framed)
+    forgery = Forgery(path)
+    text = json.dumps(forgery.text)
+    assert '"int8"' in text
+    forgery.text = json.loads(text.replace('"int8"', f'"{dtype}"'))
+    forgery.write(path)
     with pytest.raises(CheckpointError, match=f"{dtype}.* is a quantized dtype"):
         convert(path, tmp_path / "y.pt")
 
@@ -255,8 +242,12 @@ def test_what_safetensors_cannot_hold_is_not_to_be_converted_to_what_does_not_ap
     convert(tmp_path / "x.pt", tmp_path / "z.safetensors", dtype=torch.float32)
 
 
-class Settings:
+class Settings(dict[str, int]):
     """Stands for what trainers pickle beside the weights."""
+
+    def __init__(self) -> None:
+        self.value = 3
+        self["a"] = 1
 
 
 def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> None:
@@ -267,26 +258,27 @@ def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> 
     trainer.mkdir()
     (trainer / "trainer_state.json").write_text('{"global_step": 1}')
     torch.save({**TENSORS, "settings": Settings()}, trainer / "pytorch_model.bin")
+    torch.save(TENSORS, tmp_path / "plain.pt")
     for path in (tmp_path / "x.pt", trainer):
         for command in ("inspect", "verify"):
-            result = CliRunner().invoke(commands.commands, [command, str(path)])
+            result = run(command, path)
             assert result.exit_code == 3 and f"--ignore-class {name}" in result.stderr
-            program = [command, str(path), "--ignore-class", name]
-            assert CliRunner().invoke(commands.commands, program).exit_code == 0
+            assert run(command, path, "--ignore-class", name).exit_code == 0
+    with pytest.warns(UserWarning, match="settings, an object"):
+        found = convert(tmp_path / "x.pt", tmp_path / "y.pt", ignored=[name])
+    assert values(found) == values(tmp_path / "plain.pt")
 
 
-def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(
-    tmp_path: Path,
-) -> None:
-    run, step = tmp_path / "run", tmp_path / "run" / "global_step10"
+def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(tmp_path: Path) -> None:
+    job, step = tmp_path / "job", tmp_path / "job" / "global_step10"
     step.mkdir(parents=True)
-    (run / "latest").write_text("global_step10")
-    (run / "zero_to_fp32.py").write_text("")
+    (job / "latest").write_text("global_step10")
+    (job / "zero_to_fp32.py").write_text("")
     torch.save({"module": {"w": torch.zeros(0)}}, step / "mp_rank_00_model_states.pt")
     torch.save({}, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    for path in (run, step):
-        result = CliRunner().invoke(commands.commands, ["inspect", str(path)])
+    for path in (job, step):
+        result = run("inspect", path)
         assert result.exit_code == 3, result.output
         assert "DeepSpeed" in result.stderr and "zero_to_fp32.py" in result.stderr
-    torch.save(TENSORS, run / "pytorch_model.bin")  # what the script makes
-    assert set(open_archive(run).tensors) == set(TENSORS)
+    torch.save(TENSORS, job / "pytorch_model.bin")  # what the script makes
+    assert set(open_archive(job).tensors) == set(TENSORS)

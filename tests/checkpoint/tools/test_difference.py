@@ -17,6 +17,7 @@ from fsdp_compat.checkpoint._tools.archive import of_memory
 from fsdp_compat.checkpoint._tools.arithmetic import Distance, distance
 from fsdp_compat.errors import UsageError
 from tests.checkpoint.tools.archives import archive, opens
+from tests.support.checkpoints import refused
 
 NAN, INF = math.nan, math.inf
 BIG = (1 << 63) - 1
@@ -60,14 +61,6 @@ def test_distances_of_every_kind_of_number(
         assert found.num_different == expected.num_different
         assert found.max_absolute == expected.max_absolute
         assert found.max_relative == pytest.approx(expected.max_relative, rel=1e-12)
-
-
-def test_the_tolerance_is_one_bound_of_both_kinds() -> None:
-    one, other = [100.0, 1.0, 0.0, INF], [101.0, 1.02, 0.01, 5.0]
-    assert far(one, other, torch.float64, rtol=0.01).num_different == 3
-    assert far(one, other, torch.float64, rtol=0.01, atol=0.01).num_different == 1
-    assert far(one, other, torch.float64, atol=2.0) == Distance(1, INF, INF)
-    assert far([5, 9], [6, 11], torch.int32, atol=1).num_different == 1
 
 
 def test_values_of_different_dtypes_are_compared_as_numbers() -> None:
@@ -174,21 +167,18 @@ def test_values_that_are_not_tensors_are_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     weight = {"w": torch.ones(2)}
+    average = of_memory("", torch.zeros(2))
     one = archive(
         tmp_path / "a",
         weight,
-        states={
-            "w": {"step": 3.0, "exp_avg": of_memory("", torch.zeros(2)), "flag": 1, "none": None}
-        },
+        states={"w": {"step": 3.0, "exp_avg": average, "flag": 1, "none": None}},
         param_groups=[{"params": ["w"], "lr": 0.1, "betas": (0.9, 0.99), "decay": NAN}],
         extra={"epoch": 3, "note": "x" * 500, "nested": [{"seed": 1}, 2]},
     )
     other = archive(
         tmp_path / "b",
         weight,
-        states={
-            "w": {"step": of_memory("", torch.tensor(3.0)), "exp_avg": one.states["w"]["exp_avg"]}
-        },
+        states={"w": {"step": of_memory("", torch.tensor(3.0)), "exp_avg": average}},
         param_groups=[{"params": ["w"], "lr": 0.2, "betas": [0.9, 0.99], "decay": NAN}],
         extra={"epoch": 4, "note": "x" * 500, "nested": [{"seed": 1}, 2.0]},
     )
@@ -205,11 +195,11 @@ def test_values_that_are_not_tensors_are_compared(
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    for options, text in (
-        ({"rtol": -1.0}, r"rtol.*\n.*at least 0"),
-        ({"atol": NAN}, r"atol.*\n.*at least 0"),
-        ({"include": ["("]}, "expected: regular expressions"),
-        ({"rtol": "1"}, r"rtol.*\n.*at least 0"),
+    for name, value, text in (
+        ("rtol", -1.0, "at least 0"),
+        ("atol", NAN, "at least 0"),
+        ("rtol", "1", "at least 0"),
+        ("include", ["("], "expected: regular expressions"),
     ):
-        with pytest.raises(UsageError, match=text):
-            diff(tmp_path, tmp_path, **options)  # type: ignore[arg-type]
+        with refused(UsageError, name, text):
+            diff(tmp_path, tmp_path, **{name: value})

@@ -7,13 +7,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp_compat.checkpoint import inspect
+from fsdp_compat.checkpoint import diff, inspect
 from fsdp_compat.checkpoint._tools.archive import (
     Archive,
     Span,
@@ -66,14 +65,6 @@ def source(folder: Path) -> Path:
     return folder / "source"
 
 
-def drop_pages(path: Path) -> None:
-    os.sync()
-    for file in path.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_gigabyte_is_merged_within_600_mb(tmp_path: Path) -> None:
@@ -86,8 +77,6 @@ def test_a_gigabyte_is_merged_within_600_mb(tmp_path: Path) -> None:
     assert at_most(1_000_000_000, of_all=4_000_000_000) <= NBYTES
     on_disk = sum(512 * file.stat().st_blocks for file in path.iterdir())
     assert on_disk >= NBYTES, "no holes"
-    drop_pages(path)
-    start = time.perf_counter()
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path), str(target)],
         capture_output=True,
@@ -96,26 +85,7 @@ def test_a_gigabyte_is_merged_within_600_mb(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
-    seconds = time.perf_counter() - start
     assert ran.returncode == 0, ran.stderr
     peak = int(ran.stdout.splitlines()[-1])
     assert peak <= LIMIT_NBYTES, f"{peak / 1e6:.0f} MB resident"
-    print(f"\n{NBYTES / 1e9:.2f} GB: {peak / 1e6:.0f} MB, {seconds:.1f} s with starting Python")
-    assert_merged(tmp_path / "seed", target)
-
-
-def assert_merged(seed: Path, target: Path) -> None:
-    """Rows at the ends and at the cut between the ranks have the values of the seed."""
-    merged = inspect(target)
-    assert merged.nbytes == NBYTES and len(merged.tensors) == NUM_TENSORS
-    words = torch.frombuffer(bytearray(seed.read_bytes()), dtype=torch.int32)
-    for tensor in merged.tensors:
-        (part,) = tensor.parts
-        assert part.start is not None
-        number = int(tensor.path.split(".")[1])
-        for row in (0, 1, ROWS // 2 - 1, ROWS // 2, ROWS - 1):
-            first = 1024 * (number + row)
-            expected = words[first : first + COLUMNS].numpy().tobytes()
-            with open(target, "rb") as file:
-                file.seek(part.start + 4 * row * COLUMNS)
-                assert file.read(4 * COLUMNS) == expected, (tensor.path, row)
+    assert diff(path, target).is_same

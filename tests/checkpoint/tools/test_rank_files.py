@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_compat.checkpoint._tools.archive import of_memory, slices
-from fsdp_compat.checkpoint._tools.pickles import Record, Refused
+from fsdp_compat.checkpoint._tools.pickles import Refused
 from fsdp_compat.checkpoint._tools.rank_files import rank_files_in, read_rank_files
-from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.sharded_records import d_tensor
 from fsdp_compat.errors import CheckpointError
+from tests.checkpoint.tools.archives import record, spec_of
+from tests.support.checkpoints import assert_holds, values_of
+from tests.support.odd_model import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.sampling import at_most
 
@@ -30,9 +35,6 @@ LAYOUTS = {"both dims": (0, 1), "one dim": (0, 0), "columns": (None, 1), "copies
 
 def _save_d_tensors(directory: Path) -> None:
     """Tensors of a mesh of 2 dims, and an optimizer, as RL trainers name the files."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     places = {None: Replicate(), 0: Shard(0), 1: Shard(1)}
@@ -50,10 +52,7 @@ def _save_d_tensors(directory: Path) -> None:
     torch.save(model, directory / "layouts" / f"rank_{rank}.pth")
 
 
-def _save_one_d_tensor(path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+def _save_d_tensor(path: Path) -> None:
     mesh = init_device_mesh("cpu", (1,))
     torch.save({"a": distribute_tensor(WHOLE, mesh, [Shard(0)])}, path)
 
@@ -73,13 +72,14 @@ def test_files_of_several_kinds_are_put_together(d_tensors: Path) -> None:
     archive = read_rank_files(paths_in(d_tensors, "*_rank_*.pt"))
     assert (archive.world_size, archive.extra) == (4, {"extra_state": {"rank": 0}})
     assert archive.param_groups == [{"lr": 0.5, "params": ["0"]}]
-    with Files() as files:
-        assert torch.equal(read(archive.states["0"]["exp_avg"], files), WHOLE)
-        for name in (*LAYOUTS, "of one axis", "plain"):
-            found = archive.tensors[name]
-            assert torch.equal(read(found, files), WHOLE), name
-            assert {copy.box for copy in found.copies} <= {piece.box for piece in found.pieces}
-            assert {piece.holder for piece in (*found.pieces, *found.copies)} == {0, 1, 2, 3}
+    names = (*LAYOUTS, "of one axis", "plain")
+    paths = ["optimizer/0/exp_avg", *(f"model/{name}" for name in names)]
+    values = values_of(archive)
+    assert_same({path: values[path] for path in paths}, dict.fromkeys(paths, WHOLE))
+    for name in names:
+        found = archive.tensors[name]
+        assert {copy.box for copy in found.copies} <= {piece.box for piece in found.pieces}
+        assert {piece.holder for piece in (*found.pieces, *found.copies)} == {0, 1, 2, 3}
     for name, num_pieces, num_copies in [("both dims", 4, 0), ("columns", 2, 2), ("plain", 1, 3)]:
         found = archive.tensors[name]
         assert (len(found.pieces), len(found.copies)) == (num_pieces, num_copies), name
@@ -88,50 +88,20 @@ def test_files_of_several_kinds_are_put_together(d_tensors: Path) -> None:
 # -- DTensors as their pickles describe them
 
 
-def _record(name: str, *args: Any, **fields: Any) -> Record:
-    return Record(name, args, fields)
-
-
-def _spec(
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    coordinate: Sequence[int] | None,
-    placements: Sequence[tuple[Any, ...]],
-    **mesh: Any,
-) -> Record:
-    """placements: kinds, each with a dim, and a split factor."""
-    known = mesh or {"_layout": _record("_MeshLayout", shape=tuple(sizes))}
-    cuts = [
-        _record(f"torch.{kind}", **dict(zip(("dim", "split_factor"), numbers, strict=False)))
-        for kind, *numbers in placements
-    ]
-    return _record(
-        "spec",
-        mesh=_record("mesh", _coordinate_on_dim=coordinate and list(coordinate), **known),
-        placements=tuple(cuts),
-        tensor_meta=_record("meta", tuple(shape), (), torch.float32),
-    )
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=3),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["Shard", "_StridedShard", "Replicate"]),
-            st.integers(0, 2),
-            st.integers(1, 3),
-            st.integers(1, 4),
-        ),
-        min_size=1,
-        max_size=3,
-    ),
+KINDS = st.sampled_from(["Shard", "_StridedShard", "Replicate"])
+# Of each dim of a mesh: the kind, the dim of the tensor, how many splits, and how many ranks.
+MESHES = st.lists(
+    st.tuples(KINDS, st.integers(0, 2), st.integers(1, 3), st.integers(1, 4)),
+    min_size=1,
+    max_size=3,
 )
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=3), MESHES)
 @settings(max_examples=at_most(40, of_all=150), deadline=None)
 def test_the_parts_of_ranks_are_what_torch_cuts(
     shape: list[int], mesh: list[tuple[str, int, int, int]]
 ) -> None:
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     num_facts = {"Shard": 1, "_StridedShard": 2, "Replicate": 0}
     placements = [
@@ -151,7 +121,7 @@ def test_the_parts_of_ranks_are_what_torch_cuts(
             if kind == "_StridedShard":
                 cut = _StridedShard(numbers[0], split_factor=numbers[1])
             local = cut._split_tensor(local, size, with_padding=False)[0][index]
-        part = d_tensor(of_memory("", local), _spec(shape, sizes, coordinate, placements))
+        part = d_tensor(of_memory("", local), spec_of(shape, sizes, coordinate, placements))
         for piece in part.pieces:
             assert torch.equal(piece.source, whole[slices(piece.box)])
             covered[slices(piece.box)] += 1
@@ -162,13 +132,13 @@ def test_the_parts_of_ranks_are_what_torch_cuts(
     "mesh",
     [
         {"mesh": of_memory("", torch.arange(6).view(3, 2))},  # before torch 2.10
-        {"_layout": _record("layout", shape=(3, 2))},
-        {"_layout": _record("layout", shape=((3,), (2, 1)))},
-        {"_layout": _record("layout", axes=(_record("", shape=(3,)), _record("", shape=(2,))))},
+        {"_layout": record("layout", shape=(3, 2))},
+        {"_layout": record("layout", shape=((3,), (2, 1)))},
+        {"_layout": record("layout", axes=(record("", shape=(3,)), record("", shape=(2,))))},
     ],
 )
 def test_the_meshes_of_all_versions_are_known(mesh: dict[str, Any]) -> None:
-    spec = _spec((6, 2), (), (1, 0), [("Shard", 0), ("Shard", 1)], **mesh)
+    spec = spec_of((6, 2), (), (1, 0), [("Shard", 0), ("Shard", 1)], **mesh)
     (piece,) = d_tensor(of_memory("", torch.ones(2, 1)), spec).pieces
     assert (piece.box.offsets, piece.box.sizes) == ((2, 0), (2, 1))
 
@@ -188,22 +158,22 @@ def test_a_d_tensor_that_does_not_fit_is_refused(change: dict[str, Any], message
     facts: dict[str, Any] = {"shape": (4, 2), "sizes": (2,), "coordinate": (0,)}
     facts["placements"] = [("Shard", 0)]
     local = of_memory("", torch.ones(2, 2))
-    assert len(d_tensor(local, _spec(**facts)).pieces) == 1
+    assert len(d_tensor(local, spec_of(**facts)).pieces) == 1
     with pytest.raises(Refused, match=message):
-        d_tensor(local, _spec(**{**facts, **change}))
+        d_tensor(local, spec_of(**{**facts, **change}))
 
 
 # -- names
+
+
+RL_TRAINERS = ["model_world_size_12_rank_{}.pt", "optim_world_size_12_rank_{}.pt"]
 
 
 @pytest.mark.parametrize(
     ("names", "keys"),
     [
         (["rank_{}.pth"], ["model"]),
-        (
-            ["model_world_size_12_rank_{}.pt", "optim_world_size_12_rank_{}.pt"],
-            ["model", "optimizer"],
-        ),
+        (RL_TRAINERS, ["model", "optimizer"]),
         (["pytorch_model_fsdp_rank{}.bin"], ["model"]),
         (["pytorch_model_{}.bin", "optimizer_{}.bin"], ["model", "optimizer"]),
         (["shard{}.pt"], ["model"]),
@@ -226,21 +196,20 @@ def test_ranks_are_recognised_in_names(tmp_path: Path, names: list[str], keys: l
 # -- files that do not belong together
 
 
+def _save_sizes(paths: list[Path]) -> None:
+    for number, path in enumerate(paths):
+        torch.save({"w": torch.ones(number)}, path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda paths: paths.pop(2), "no file of rank 2"),
         (lambda paths: paths.pop(3), "elements are missing"),
         (lambda paths: shutil.copy(paths[0], paths[1]), "elements are missing"),
-        (
-            lambda paths: paths.append(paths[0].with_name("x_world_size_1_rank_0.pt")),
-            "one file per",
-        ),
+        (lambda paths: paths.append(Path("x_world_size_1_rank_0.pt")), "one file per"),
         (lambda paths: torch.save({"both dims": WHOLE}, paths[3]), "values of one kind"),
-        (
-            lambda paths: [torch.save({"w": torch.ones(n)}, p) for n, p in enumerate(paths)],
-            "w: shape",
-        ),
+        (_save_sizes, "w: shape"),
         (lambda paths: torch.save({"a": print}, paths[2]), r"builtins?(__)?\.print"),
     ],
 )
@@ -270,10 +239,9 @@ def test_a_single_file_without_a_rank_in_its_name_must_hold_everything(
     shutil.copy(d_tensors / "layouts" / "rank_0.pth", path)
     with pytest.raises(CheckpointError, match="elements are missing"):
         read_rank_files([path])
-    run_ranks(1, _save_one_d_tensor, path)
+    run_ranks(1, _save_d_tensor, path)
     archive = read_rank_files([path])
-    with Files() as files:
-        assert torch.equal(read(archive.tensors["a"], files), WHOLE)
+    assert_holds(archive, {"a": WHOLE})
     assert archive.world_size == 1
 
 
@@ -287,8 +255,7 @@ def test_plain_values_that_differ_are_the_first_ranks_and_reported(tmp_path: Pat
         }
         torch.save(tree, tmp_path / f"rank_{rank}.pt")
     archive = read_rank_files(paths_in(tmp_path, "*"))
-    with Files() as files:
-        assert read(archive.tensors["running"], files).tolist() == [0.0] * 3
+    assert values_of(archive)["model/running"].tolist() == [0.0] * 3
     assert not archive.tensors["running"].copies
     assert len(archive.tensors["w"].copies) == 1
     assert archive.extra == {"seed": 0, "names": ["a"]}

@@ -100,17 +100,6 @@ def test_runs_become_boxes_that_follow_one_another_in_the_file(
         assert torch.equal(read(tensor, files).view(-1), values)
 
 
-def test_a_file_that_ends_early_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "short").write_bytes(bytes(10))
-    for strides in ((2, 1), (1, 2)):
-        box = Box((0, 0), (2, 2))
-        piece = StoredPiece(box, Span(tmp_path / "short", 0, strides))
-        tensor = StoredTensor("x", torch.float32, (2, 2), (piece,))
-        message = "short is damaged(.|\n)*the file ends at 10"
-        with Files() as files, pytest.raises(CheckpointError, match=message):
-            read(tensor, files)
-
-
 def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
     pieces = []
     for number in range(200):

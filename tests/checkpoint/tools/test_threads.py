@@ -1,4 +1,4 @@
-"""Work in threads: results in order, one error for all, and no work after it."""
+"""Work in threads: one error for all, and no work after it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ import pytest
 
 from fsdp_compat.checkpoint._blocks import Tick
 from fsdp_compat.checkpoint._tools.threads import for_each
-
-
-def test_results_come_in_the_order_of_the_items() -> None:
-    later = threading.Event()
-
-    def work(item: int, tick: Tick) -> int:
-        if item == 0:
-            assert later.wait(20), "the others run meanwhile"
-        elif item == 2:
-            later.set()
-        tick(1)
-        return 10 * item
-
-    assert for_each([0, 1, 2, 3], work, workers=3) == [0, 10, 20, 30]
-    assert for_each([], work, workers=3) == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

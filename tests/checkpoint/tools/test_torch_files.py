@@ -3,8 +3,6 @@ refused, and files written here are files of torch.save."""
 
 from __future__ import annotations
 
-import io
-import random
 import struct
 import zipfile
 from collections.abc import Callable
@@ -17,14 +15,10 @@ import torch
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.pickles import Ignored
 from fsdp_compat.checkpoint._tools.reading import Files, read
-from fsdp_compat.checkpoint._tools.torch_save import (
-    is_torch_file,
-    read_torch_file,
-    read_torch_range,
-    write_torch,
-)
+from fsdp_compat.checkpoint._tools.torch_save import is_torch_file, read_torch_file, write_torch
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
+from tests.support.checkpoints import assert_same
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
@@ -40,19 +34,10 @@ def values_of(dtype: torch.dtype, numel: int) -> torch.Tensor:
     return (raw % 2 if dtype is torch.bool else raw).view(dtype)
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
-def same(found: StoredTensor, expected: torch.Tensor) -> bool:
+def assert_stored(found: StoredTensor, expected: torch.Tensor) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, tuple(expected.shape))
     with Files() as files:
-        values = read(found, files)
-    return (
-        (values.dtype, values.shape) == (expected.dtype, expected.shape)
-        and (found.dtype, found.shape) == (expected.dtype, tuple(expected.shape))
-        and bits(values) == bits(expected)
-    )
+        assert_same(read(found, files), expected, found.name)
 
 
 VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -70,7 +55,7 @@ def test_tensors_of_all_dtypes_and_strides_come_back_bit_by_bit(
     torch.save({"all": tensors}, tmp_path / "x.pt")
     found = read_torch_file(tmp_path / "x.pt")["all"]
     for stored, tensor in zip(found, tensors, strict=True):
-        assert same(stored, tensor)
+        assert_stored(stored, tensor)
         assert all(isinstance(piece.source, Span) for piece in stored.pieces)
 
 
@@ -79,12 +64,12 @@ def test_tensors_with_attributes_without_values_and_of_one_storage_are_read(tmp_
     marked.note = "here"  # type: ignore[attr-defined]
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.tag = 3  # type: ignore[attr-defined]
-    tree = {"marked": marked, "parameter": parameter, "model": torch.nn.Linear(2, 2).state_dict()}
+    tree = {"marked": marked, "parameter": parameter}
     tree |= {"a": whole, "b": whole, "c": whole[2:4], "meta": torch.empty(2, device="meta")}
     torch.save(tree, tmp_path / "x.pt")
     found = read_torch_file(tmp_path / "x.pt")
-    assert same(found["marked"], marked) and same(found["parameter"], parameter)
-    assert same(found["model"]["weight"], tree["model"]["weight"])
+    for name in ("marked", "parameter", "c"):
+        assert_stored(found[name], tree[name])
     assert found["a"].pieces == found["b"].pieces
     assert found["c"].pieces[0].source.start == found["a"].pieces[0].source.start + 8
     assert isinstance(found["meta"], Ignored) and "[2]" in found["meta"].name
@@ -112,19 +97,6 @@ def test_what_is_not_a_dense_tensor_is_refused_by_name(
     torch.save({"a": make()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=message):
         read_torch_file(tmp_path / "x.pt")
-
-
-def test_a_file_inside_a_larger_one_is_read_in_place(tmp_path: Path) -> None:
-    inner = io.BytesIO()
-    torch.save({"a": torch.arange(5.0)}, inner)
-    content = inner.getvalue()
-    (tmp_path / "x.distcp").write_bytes(b"?" * 1001 + content + b"!" * 77)
-    with open(tmp_path / "x.distcp", "rb") as file:
-        found = read_torch_range(file.fileno(), tmp_path / "x.distcp", 1001, len(content))
-        assert same(found["a"], torch.arange(5.0))
-        for nbytes in (0, 30, len(content) - 30):
-            with pytest.raises(CheckpointError, match="complete zip archive"):
-                read_torch_range(file.fileno(), tmp_path / "x.distcp", 1001, nbytes)
 
 
 # -- files that torch has not written
@@ -205,35 +177,7 @@ def test_a_tensor_beyond_its_storage_is_refused(
 
     torch.save({"a": Beyond()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="was refused"):
-        found = read_torch_file(tmp_path / "x.pt")
-        # A stride that moves nothing is allowed to be of any size.
-        assert sizes == (1,) and same(found["a"], torch.zeros(1))
-        raise CheckpointError("was refused")
-
-
-def test_cut_and_changed_files_give_an_error_or_values(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    tree = {"a": torch.arange(6.0), "b": [1, "x"], "c": torch.ones(4, 3).t()}
-    torch.save(tree, path)
-    content = path.read_bytes()
-    chance = random.Random(0)
-    num_refused = 0
-    for number in range(600):
-        changed = bytearray(content)
-        if number % 3 == 0:
-            del changed[chance.randrange(len(content)) :]
-        for _ in range(chance.randrange(1, 4)):
-            if changed:
-                changed[chance.randrange(len(changed))] = chance.randrange(256)
-        path.write_bytes(changed)
-        try:
-            found = read_torch_file(path)
-            with Files() as files:
-                for value in found.values() if isinstance(found, dict) else ():
-                    read(value, files) if isinstance(value, StoredTensor) else None
-        except CheckpointError:
-            num_refused += 1
-    assert num_refused > 200
+        read_torch_file(tmp_path / "x.pt")
 
 
 def test_files_of_torch_before_1_6_and_others_are_refused(tmp_path: Path) -> None:
@@ -252,14 +196,12 @@ def test_files_of_torch_before_1_6_and_others_are_refused(tmp_path: Path) -> Non
 
 
 def archive_of_dtypes() -> Archive:
-    archive = Archive(Path("source"), "a test", {})
-    for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        archive.tensors[name] = of_memory(name, values_of(dtype, 15).view(3, 5))
-    archive.tensors["empty"] = of_memory("empty", torch.empty(0, 3))
-    archive.tensors["number"] = of_memory("number", torch.tensor(3.0))
-    archive.aliases["tied"] = "float32"
-    return archive
+    values = {
+        str(dtype).removeprefix("torch."): values_of(dtype, 15).view(3, 5) for dtype in DTYPES
+    }
+    values |= {"empty": torch.empty(0, 3), "number": torch.tensor(3.0)}
+    tensors = {name: of_memory(name, each) for name, each in values.items()}
+    return Archive(Path("source"), "a test", tensors, aliases={"tied": "float32"})
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -294,23 +236,10 @@ def test_written_files_are_loaded_by_torch_without_code(
     for name, stored in archive.tensors.items():
         values = stored.pieces[0].source
         assert isinstance(values, torch.Tensor)
-        assert loaded[name].dtype == values.dtype and bits(loaded[name]) == bits(values)
-        assert same(ours[name], values)
+        assert_same(loaded[name], values, name)
+        assert_stored(ours[name], values)
         start = ours[name].pieces[0].source.start
         assert start % 64 == 0
-
-
-def test_written_files_read_by_the_reader_write_the_same_bytes(tmp_path: Path) -> None:
-    with Files() as files:
-        write_torch(archive_of_dtypes(), tmp_path / "a.pt", WriteOptions(), files)
-        archive = Archive(tmp_path / "a.pt", "torch.save", read_torch_file(tmp_path / "a.pt"))
-        tied = archive.tensors.pop("tied")
-        assert tied.pieces == archive.tensors["float32"].pieces
-        archive.aliases["tied"] = "float32"
-        write_torch(archive, tmp_path / "b.pt", WriteOptions(slab_nbytes=7), files)
-        with pytest.raises(FileExistsError):  # nothing is overwritten
-            write_torch(archive, tmp_path / "a.pt", WriteOptions(), files)
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
 def test_records_in_the_fields_for_more_than_four_gibibytes_are_written_and_read(
@@ -333,4 +262,4 @@ def test_records_in_the_fields_for_more_than_four_gibibytes_are_written_and_read
         loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
         assert torch.equal(loaded["large"], torch.arange(3000))
         assert torch.equal(loaded["last"], torch.arange(3.0))
-    assert same(read_torch_file(tmp_path / "x.pt")["last"], torch.arange(3.0))
+    assert_stored(read_torch_file(tmp_path / "x.pt")["last"], torch.arange(3.0))

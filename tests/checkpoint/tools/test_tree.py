@@ -10,14 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compat.checkpoint._tools.archive import (
-    Archive,
-    Span,
-    StoredPiece,
-    StoredTensor,
-    of_memory,
-    whole_box,
-)
+from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.tree import archive_of, plain_name, without_ddp
 from fsdp_compat.errors import CheckpointError
 
@@ -117,17 +110,6 @@ def test_wrappers_leave_names_and_names_of_the_model_stay() -> None:
         "optimizer": {"state": {"module.w": adam(2)}, "param_groups": [{"params": ["module.w"]}]},
     }
     assert set(parsed(tree).states) == {"module.w"}
-
-
-def test_tensors_with_one_place_are_tied() -> None:
-    def at(start: int, *shape: int) -> StoredTensor:
-        box = whole_box(shape)
-        span = Span(PATH, start, (1,) * len(shape))
-        return StoredTensor("", torch.float32, shape, (StoredPiece(box, span),))
-
-    found = parsed({"a": at(0, 4), "b": at(0, 4), "c": at(0, 2), "d": at(0, 0), "e": at(0, 0)})
-    assert found.aliases == {"b": "a"}
-    assert set(found.tensors) == {"a", "c", "d", "e"}
 
 
 def test_other_values_keep_their_place() -> None:

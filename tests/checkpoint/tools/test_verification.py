@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fsdp_compat._layout.box import Box
-from fsdp_compat.checkpoint import Problem, Verification, convert, verify
+from fsdp_compat.checkpoint import Problem, Verification, verify
 from fsdp_compat.checkpoint._blocks import FileFacts
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredPiece, StoredTensor
-from fsdp_compat.errors import UsageError
+from fsdp_compat.checkpoint._tools.archive import Archive, StoredPiece, of_memory
 from tests.checkpoint.tools.archives import archive, opens
+from tests.support.checkpoints import flip
 
 MB = 1 << 20
 NAN, INF = float("nan"), float("inf")
@@ -79,9 +79,7 @@ def test_missing_and_overlapping_parts_are_seen(
 def test_one_changed_bit_is_seen_where_there_are_checksums(
     monkeypatch: pytest.MonkeyPatch, made: Archive
 ) -> None:
-    content = bytearray((made.path / "rank1").read_bytes())
-    content[700] ^= 1
-    (made.path / "rank1").write_bytes(content)
+    flip(made.path / "rank1", 700)
     (problem,) = verified(monkeypatch, made).problems
     assert (problem.kind, problem.where) == ("checksum", "rank1")
     assert "block at byte 0" in problem.what
@@ -90,47 +88,17 @@ def test_one_changed_bit_is_seen_where_there_are_checksums(
     assert verified(monkeypatch, made).is_intact, "without checksums nobody can tell"
 
 
-def test_every_damaged_file_of_a_native_checkpoint_is_named_without_reading_values(
-    tmp_path: Path,
-) -> None:
-    torch.save({"w": torch.arange(100.0)}, tmp_path / "x.pt")
-    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", world_size=4)
-    long, short, gone, link = (path / f"rank-0000{rank}.safetensors" for rank in range(4))
-    nbytes = [file.stat().st_size for file in (long, short)]
-    long.write_bytes(long.read_bytes() + b"more")
-    short.write_bytes(short.read_bytes()[:-1])
-    gone.unlink()
-    link.rename(tmp_path / "elsewhere")
-    link.symlink_to("../elsewhere")
-    for values in (True, False):
-        *lengths, missing, outside = verify(path, values=values).problems
-        assert lengths == [
-            Problem("file", long.name, f"{nbytes[0] + 4} bytes instead of {nbytes[0]}"),
-            Problem("file", short.name, f"{nbytes[1] - 1} bytes instead of {nbytes[1]}"),
-        ]
-        assert (missing.kind, missing.where) == ("file", gone.name)
-        assert "No such file" in missing.what
-        assert (outside.kind, outside.where) == ("link", link.name)
-
-
 def test_replicas_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
     wide = made.tensors["wide"]
     same = torch.arange(600.0).reshape(6, 100)
     other = same.clone()
     other[2, 7:10] = -1.1  # in every byte
     equal_nan = torch.tensor([NAN, -0.0])
-    copies = [
-        StoredPiece(wide.pieces[0].box, values, rank) for rank, values in ((2, same), (3, other))
-    ]
-    made.tensors["wide"] = dataclasses.replace(wide, copies=tuple(copies))
-    whole = Box((0,), (2,))
-    made.tensors["nan"] = StoredTensor(
-        "nan",
-        torch.float32,
-        (2,),
-        (StoredPiece(whole, equal_nan),),
-        (StoredPiece(whole, equal_nan.clone()),),
-    )
+    box = wide.pieces[0].box
+    copies = StoredPiece(box, same, 2), StoredPiece(box, other, 3)
+    made.tensors["wide"] = dataclasses.replace(wide, copies=copies)
+    alike = of_memory("nan", equal_nan)
+    made.tensors["nan"] = dataclasses.replace(alike, copies=of_memory("", equal_nan.clone()).pieces)
     (problem,) = verified(monkeypatch, made).problems
     assert (problem.kind, problem.where) == ("copies", "model/wide")
     assert problem.what.startswith("3 of 600 elements in the copy of rank 3 differ")
@@ -162,10 +130,7 @@ def test_a_further_name_of_nothing_is_a_problem_and_what_was_left_out_a_remark(
     ],
 )
 def test_what_is_not_finite_is_counted_and_damage_only_on_demand(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    values: torch.Tensor,
-    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, values: torch.Tensor, expected: tuple[int, int]
 ) -> None:
     made = archive(tmp_path / "checkpoint", {"fine": torch.ones(3), "odd": values})
     result = verified(monkeypatch, made)
@@ -174,13 +139,3 @@ def test_what_is_not_finite_is_counted_and_damage_only_on_demand(
     problems = verified(monkeypatch, made, finite=True).problems
     what = f"{expected[0]} NaN, {expected[1]} infinite"
     assert problems == ((Problem("not finite", "model/odd", what),) if any(expected) else ())
-
-
-def test_wrong_arguments_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    with pytest.raises(UsageError, match="workers"):
-        verify(gone, workers=0)
-    with pytest.raises(UsageError, match="at least 1 MiB"):
-        verify(gone, memory=MB - 1)
-    with pytest.raises(UsageError, match="no values are read"):
-        verify(gone, values=False, finite=True)
