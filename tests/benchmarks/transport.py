@@ -56,8 +56,9 @@ def main() -> None:
     add("--largest", type=int, default=SIZES[-1], help="bytes of the full buffer")
     add("--smallest", type=int, default=SIZES[0])
     add("--all", action="store_true", help="also our exchange of messages, as between hosts")
+    arguments = parser.parse_args()
     with gloo_ranks():
-        run(parser.parse_args())
+        run(arguments)
 
 
 def run(arguments: argparse.Namespace) -> None:
