@@ -306,27 +306,21 @@ def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: boo
 
 @both_forms
 @pytest.mark.parametrize(
-    ("num_units", "num_backwards", "options", "error", "facts"),
+    ("num_units", "options", "error", "message"),
     [
-        (3, 1, {}, RuntimeError, ["storage of size 0"]),  # of freed parameters
-        (1, 2, KEPT, StateError, ["unit '0'", "never reduced"]),  # gradients pass every hook
+        (3, {}, RuntimeError, "storage of size 0"),  # of freed parameters
+        (1, KEPT, StateError, r"never reduced(.|\n)*unit '0'"),  # gradients pass every hook
     ],
 )
 @on_ranks(2)
 def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
-    num_units: int,
-    num_backwards: int,
-    options: dict[str, Any],
-    error: type[Exception],
-    facts: list[str],
-    use_orig_params: bool,
+    num_units: int, options: Any, error: Any, message: str, use_orig_params: bool
 ) -> None:
     build = partial(chain, *[LossElsewhere] * num_units)
     model = make_pair(build, (LossElsewhere,), use_orig_params=use_orig_params, **options).model
-    with pytest.raises(error) as caught:
-        for _ in range(num_backwards):
+    with pytest.raises(error, match=message):
+        for _ in range(2):
             _losses_in_a_list(model, torch.randn(4, DIM))
-    assert all(fact in str(caught.value) for fact in facts)
 
 
 # -- evaluation

@@ -397,6 +397,24 @@ def test_hooks_attributes_and_registered_methods_are_copied(
     assert list(other.state_dict()) == list(model.state_dict())
 
 
+def _average(calls: list[int], grad: Tensor, output: Tensor) -> None:
+    calls.append(1)
+    dist.all_reduce(grad)
+    output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size())
+
+
+@both_forms
+@on_ranks(2)
+def test_a_deep_copy_has_the_communication_hook_and_its_state(use_orig_params: bool) -> None:
+    pair, calls = make("nested", use_orig_params=use_orig_params), list[int]()
+    pair.model.register_comm_hook(calls, _average)
+    other = copied(pair, by_deepcopy)
+    other.step()
+    assert len(calls) == len(FSDP.fsdp_modules(other.model))
+    with pytest.raises(AssertionError, match="registered already"):
+        other.model.register_comm_hook(calls, _average)
+
+
 # -- moments of copying
 
 
