@@ -26,13 +26,15 @@ def refuse_module(module: nn.Module) -> None:
             fix="use the existing wrapper; wrap each module once, inner modules first",
         )
     if any(is_lazy(child) for child in module.modules()):
-        inside = "" if is_lazy(module) else "with modules "
+        inside, fix = "with modules ", "apply fully_shard to this module as well"
+        if is_lazy(module):
+            inside, fix = "", "use the module as it is: fully_shard has sharded it"
         raise UsageError.of(
             "fully_shard manages the module, or a part of it.",
             expected="FullyShardedDataParallel or fully_shard for the whole model",
             got=f"a {type(module).__name__} {inside}that fully_shard was applied to",
             where="FullyShardedDataParallel(module, ...)",
-            fix="apply fully_shard to the whole module, and use it as it is then",
+            fix=fix,
         )
     has_units = any(is_wrapper(child) for child in module.modules())
     if not has_units and next(iter(module.parameters()), None) is None:
