@@ -48,6 +48,10 @@ def main(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(made)
-    if given.plot is not None:
-        made.plot(given.plot)
+    try:
+        if given.plot is not None:
+            made.plot(given.plot)
+    except ModuleNotFoundError:
+        print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     return 0

@@ -142,9 +142,9 @@ def plan(
     takes, a dict or a sequence; only shapes and dtypes count. wrap: shards a model in place, or
     returns it sharded, by either front end (meshes: those of the CPU); by default
     ``FullyShardedDataParallel(model, **fsdp)``. optimizer: makes one (not fused) from the
-    parameters. loss: of
-    the output; by default its ``loss``, or the mean of its first tensor. step: runs forward and
-    backward in the place of that. device: of the estimate of the time. reserve: see `Plan`.
+    parameters. loss: of the output, which is held during backward; by default its ``loss``, or the
+    mean of its first tensor. step: runs forward and backward in the place of that. device: of the
+    estimate of the time. reserve: see `Plan`.
 
     On accelerators attention without dropout is taken to be fused. What is asked of values that do
     not exist (``.item()``) is answered by 1 or True, and listed in ``assumed``. CPU offload and
