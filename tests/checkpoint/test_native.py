@@ -242,11 +242,12 @@ class Around(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.part(self.free(x))
 
-    def get_extra_state(self) -> Tensor:
-        return self.answer
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"answer": self.answer, "kind": "deep"}
 
-    def set_extra_state(self, state: Tensor) -> None:
-        self.answer = state
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.answer = state["answer"]
+        assert state["kind"] == "deep"
 
 
 @on_ranks(2)
@@ -266,8 +267,9 @@ def test_a_container_is_saved_with_its_unsharded_parts(tmp_path: Path) -> None:
     checkpoint.load(path, *loaded)
     assert_same(state_of(*loaded), state_of(*saved))
     assert torch.equal(loaded[0].answer, saved[0].answer)
-    loaded = made(2)
-    checkpoint.load_safetensors(tmp_path / "weights", loaded[0])
+    loaded, report = made(2), checkpoint.LoadReport()
+    checkpoint.load_safetensors(tmp_path / "weights", loaded[0], strict=False, report=report)
+    assert report.missing == ["_extra_state"] and not report.unexpected
     state = dict(checkpoint.iter_full_state_dict(saved[0]))
     assert_same(dict(checkpoint.iter_full_state_dict(loaded[0])), state)
 

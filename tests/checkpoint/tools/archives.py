@@ -56,7 +56,7 @@ def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
 # -- DTensors as their pickles describe them
 
 
-def record(name: str, *args: Any, **fields: Any) -> Record:
+def record(name: str, /, *args: Any, **fields: Any) -> Record:
     """An object of a class, with what it was made of and its attributes."""
     return Record(name, args, fields)
 

@@ -15,11 +15,11 @@ import torch
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint._tools.archive import coverage_problem, of_memory
 from fsdp_compat.checkpoint._tools.pickles import Record, Refused
-from fsdp_compat.checkpoint._tools.sharded_records import RankPart, d_tensor, shape_of
+from fsdp_compat.checkpoint._tools.sharded_records import RankPart, boxed_tensor, d_tensor, shape_of
 from fsdp_compat.checkpoint._tools.torch_save import unpickle
 from fsdp_compat.checkpoint._tools.tree import archive_of
 from fsdp_compat.errors import CheckpointError
-from tests.checkpoint.tools.archives import spec_of
+from tests.checkpoint.tools.archives import record, spec_of
 from tests.support.bounded import bounded
 
 WHERE = Path("values.pkl")
@@ -93,6 +93,14 @@ def test_a_tensor_of_columns_is_checked_as_fast_as_one_of_rows() -> None:
     assert coverage_problem((4, 20_000), columns) is None
     columns[7] = Box((0, 6), (4, 2))
     assert "overlap" in str(coverage_problem((4, 20_000), columns))
+
+
+def test_our_sharded_tensors_of_many_ranks_are_read() -> None:
+    spec = "fsdp_compat._layout.spec."
+    params = (record(f"{spec}ParamSpec", name="w", shape=(64,), start=0),)
+    layout = record(f"{spec}FlatLayout", params=params, ranks=64, shard_numel=1)
+    found = boxed_tensor(layout, 0, 5, of_memory("", torch.ones(1)), tuple(range(64)))
+    assert [piece.box for piece in found.pieces] == [Box((5,), (1,))]
 
 
 # -- pickled values

@@ -157,3 +157,12 @@ def test_names_of_megatron_fsdp_lose_its_wrappers(tmp_path: Path) -> None:
     archive = opened(tmp_path / "c")
     assert_is_reference(archive, expected)
     assert (archive.kind, archive.step) == ("Megatron-FSDP", 7)
+
+
+def test_values_that_would_run_code_are_named(tmp_path: Path) -> None:
+    save_dcp({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
+    torch.save({"epoch": 1, "callbacks": print}, tmp_path / "c" / "meta.pt")
+    archive = opened(tmp_path / "c")
+    assert set(archive.tensors) == {"w"}
+    (text,) = archive.left_out
+    assert text.startswith("meta.pt: ") and "print" in text
