@@ -166,13 +166,13 @@ def plan(
             world_size=world_size,
             rank=rank,
             units=simulated.units,
-            timeline=simulated.timeline,
+            timeline=tuple(simulated.timeline),
             traffic=simulated.traffic,
             flops=simulated.clock.flops,
             device=device,
             seconds=simulated.clock.device_s,
             exposed_s=simulated.clock.exposed_s,
-            assumed=simulated.assumed,
+            assumed=simulated.assumptions.made,
             reserve=reserve,
         )
 

@@ -42,7 +42,8 @@ class UnitPlan:
     numel: int
     shard_nbytes: int
     gathered_nbytes: int  # the output of its all-gather
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # stored, computed in, reduced in
+    # stored, computed in, reduced in; for each group of parameters of one dtype
+    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
 
 
 class SimulatedStep:
@@ -56,10 +57,10 @@ class SimulatedStep:
         machine: Machine,
     ) -> None:
         self._model, self._optimizer, self._run = model, optimizer, run
-        self._assumptions, self._clock = simulation.Assumptions(), Clock(machine)
-        self._memory = Memory("meta", self._rise, self._clock.compute, self._assumptions.answer)
+        self.assumptions, self.clock = simulation.Assumptions(), Clock(machine)
+        self.timeline = list[Moment]()  # the most memory between each two events
+        self._memory = Memory("meta", self._rise, self.clock.compute, self.assumptions.answer)
         self._phase, self._unit = PHASES[0], ""
-        self._timeline = list[Moment]()
         self._now: Moment | None = None  # the most since the last event
         self._reduced = collections.deque[str]()  # units whose gradients are to be marked
         self._groups = dict[str, list[Group]]()  # by unit
@@ -106,9 +107,9 @@ class SimulatedStep:
                 self._memory.mark("gathered", each.storages)
             self._memory.mark("reducing", [] if buffer is None else [buffer])
         for communicator in self._communicators():
-            self._clock.follow(communicator)
-        self._clock.restart()
-        self._timeline.clear()
+            self.clock.follow(communicator)
+        self.clock.restart()
+        self.timeline.clear()
         self._now = None
 
     def _find_groups(self) -> None:
@@ -136,15 +137,15 @@ class SimulatedStep:
 
     def _tell(self, event: int, label: str, error: BaseException | None = None) -> None:
         if event == Event.UNSHARDING:
-            self._clock.gathering = label
+            self.clock.gathering = label
         elif event == Event.WAITING:
-            self._clock.wait_gather(label)
+            self.clock.wait_gather(label)
         elif event == Event.UNSHARDED:
             self._enter(self._phase, label)
         elif event == Event.REDUCING:
             self._reduced.append(label)
         elif event == Event.REDUCED:
-            self._clock.wait_all()
+            self.clock.wait_all()
         self._mark_gradients()
 
     def _mark_gradients(self) -> None:
@@ -170,23 +171,10 @@ class SimulatedStep:
     def _close(self) -> None:
         """End what is between two events."""
         if self._now is not None:
-            self._timeline.append(self._now)
+            self.timeline.append(self._now)
         self._now = None
 
     # -- the result
-
-    @property
-    def timeline(self) -> tuple[Moment, ...]:
-        """The most memory between each two events."""
-        return tuple(self._timeline)
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-    @property
-    def assumed(self) -> Mapping[str, bool | float | int]:
-        return dict(self._assumptions.made)
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -205,16 +193,12 @@ class SimulatedStep:
 
 
 def _unit_plan(name: str, groups: Sequence[Group]) -> UnitPlan:
-    group = groups[0] if groups else None
     return UnitPlan(
         name,
-        sum(param.numel() for each in groups for param in each.unsharded_params),
-        sum(each.store.shard.nbytes for each in groups),
+        sum(param.numel() for group in groups for param in group.unsharded_params),
+        sum(group.store.shard.nbytes for group in groups),
         sum(
-            each.memories[0].all_gather_output.nelement() * each.gather_dtype.itemsize
-            for each in groups
+            group.shard.ranks * group.store.numel * group.gather_dtype.itemsize for group in groups
         ),
-        (group.store.dtype, group.gather_dtype, group.reduce_dtype)
-        if group is not None
-        else (torch.float32,) * 3,
+        tuple((group.store.dtype, group.gather_dtype, group.reduce_dtype) for group in groups),
     )

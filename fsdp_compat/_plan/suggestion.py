@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -48,16 +49,12 @@ def suggest_policy(
 
 
 def _advice(made: Plan, budget_bytes: int) -> str:
-    kinds = made.peak.by_kind
-    missing = made.peak.nbytes + made.reserve - budget_bytes
-    state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
-    ways = [
-        (kinds.get("activations", 0), "checkpoint activations, or use a smaller batch"),
-        (state, "use more ranks, or CPUOffload(offload_params=True)"),
-        (kinds.get("gathered", 0) + kinds.get("reducing", 0), "wrap smaller modules as units"),
-    ]
-    nbytes, way = max(ways, key=lambda each: each[0])
-    return (
-        f"{missing / (1 << 30):.1f} GiB are missing in {made.peak.phase}; the largest part of the "
-        f"peak is {nbytes / (1 << 30):.1f} GiB: {way}"
-    )
+    kinds = collections.Counter(made.peak.by_kind)
+    ways = {
+        "checkpoint activations, or use a smaller batch": kinds["activations"],
+        "use more ranks, or CPUOffload": kinds["parameters"] + kinds["optimizer"],
+        "wrap smaller modules as units": kinds["gathered"] + kinds["reducing"],
+    }
+    missing = (made.peak.nbytes + made.reserve - budget_bytes) / (1 << 30)
+    way = max(ways, key=lambda each: ways[each])
+    return f"{missing:.1f} GiB are missing in {made.peak.phase}: {way}"

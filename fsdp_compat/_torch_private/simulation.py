@@ -73,19 +73,11 @@ def fused_attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        **others: Any,
     ) -> Tensor:
         if not query.is_meta or dropout_p:
-            return original(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            options = {"scale": scale, **others}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         output: Tensor = _ATTENTION(query, key, value, 0.0, is_causal, scale=scale)[0]
         return output
 
