@@ -1,5 +1,4 @@
-"""Clipping gives DDP's total norm and gradients, through our method and through torch's
-function."""
+"""Clipping by the method and by torch's function gives DDP's total norm and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
 from tests.support.pairwise import each_value, pairs
-from tests.support.parity import both_forms, flat_form, original_form, seeded, whole_gradients
+from tests.support.parity import both_forms, seeded, whole_gradients
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_host import MESSAGES
 
@@ -194,8 +193,7 @@ def _with_grad(grad: Tensor) -> nn.Parameter:
 
 
 def _assert_close(got: Tensor, expected: Tensor, what: str) -> None:
-    """Equal up to rounding, relative to the largest element: ranks add in another order than
-    DDP."""
+    """Equal up to rounding of the largest element: ranks add in another order than DDP."""
     rtol = max(RTOL, torch.finfo(got.dtype).eps)
     atol = rtol * expected.abs().max().item()
     torch.testing.assert_close(
@@ -346,19 +344,11 @@ class _Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@flat_form
 @on_ranks(4, environment=MESSAGES)
-def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding(
-    use_orig_params: bool,
-) -> None:
+def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding() -> None:
     sent = {}
     for strategy, options in _strategies():
-        model = FSDP(
-            Stack(),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=use_orig_params,
-            **options,
-        )
+        model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
         model(_vectors()).pow(2).sum().backward()
         for norm_type in NORM_TYPES:
             with _Counts() as counts:
@@ -374,40 +364,24 @@ def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding(
     }
 
 
-def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
-    """For a model of five units: gradients as backward leaves them, with one replaced, and with one
-    dropped."""
+@both_forms
+@on_ranks(2)
+def test_clipping_takes_one_norm_and_one_product_per_unit(use_orig_params: bool) -> None:
+    """As backward leaves the gradients, and with one replaced: then the parts of its unit count one
+    by one, of which rank 0 has one."""
     model = FSDP(
         nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))),
-        auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, nn.Linear)),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         use_orig_params=use_orig_params,
     )
     model(torch.ones(2, 5)).sum().backward()
-    found = []
-    parameters = [p for p in model.parameters() if p.numel()]
-    for change in (None, lambda grad: grad.clone(), lambda grad: None):
-        if change is not None:
-            parameters[0].grad = change(parameters[0].grad)
+    parameter = next(p for p in model.parameters() if p.numel())
+    for expected in (5, 5 + (use_orig_params and dist.get_rank())):
         with _Counts() as counts:
             model.clip_grad_norm_(1.0)
-        found.append({name: n for name, n in counts.found.items() if "foreach" in name})
-    return found
-
-
-def test_clipping_takes_one_norm_and_one_product_per_unit() -> None:
-    for found in run_ranks(2, _counts_kernels, False):
-        assert found == [{"_foreach_norm": 5, "_foreach_mul_": 5}] * 2 + [
-            {"_foreach_norm": 4, "_foreach_mul_": 4}
-        ]
-    for rank, found in enumerate(run_ranks(2, _counts_kernels, True)):
-        assert found[0] == {"_foreach_norm": 5, "_foreach_mul_": 5}
-        # Without its total, the unit has this rank's parts of weight and bias: rank 0 of the
-        # weight only.
-        alone = [
-            {"_foreach_norm": 5, "_foreach_mul_": 5},
-            {"_foreach_norm": 6, "_foreach_mul_": 6},
-        ][rank]
-        assert found[1] == alone
+        found = {name: n for name, n in counts.found.items() if "foreach" in name}
+        assert found == {"_foreach_norm": expected, "_foreach_mul_": expected}
+        parameter.grad = parameter.grad.clone()
 
 
 # -- non-finite numbers
@@ -488,27 +462,22 @@ def _is_in(part: str, name: str) -> bool:
     return name.startswith(part)
 
 
-@original_form
 @on_ranks(2)
-def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm(
-    use_orig_params: bool,
-) -> None:
+def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm() -> None:
     for strategy, options in _strategies(FULL_SHARD, HYBRID[0]):
-        pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
+        pair = Pair(*MODELS["blocks"], use_orig_params=True, **options)
         model = pair.model
         parts: dict[str, list[nn.Parameter]] = {
             "blocks.1.": list(model.blocks[1].parameters()),
             "blocks.": list(model.blocks[:3].parameters()),
+            **{clean_name(name): [p] for name, p in model.named_parameters()},
         }
-        if use_orig_params:
-            parts |= {clean_name(name): [p] for name, p in model.named_parameters()}
         for part, parameters in parts.items():
             for norm_type in NORM_TYPES if part.endswith(".") else (math.inf,):
                 clip = partial(clip_grad_norm_, iter(parameters))
                 pair.check(clip, norm_type, f"{strategy.name}, {part}", partial(_is_in, part))
-        one = parts[part if use_orig_params else "blocks.1."][0]
-        only = partial(_is_in, part if use_orig_params else "blocks.1.")
-        pair.check(partial(clip_grad_norm_, one), 2.0, "a tensor alone", only)
+        clip = partial(clip_grad_norm_, parameters[0])
+        pair.check(clip, 2.0, "a tensor alone", partial(_is_in, part))
         assert clip_grad_norm_([], 1.0).item() == 0.0
 
 
@@ -519,13 +488,10 @@ def _plain() -> nn.Linear:
     return plain
 
 
-@original_form
 @on_ranks(2)
-def test_torch_clip_grad_norm_counts_unsharded_gradients_once(
-    use_orig_params: bool,
-) -> None:
+def test_torch_clip_grad_norm_counts_unsharded_gradients_once() -> None:
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
-        pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
+        pair = Pair(*MODELS["blocks"], use_orig_params=True, **options)
         foreachs = itertools.cycle((None, False, True))
         for norm_type, plain_first, foreach in zip(
             NORM_TYPES, itertools.cycle((False, True)), foreachs, strict=False
@@ -613,8 +579,7 @@ def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
 def _seen_when_clipping(
     library: Any, dtype: torch.dtype, precision: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """Return which parameters have gradients, and the norm with its dtype, for a model of one
-    dtype."""
+    """Return which parameters have gradients, and the norm with its dtype."""
     torch.manual_seed(0)
     model = library.FullyShardedDataParallel(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype),
@@ -674,8 +639,7 @@ def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
 
 @on_ranks(4)
 def test_ranks_without_clipped_gradients_take_part() -> None:
-    """Two of the four ranks hold no elements: clip with our function, with torch's, and only the
-    bias."""
+    """Two of the four ranks hold no elements."""
     model = FSDP(nn.Linear(3, 1), use_orig_params=True)
     found = []
     for clip, parameters in (

@@ -58,8 +58,7 @@ any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS)
 
 
 class Spiky(nn.Module):
-    """Its loss is that of a stack plus ``gain * spike``: a spike is in the gradient of one element
-    of ``gain`` and nowhere else."""
+    """A stack, and ``gain`` whose gradient is the spike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +114,7 @@ def _started(**options: Any) -> ShardedGradScaler:
 
 
 def _spikes(step: int, rank: int, ranks: int) -> Tensor:
-    """In steps 1 and 4 the last rank has a gradient in its last element that overflows with any
-    scale above 4 on 4 ranks."""
+    """In steps 1 and 4 the last rank has a gradient that overflows with any scale above 4."""
     spike = torch.zeros(DIM)
     if step in (1, 4) and rank == ranks - 1:
         spike[-1] = 3e38
@@ -286,24 +284,6 @@ def test_ranks_with_empty_shards_take_part(
         assert scaler.get_scale() == (scale / 2 if bad else scale)
     if use_orig_params:
         assert sum(p.numel() for p in model.parameters()) == (1, 1, 0, 0)[dist.get_rank()]
-
-
-@any_optimizer
-@on_ranks(4)
-def test_ranks_without_gradients_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
-    parameters = _parameters(3, 0)
-    optim, scaler = make(parameters), _started(growth_interval=100)
-    for bad, expected in ((True, 512), (False, 512), (True, 256)):
-        before = parameters[0].detach().clone()
-        if dist.get_rank() == 1:
-            _fill(parameters, scaler, float("nan") if bad else 1.0)
-        with _reductions() as seen:
-            scaler.unscale_(optim)
-            scaler.step(optim)
-        assert seen == [1]
-        scaler.update()
-        assert scaler.get_scale() == expected
-        assert torch.equal(parameters[0], before) is (bad or dist.get_rank() != 1)
 
 
 @on_ranks(2)
@@ -521,8 +501,7 @@ def test_the_found_inf_flag_is_reduced_on_a_device_of_the_group(
 def test_cpu_gradients_are_unscaled_with_a_synchronized_scale(
     make: Callable[..., torch.optim.Optimizer],
 ) -> None:
-    """The base class, and fused optimizers, would copy the scale from the other device and read it
-    at once."""
+    """The base class and fused optimizers would copy the scale and read it at once."""
     handed: list[tuple[str, str]] = []
     called: list[bool] = []
 

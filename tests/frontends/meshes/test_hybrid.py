@@ -35,9 +35,7 @@ from tests.support.models import (
 from tests.support.parity import (
     Pair,
     accumulates,
-    flat_form,
     make_pair,
-    original_form,
     seeded,
     square,
     whole_gradients,
@@ -219,22 +217,13 @@ def test_plain_strategy_shards_over_the_first_mesh_dimension(
             assert torch.equal(getattr(value, "full_tensor", value.clone)(), full[name]), name
 
 
-@flat_form
 @on_ranks(2)
-def test_a_mesh_of_one_dimension_is_one_copy(use_orig_params: bool) -> None:
-    """torch raises here; fsdp_compat shards one copy over all ranks."""
+def test_a_mesh_of_one_dimension_is_one_copy() -> None:
+    """Where torch raises."""
     for strategy in (HYBRID, HYBRID_ZERO2):
-        with pytest.raises(ValueError, match="ndim=2"):
-            torch_fsdp.FullyShardedDataParallel(
-                Stack(),
-                sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name],
-                device_id=torch.device("cpu"),
-                **_one_dimension(1, 2),
-            )
         states = []
         for way in (_one_dimension, _as_mesh):
-            options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            pair = make_pair(Everything, UNITS, **options, **way(1, 2))
+            pair = make_pair(Everything, UNITS, sharding_strategy=strategy, **way(1, 2))
             for _ in range(2):
                 pair.step()
             assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
@@ -272,12 +261,10 @@ def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
 # -- checkpoints
 
 
-@original_form
 @on_ranks(4)
-def test_state_moves_from_mesh_to_mesh(use_orig_params: bool) -> None:
-    """Load the state of each mesh into the next one, and continue training as unsharded. The two
-    forms together have full and sharded state, and every way to give a mesh."""
-    options = {"sharding_strategy": HYBRID, "use_orig_params": use_orig_params}
+def test_state_moves_from_mesh_to_mesh() -> None:
+    """Load the state of each mesh into the next one, and continue training as unsharded."""
+    options = {"sharding_strategy": HYBRID, "use_orig_params": True}
     pair = make_pair(Everything, UNITS, **options, **_as_mesh(2, 2))
     pair.step()
     full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -287,7 +274,7 @@ def test_state_moves_from_mesh_to_mesh(use_orig_params: bool) -> None:
         (sharded, _backwards, (2, 2)),
         (full, _as_groups, (4, 1)),
     )
-    for kind, way, mesh in moves[2:] if use_orig_params else moves[:2]:
+    for kind, way, mesh in moves:
         with FSDP.state_dict_type(pair.model, kind):
             state, optim_state = (
                 pair.model.state_dict(),

@@ -38,9 +38,8 @@ from fsdp_compat._state.units import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block
-from tests.support.parity import Pair, backward, flat_form, original_form, seeded, sgd, whole
+from tests.support.parity import Pair, backward, seeded, sgd, whole
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.sampling import TEST_ALL, sample
 
 LENGTH = 8
 
@@ -99,8 +98,7 @@ def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
 
 
 class TwoDimensional(Pair):
-    """An unsharded model and a two-dimensional one, compared by their state dicts. Every
-    data-parallel rank has its own batch."""
+    """An unsharded model and a two-dimensional one, compared by their state dicts."""
 
     def __init__(
         self,
@@ -169,7 +167,6 @@ def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
             function(*arguments)
 
 
-PLANS = [blocks_only, whole_sequence]
 each_plan = pytest.mark.parametrize(
     ("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)]
 )
@@ -178,34 +175,28 @@ each_plan = pytest.mark.parametrize(
 # -- training
 
 
+CASES: dict[Plan, list[dict[str, Any]]] = {
+    blocks_only: [{}, {"shape": (1, 4), "dtype": torch.float32}],
+    whole_sequence: [
+        {},
+        {"wrapped": False, "sharding_strategy": SHARD_GRAD_OP, "shape": (4, 1)},
+        {"sharding_strategy": NO_SHARD, "optimizer": partial(torch.optim.AdamW, lr=0.01)},
+    ],
+}
+
+
 def _trains(plan: Plan, use_orig_params: bool) -> None:
-    cases: list[dict[str, Any]] = [{}]
-    if plan is blocks_only or TEST_ALL:
-        cases += [{"shape": (1, 4), "dtype": torch.float32}]
-    if plan is whole_sequence:
-        cases += [{"wrapped": False, "sharding_strategy": SHARD_GRAD_OP, "shape": (4, 1)}]
-        cases += [
-            {
-                "sharding_strategy": NO_SHARD,
-                "optimizer": partial(torch.optim.AdamW, lr=0.01),
-            }
-        ]
-    for options in cases:
+    for options in CASES[plan]:
         with about(options):
             pair = TwoDimensional(plan, use_orig_params=use_orig_params, **options)
             for _ in range(2):
                 pair.step(mean_square)
 
 
-@original_form
 @on_ranks(4)
-def test_a_third_dimension_may_hold_replicas(use_orig_params: bool) -> None:
-    pair = TwoDimensional(
-        whole_sequence,
-        shape=(2, 1, 2) if use_orig_params else (1, 2, 2),
-        sharding_strategy=HYBRID,
-        use_orig_params=use_orig_params,
-    )
+def test_a_third_dimension_may_hold_replicas() -> None:
+    options = {"sharding_strategy": HYBRID, "use_orig_params": True}
+    pair = TwoDimensional(whole_sequence, shape=(2, 1, 2), **options)
     pair.step(mean_square)
     pair.backwards(mean_square)
     norms = [
@@ -220,7 +211,7 @@ FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("bloc
 
 
 def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
-    for frozen in sample(FROZEN, 0, 2) if plan is whole_sequence else FROZEN[1:2]:
+    for frozen in FROZEN[::2] if plan is whole_sequence else FROZEN[1:2]:
         with about(frozen):
             pair = TwoDimensional(plan, frozen=frozen, use_orig_params=use_orig_params)
             for _ in range(2):
@@ -244,10 +235,9 @@ def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumula
     run_ranks(4, in_one_call, functions, plan, use_orig_params, timeout=120)
 
 
-@original_form
 @on_ranks(2)
-def test_evaluation_sees_new_weights(use_orig_params: bool) -> None:
-    pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
+def test_evaluation_sees_new_weights() -> None:
+    pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=True)
     x = torch.randn(3, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -258,23 +248,20 @@ def test_evaluation_sees_new_weights(use_orig_params: bool) -> None:
 # -- clipping
 
 
-@flat_form
 @pytest.mark.parametrize(
-    ("plan", "frozen"),
-    [(blocks_only, FROZEN[1]), (whole_sequence, ())],
+    ("plan", "frozen", "norm_types"),
+    [(blocks_only, FROZEN[1], (3.0, math.inf)), (whole_sequence, (), (1.0, 2.0))],
     ids=["partly frozen", "all"],
 )
 @on_ranks(4)
 def test_gradient_norms_equal_the_unsharded_model(
-    plan: Plan, frozen: tuple[str, ...], use_orig_params: bool
+    plan: Plan, frozen: tuple[str, ...], norm_types: tuple[float, ...]
 ) -> None:
-    pair = TwoDimensional(plan, frozen=frozen, use_orig_params=use_orig_params)
+    pair = TwoDimensional(plan, frozen=frozen)
 
     def by_torch(max_norm: float, norm_type: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(pair.model.parameters(), max_norm, norm_type)
 
-    # Every two of a plan, a form and a norm type are combined.
-    norm_types = (1.0, 2.0) if (plan is blocks_only) is use_orig_params else (3.0, math.inf)
     for norm_type, limit in zip(norm_types, (1e-3, 1e3), strict=True):
         for clip, max_norm in ((pair.model.clip_grad_norm_, limit), (by_torch, 1e-3)):
             pair.backwards(mean_square)
@@ -366,7 +353,7 @@ def test_full_states_load_back_and_summon_full_params_writes_back(
     plan: Plan, use_orig_params: bool
 ) -> None:
     functions = [_saves_and_loads, _moves_optimizer_state, _shows_whole_parameters]
-    some = sample(functions, *((0, 2) if plan is blocks_only else (1,)))
+    some = functions[::2] if plan is blocks_only else functions[1:2]
     run_ranks(4, in_one_call, some, plan, use_orig_params, timeout=120)
 
 
@@ -399,47 +386,34 @@ def _assert_holds(model: FSDP, seed: int, what: object) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items()), what
 
 
-def _targets(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Return, by the kind of the model that saves, kinds of models that load: the plans together
-    have all combinations."""
-    if plan is blocks_only:
-        return {"mesh": ("mesh", "flat"), "boxes": ("boxes",)}
-    return {"mesh": ("boxes",), "boxes": ("mesh", "flat")}
-
-
-@pytest.mark.parametrize("plan", sample(PLANS, 1))
 @on_ranks(4)
-def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_path: Path) -> None:
-    use_orig_params = plan is blocks_only
-    directory = str(tmp_path)
-    targets = _targets(plan)
+def test_sharded_state_dict_values_cover_the_full_parameters(tmp_path: Path) -> None:
     for kind in ("mesh", "boxes"):
-        source = _two_dimensional(plan, 1, kind, use_orig_params)
+        source = _two_dimensional(whole_sequence, 1, kind, False)
         state = _sharded_state(source)
         for name, value in source.state_dict().items():
             assert value.untyped_storage().nbytes() == value.nbytes, name
         for name, value in state.items():
             assert isinstance(value, DTensor if kind == "mesh" else ShardedTensor), name
             assert tuple(value.shape) == tuple(Net().state_dict()[name].shape), name
-        dcp.save(state, checkpoint_id=f"{directory}/{kind}")
-        for target in targets[kind]:
-            model = _two_dimensional(plan, 2, target, not use_orig_params)
+        dcp.save(state, checkpoint_id=tmp_path / kind)
+        for target in ("mesh", "boxes", "flat"):
+            model = _two_dimensional(whole_sequence, 2, target, True)
             read = _sharded_state(model)
-            dcp.load(read, checkpoint_id=f"{directory}/{kind}")
+            dcp.load(read, checkpoint_id=tmp_path / kind)
             model.load_state_dict(read)
             _assert_holds(model, 1, (kind, target, "through files"))
-            model = _two_dimensional(plan, 2, target, use_orig_params)
+            model = _two_dimensional(whole_sequence, 2, target, False)
             if (kind, target) == ("boxes", "flat"):
                 with pytest.raises(CheckpointError, match="shards of a tensor-parallel parameter"):
                     model.load_state_dict(state)
                 continue
             model.load_state_dict(copy.deepcopy(state))
             _assert_holds(model, 1, (kind, target, "in memory"))
-    flat = _sharded_state(_two_dimensional(plan, 3, "flat", use_orig_params))
-    target = "mesh" if plan is blocks_only else "boxes"
-    model = _two_dimensional(plan, 2, target, use_orig_params)
+    flat = _sharded_state(_two_dimensional(whole_sequence, 3, "flat", False))
+    model = _two_dimensional(whole_sequence, 2, "boxes", False)
     model.load_state_dict(flat)
-    _assert_holds(model, 3, (target, "from boxes without tensor parallelism"))
+    _assert_holds(model, 3, "from boxes without tensor parallelism")
     with (
         FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
         pytest.raises(
@@ -451,7 +425,7 @@ def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_pat
     if dist.get_rank() == 0:
         for kind in ("mesh", "boxes"):
             plain = Net().state_dict()
-            dcp.load(plain, checkpoint_id=f"{directory}/{kind}", no_dist=True)
+            dcp.load(plain, checkpoint_id=tmp_path / kind, no_dist=True)
             torch.manual_seed(1)
             assert all(
                 torch.equal(plain[name], value) for name, value in Net().state_dict().items()
@@ -459,10 +433,10 @@ def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_pat
 
 
 def _with_momentum(
-    plan: Plan, kind: str, use_orig_params: bool, value: float
+    kind: str, use_orig_params: bool, value: float
 ) -> tuple[FSDP, torch.optim.Optimizer]:
     """A model, and an optimizer whose state is (``value`` times) the parameters themselves."""
-    model = _two_dimensional(plan, 1, kind, use_orig_params)
+    model = _two_dimensional(blocks_only, 1, kind, use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
@@ -472,27 +446,20 @@ def _with_momentum(
     return model, optimizer
 
 
-@pytest.mark.parametrize("plan", sample(PLANS, 0))
 @on_ranks(4)
-def test_sharded_optimizer_state_values_cover_the_full_parameters(
-    plan: Plan, tmp_path: Path
-) -> None:
-    use_orig_params = plan is blocks_only
-    directory = str(tmp_path)
+def test_sharded_optimizer_state_values_cover_the_full_parameters(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    expected, targets = Net().state_dict(), _targets(plan)
+    expected = Net().state_dict()
     for kind in ("mesh", "boxes"):
-        model, optimizer = _with_momentum(plan, kind, use_orig_params, 1.0)
+        model, optimizer = _with_momentum(kind, True, 1.0)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             saved = FSDP.optim_state_dict(model, optimizer)
-        dcp.save(saved, checkpoint_id=f"{directory}/{kind}")
-        for target in targets[kind]:
-            if target == "flat":
-                continue
-            other, its_optimizer = _with_momentum(plan, target, not use_orig_params, 0.0)
+        dcp.save(saved, checkpoint_id=tmp_path / kind)
+        for target in ("mesh", "boxes"):
+            other, its_optimizer = _with_momentum(target, False, 0.0)
             with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
                 read = FSDP.optim_state_dict(other, its_optimizer)
-                dcp.load(read, checkpoint_id=f"{directory}/{kind}")
+                dcp.load(read, checkpoint_id=tmp_path / kind)
                 its_optimizer.load_state_dict(
                     FSDP.optim_state_dict_to_load(other, its_optimizer, read)
                 )
@@ -501,10 +468,9 @@ def test_sharded_optimizer_state_values_cover_the_full_parameters(
                 assert torch.equal(found[name]["momentum_buffer"], value), (kind, target, name)
 
 
-@flat_form
 @on_ranks(2)
-def test_a_copy_trains_on_its_own(use_orig_params: bool) -> None:
-    pair = TwoDimensional(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
+def test_a_copy_trains_on_its_own() -> None:
+    pair = TwoDimensional(whole_sequence, shape=(2, 1))
     pair.step(mean_square)
     second, before = copy.deepcopy(pair.model), pair.model.state_dict()
     pair.step(mean_square)
