@@ -269,12 +269,13 @@ def full_entries(own: ModelUnit, prefix: str) -> Iterator[tuple[str, torch.Tenso
 
 
 def gathered_unit(
-    unit: Unit, prefixes: Sequence[str], wanted: Wanted
+    unit: Unit, prefixes: Sequence[str], wanted: Wanted, device: torch.device | None
 ) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
-    """Return (names, function that returns a copy of the whole on the CPU) for what is wanted, with
-    all groups gathered. Collective, and so are the functions for DTensors."""
+    """Return (names, function that returns a copy of the whole on ``device``; None: where the unit
+    computes) for what is wanted, with all groups gathered. Collective, and so are the functions for
+    DTensors."""
     return [
-        (names, functools.partial(gathered.copy, index, torch.device("cpu")))
+        (names, functools.partial(gathered.copy, index, device or unit.options.device))
         for names, gathered, index in _gathered(unit.groups, prefixes, wanted)
     ]
 

@@ -24,53 +24,68 @@ from .._state.units import (
     unmanaged_in,
     wanted_by,
 )
-from ..errors import require_module
+from ..errors import require_module, wrong_type
+
+_WHERE = "iter_full_state_dict"
 
 
 def iter_full_state_dict(
-    model: nn.Module, *, filter: Callable[[str], bool] | Literal["trainable"] | None = None
+    model: nn.Module,
+    *,
+    filter: Callable[[str], bool] | Literal["trainable"] | None = None,
+    device: torch.device | str | None = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor on the CPU) of a model's parameters and persistent buffers, under
-    the names before wrapping.
+    """Yield (name, whole tensor) of a model's parameters and persistent buffers, under the names
+    before wrapping.
 
     model: a sharded module, of either front end, or one that contains some. Outer units come first;
     within a unit, the model's order. A tied parameter is yielded under each of its names in turn,
     with the same tensor. Tensors are copies that the caller owns. filter: selects what to yield and
-    gather: a function of a name, or "trainable" for parameters that require grad.
+    gather: a function of a name, or "trainable" for parameters that require grad. device: of the
+    tensors; None: where each unit computes. dtype: of the floating-point ones; None: as stored.
 
     Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
     rank holds one unsharded unit and the last yielded tensor. Extra state is left out: it is not a
     tensor.
     """
-    require_module(model, "iter_full_state_dict")
-    return _full_state(model, wanted_by(filter, "iter_full_state_dict"))
+    require_module(model, _WHERE)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise wrong_type("dtype", "a floating-point dtype, or None", dtype, _WHERE)
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise wrong_type("device", "a torch.device, its name, or None", device, _WHERE) from error
+    return _full_state(model, wanted_by(filter, _WHERE), device, dtype)
 
 
-def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_state(
+    model: nn.Module, wanted: Wanted, device: torch.device | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
     units = model_units_in(model)
-    require_idle(model, "iter_full_state_dict")
-    rendezvous.require_all_ranks(
-        "iter_full_state_dict", (group for each in units for group in each.unit.groups)
-    )
+    require_idle(model, _WHERE)
+    rendezvous.require_all_ranks(_WHERE, (group for each in units for group in each.unit.groups))
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     for owned in _by_owner(model):
         found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
-            (names, functools.partial(torch.Tensor.to, tensor.detach(), "cpu", copy=True))
+            (names, functools.partial(tensor.detach().to, device or tensor.device, copy=True))
             for names, tensor in owned.others_wanted(wanted)
         ]
         own = model_unit_of(owned.owner)
         if own is not None:
-            own.runtime.require_idle("iter_full_state_dict")
+            own.runtime.require_idle(_WHERE)
             own.runtime.reshard_all([own.unit])
             found += gathered_unit(
-                own.unit, [f"{path}." if path else "" for path in owned.paths], wanted
+                own.unit, [f"{path}." if path else "" for path in owned.paths], wanted, device
             )
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # drop each tensor once it has been yielded
             names, make = found.pop()
             value = make()
             del make
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
             for name in names:
                 yield name, value
             del value

@@ -225,6 +225,10 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
         found = dict(pairs)
         assert found["embed.weight"] is found["head.weight"]
         assert_same(found, expected)
+        cast = dict(iter_full_state_dict(model, device=None, dtype=torch.bfloat16))
+        assert cast["embed.weight"] is cast["head.weight"]
+        rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in expected.items()}
+        assert_same(cast, rounded)
         live = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         for name, value in pairs:
             assert value.untyped_storage().nbytes() == value.nbytes, name
@@ -234,6 +238,9 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
     assert found["first.w.weight"] is found["again.w.weight"]
     with pytest.raises(UsageError, match="module"):
         iter_full_state_dict(3)  # type: ignore[arg-type]
+    for wrong in ({"dtype": torch.int64}, {"device": "nowhere"}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            iter_full_state_dict(container, **wrong)
 
 
 @on_ranks(2)
