@@ -644,19 +644,12 @@ def test_a_registered_method_computes_with_whole_parameters() -> None:
 def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
     """The head of a list runs by itself, once per chunk of the batch."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.norm = Block(), nn.LayerNorm(DIM)
-            self.head = nn.Linear(DIM, 3)
-
+    class Model(Stack):
         def forward(self, x: Tensor, with_head: bool = True) -> Tensor:
-            hidden = self.norm(self.body(x))
-            return self.head(hidden) if with_head else hidden
+            return super().forward(x) if with_head else self.blocks[0](self.stem(x))
 
     def shard(model: Any) -> Any:
-        api.fully_shard(model.body)
-        api.fully_shard([model.norm, model.head])
+        api.fully_shard([model.blocks[0], model.head])
         return api.fully_shard(model)
 
     def step(model: Any, x: Tensor) -> Tensor:
@@ -670,7 +663,7 @@ def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
         hidden.backward(detached.grad)
         return total
 
-    pair = pair_of(Model, shard)
+    pair = pair_of(functools.partial(Model, 1), shard)
     pair.step()
     pair.step(step)
     pair.step()

@@ -85,6 +85,7 @@ class Cell(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.down(F.gelu(self.up(self.norm(x)))) * self.scale
         if self.codes is not None and self.low is not None:
+            assert self.codes.dtype is torch.uint8, "bytes are never cast"
             hidden = hidden + self.codes.float().mean() / 256 + self.low.float().mean()
         return x + hidden
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.fully_sharded import api, pair_of, partial_shard, shard_all, sharded_modules
-from tests.support.models import DIM, Block, Part, Program, Stack
+from tests.support.models import Block, Part, Program, Stack
 from tests.support.parity import (
     assert_close,
     backward,
@@ -279,22 +279,6 @@ def test_random_programs_train_as_unsharded(first: int, num: int, shape: tuple[i
     run_ranks(math.prod(shape), runs_programs, first, num, shape, timeout=120)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks("ranks")
-def test_parameters_may_be_frozen_and_trained_in_turn(ranks: int) -> None:
-    pair = pair_of(Stack)
-    names = [name for name, _ in pair.plain.named_parameters()]
-    for frozen, sync in ((names[::2], True), (names[1::3], False), (names[2:4], True), ([], True)):
-        for model in (pair.plain, pair.model):
-            for name in names:
-                model.get_parameter(name).requires_grad_(name not in frozen)
-        with contextlib.nullcontext() if sync else no_sync(pair.model):
-            pair.backwards()
-        if sync:
-            pair.compare_gradients()
-            pair.update()
-
-
 # -- parameters that change while they are kept
 
 
@@ -391,30 +375,6 @@ def test_one_rank_alone_may_step_another_optimizer_or_take_a_state_dict(
 
 
 only_ours = pytest.mark.skipif(api.name == "torch", reason="torch refuses it, or what follows")
-
-
-class _Scalars(nn.Module):
-    """Parameters of two dtypes, without elements, and turned, in one group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Block()
-        self.low = nn.Parameter(torch.randn(5).bfloat16())
-        self.none = nn.Parameter(torch.empty(0, 3))
-        self.turned = nn.Parameter(torch.randn(6, DIM).t())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x) + self.low.float().mean() + self.none.sum()
-        return (x @ self.turned).tanh()
-
-
-@only_ours
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
-    pair = pair_of(_Scalars, partial_shard(classes=()), tolerance=1e-2)
-    for _ in range(3):
-        pair.step()
 
 
 @only_ours

@@ -131,15 +131,6 @@ def test_state_dicts_are_dtensors_and_load_plainly_and_by_assignment(
     assert_same_values(found, plain.state_dict(), "state after a step")
 
 
-@pytest.mark.parametrize("source", ["ours", "torch"])
-@on_ranks(2)
-def test_torchs_state_dict_functions_take_sharded_states(source: str) -> None:
-    weights, states = get_state_dict(*_trained(source, seed=1))
-    other, optim = _trained("ours", seed=2)
-    set_state_dict(other, optim, model_state_dict=weights, optim_state_dict=states)
-    _require("ours", other, optim, seed=1)
-
-
 @on_ranks(2)
 def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank() -> None:
     first = dist.get_rank() == 0
@@ -158,7 +149,7 @@ def test_torchs_state_dict_functions_broadcast_whole_states_from_the_first_rank(
         assert torch.equal(found[name], weights[name]), name
 
 
-# -- torch.distributed.checkpoint
+# -- checkpoints of torch.distributed.checkpoint and of fsdp_compat
 
 
 def _states(kind: str, model: Any, optim: Any) -> dict[str, Any]:
@@ -170,20 +161,27 @@ def _states(kind: str, model: Any, optim: Any) -> dict[str, Any]:
     return {"model": weights, "optim": states}
 
 
-def _save(kind: str, path: str) -> None:
-    kind, _, in_background = kind.partition(" ")
+def _save(kind: str, path: str) -> str:
+    """Return where it is. kind: a word of how to save may follow."""
+    kind, _, how = kind.partition(" ")
     model, optim = _trained(kind, seed=1)
-    states = _states(kind, model, optim)
-    if in_background:
-        group = dist.new_group(backend="gloo")
+    if how == "natively":
+        path = str(checkpoint.save(path, model, optim, extra={"epoch": 3}, step=7))
+    elif how == "in the background":
+        states, group = _states(kind, model, optim), dist.new_group(backend="gloo")
         dcp.async_save(states, checkpoint_id=path, process_group=group).result()
     else:
-        dcp.save(states, checkpoint_id=path)
+        dcp.save(_states(kind, model, optim), checkpoint_id=path)
     _require(kind, model, optim, seed=1)
+    return path
 
 
 def _load(kind: str, path: str) -> None:
+    kind, _, natively = kind.partition(" ")
     model, optim = _trained(kind, seed=2)
+    if natively:
+        assert checkpoint.load(path, model, optim) == {"epoch": 3}
+        return _require(kind, model, optim, seed=1)
     states = _states(kind, model, optim)
     dcp.load(states, checkpoint_id=path)
     if kind in ("flat", "original"):
@@ -205,56 +203,16 @@ def _load(kind: str, path: str) -> None:
         ("hybrid", 4, "flat", 1),
         ("ours in the background", 2, "torch", 2),
         *sample([("flat", 2, "ours", 1), ("ours", 1, "original", 2)]),
+        pytest.param("ours natively", 3, "flat natively", 2, marks=only_ours),
+        pytest.param("original natively", 2, "ours natively", 1, marks=only_ours),
+        pytest.param("ours natively", 2, "hybrid natively", 4, marks=only_ours),
     ],
 )
-def test_a_distributed_checkpoint_loads_into_every_front_end(
+def test_a_checkpoint_loads_into_every_front_end(
     source: str, save_ranks: int, target: str, load_ranks: int, tmp_path: Path
 ) -> None:
-    run_ranks(save_ranks, _save, source, str(tmp_path))
-    run_ranks(load_ranks, _load, target, str(tmp_path))
-
-
-# -- fsdp_compat.checkpoint
-
-
-def _save_native(kind: str, path: str) -> str:
-    model, optim = _trained(kind, seed=1)
-    saved = checkpoint.save(path, model, optim, extra={"epoch": 3}, step=7)
-    _require(kind, model, optim, seed=1)
-    return str(saved)
-
-
-def _load_native(kind: str, path: str) -> None:
-    model, optim = _trained(kind, seed=2)
-    assert checkpoint.load(path, model, optim) == {"epoch": 3}
-    _require(kind, model, optim, seed=1)
-
-
-@only_ours
-@pytest.mark.parametrize(
-    ("source", "save_ranks", "target", "load_ranks"),
-    [("ours", 3, "flat", 2), ("original", 2, "ours", 1), ("ours", 2, "hybrid", 4)],
-)
-def test_a_native_checkpoint_loads_into_both_front_ends(
-    source: str, save_ranks: int, target: str, load_ranks: int, tmp_path: Path
-) -> None:
-    (path, *_) = run_ranks(save_ranks, _save_native, source, str(tmp_path))
-    run_ranks(load_ranks, _load_native, target, path)
-
-
-@only_ours
-@on_ranks(2)
-def test_safetensors_are_written_and_read(tmp_path: Path) -> None:
-    path = str(tmp_path / "weights")
-    model, _ = _trained("ours", seed=1)
-    checkpoint.save_safetensors(path, model)
-    for kind in ("ours", "flat"):
-        other, _ = _trained(kind, seed=2)
-        checkpoint.load_safetensors(path, other)
-        streamed = dict(checkpoint.iter_full_state_dict(other))
-        expected = _trained("plain", seed=1)[0].state_dict()
-        assert_same_values({name: streamed[name] for name in expected}, expected, "state")
-        assert len(streamed) == len(expected)
+    (path, *_) = run_ranks(save_ranks, _save, source, str(tmp_path))
+    run_ranks(load_ranks, _load, target, path)
 
 
 # -- FullyShardedDataParallel's functions

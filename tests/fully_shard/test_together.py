@@ -1,5 +1,5 @@
 """fully_shard beside what is used with it: the flat front end, clipping, compilation, functional
-calls, optimizers in backward, frozen bytes, and meshes of more dimensions."""
+calls, optimizers in backward, and meshes of more dimensions."""
 
 from __future__ import annotations
 
@@ -170,62 +170,6 @@ def test_functional_call_works_with_own_parameters() -> None:
         names = {name: p for name, p in state.items() if name.startswith("stem")}
         assert_close(torch.func.functional_call(pair.model, names, (x,)), expected, "output")
     pair.step()
-
-
-# -- frozen bytes
-
-
-class _Packed(nn.Module):
-    """All bit patterns of bfloat16, NaNs with payloads too, and bytes, beside a trained block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16)
-        codes = torch.arange(255, dtype=torch.uint8).view(51, 5)
-        self.low = nn.Parameter(patterns.view(-1, 8), requires_grad=False)
-        self.codes = nn.Parameter(codes, requires_grad=False)
-        self.flags = nn.Parameter(codes % 3 == 0, requires_grad=False)
-        self.seen: list[dict[str, bytes]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(_bytes_of(self))
-        return self.block(x)
-
-
-def _bytes_of(module: nn.Module) -> dict[str, bytes]:
-    return {
-        name: p.detach().clone().view(torch.uint8).numpy().tobytes()
-        for name, p in module.named_parameters(recurse=False)
-    }
-
-
-@pytest.mark.parametrize(
-    ("offload", "low", "cast"),
-    [(False, True, False), (True, True, True), (False, False, True), (True, False, False)],
-)
-@on_ranks(2)
-def test_frozen_parameters_keep_every_byte(offload: bool, low: bool, cast: bool) -> None:
-    options: dict[str, Any] = {}
-    if offload:
-        options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
-    if cast:
-        options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=BF16)
-    model = _Packed()
-    expected = _bytes_of(model)
-    if not low:  # without it all parameters that are gathered together have the dtype of bytes
-        del model.low
-        del expected["low"]
-    shard_all(model, **options)
-    for _ in range(2):
-        one_backward(model, torch.ones(1, DIM))
-    for seen in model.seen:
-        assert seen == expected
-    for name, data in expected.items():
-        p = model.get_parameter(name)
-        assert p.grad is None
-        assert p.full_tensor().view(torch.uint8).numpy().tobytes() == data, name
-    assert model.block.up.weight.grad is not None
 
 
 # -- meshes

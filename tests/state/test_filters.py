@@ -196,17 +196,6 @@ def test_a_filtered_adapter_moves_only_its_own_bytes() -> None:
     assert sent(model) == (0, 0)
 
 
-class Around(nn.Module):
-    """No instance itself: a buffer, units, and one of them under two names."""
-
-    def __init__(self, unit: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.randn(3))
-        self.first = unit(Lora(WIDTH))
-        self.plain = nn.ModuleDict({"inner": unit(Lora(WIDTH)), "norm": nn.BatchNorm1d(4)})
-        self.again = self.first
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) -> None:
@@ -233,7 +222,12 @@ def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) 
         for name, value in pairs:
             assert value.untyped_storage().nbytes() == value.nbytes, name
             assert value.untyped_storage()._cdata not in live, name
-    whole, container = seeded(lambda: Around(lambda m: m)), seeded(lambda: Around(FSDP))
+    whole, container = (  # which is no unit itself, around one of two names
+        seeded(lambda unit=unit: nn.ModuleDict({"norm": nn.BatchNorm1d(4), "first": unit(Lora())}))
+        for unit in (lambda m: m, FSDP)
+    )
+    for each in (whole, container):
+        each["again"] = each["first"]
     found = assert_streams(container, whole.state_dict())
     assert found["first.w.weight"] is found["again.w.weight"]
     with pytest.raises(UsageError, match="module"):

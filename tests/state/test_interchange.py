@@ -17,8 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FullOptimStateDictConfig as TorchFullOptimConfig
-from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig as TorchShardedOptimConfig
 from torch.distributed.fsdp import StateDictType as TorchType
@@ -41,6 +39,7 @@ from tests.support.odd_model import (
     torch_model,
     train,
 )
+from tests.support.optimizer_state import TORCHS_FULL
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
@@ -60,13 +59,8 @@ WORLDS = sample([(3, 2, "Adam"), (1, 2, "SGD")], 0)
 
 def torch_form(model: nn.Module, is_full: bool) -> Any:
     """The form of torch's FSDP1, without what is wrong on CPU: offloading."""
-    if is_full:
-        optim_config = TorchFullOptimConfig(offload_to_cpu=False)
-        return TorchFSDP.state_dict_type(
-            model, TorchType.FULL_STATE_DICT, TorchFullConfig(), optim_config
-        )
-    optim_config = TorchShardedOptimConfig(offload_to_cpu=False)
-    return TorchFSDP.state_dict_type(model, TorchType.SHARDED_STATE_DICT, None, optim_config)
+    sharded = TorchType.SHARDED_STATE_DICT, None, TorchShardedOptimConfig(offload_to_cpu=False)
+    return TorchFSDP.state_dict_type(model, *(TORCHS_FULL if is_full else sharded))
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer, library: Any = FSDP) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -29,7 +30,7 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.engine.test_mapped_shards import WIDTH, Wide, wide_batch
+from tests.engine.test_mapped_shards import Wide, wide_batch
 from tests.support.models import Block
 from tests.support.odd_model import (
     assert_holds,
@@ -41,7 +42,7 @@ from tests.support.odd_model import (
 from tests.support.optimizer_state import num_sent
 from tests.support.parity import make_pair, seeded
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.same_host import MAPPED
+from tests.support.same_host import MAPPED, NOT_MAPPED
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
@@ -319,33 +320,17 @@ def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
 # --- shards with and without padding to whole pages ----------------------------------------------
 
 
-def saved(folder: str) -> tuple[str, dict[str, Tensor]]:
-    """Train, save a native checkpoint, and return its path and the full state."""
-    pair = make_pair(Wide, (Block,))
-    pair.step(batch=wide_batch)
-    path = checkpoint.save(Path(folder), pair.model, pair.optim, step=1)
-    return str(path), cloned(dict(pair.model.state_dict()))
-
-
-def loaded(folder: str, full: dict[str, Tensor]) -> None:
-    """Load both into models that are cut otherwise."""
-    for load in (
-        lambda pair: checkpoint.load(Path(folder), pair.model, pair.optim),
-        lambda pair: pair.model.load_state_dict(full),
-    ):
-        pair = make_pair(Wide, (Block,))
-        load(pair)
-        assert_identical(pair.model.state_dict(), full)
-        pair.model(torch.ones(2, WIDTH)).sum().backward()
-
-
-@pytest.mark.parametrize("ranks", [(2, 3), (3, 2)])
-def test_checkpoints_move_between_layouts_with_and_without_pages(
-    ranks: tuple[int, int], tmp_path: Path
-) -> None:
-    for number, (first, second) in enumerate(((MAPPED, {}), ({}, MAPPED))):
-        found = run_ranks(ranks[0], saved, str(tmp_path / str(number)), environment=first)
-        run_ranks(ranks[1], loaded, *found[0], environment=second)
+@on_ranks(3, environment=MAPPED)
+def test_checkpoints_move_between_layouts_with_and_without_pages(tmp_path: Path) -> None:
+    for step, layouts in enumerate(itertools.permutations(({}, NOT_MAPPED))):
+        with mock.patch.dict(os.environ, layouts[0]):
+            pair = make_pair(Wide, (Block,))
+        pair.step(batch=wide_batch)
+        path = checkpoint.save(tmp_path, pair.model, pair.optim, step=step)
+        with mock.patch.dict(os.environ, layouts[1]):
+            other = make_pair(Wide, (Block,), seed=1)
+        checkpoint.load(path, other.model, other.optim)
+        assert_identical(other.model.state_dict(), pair.model.state_dict())
 
 
 def local_states(library: str) -> dict[str, Any]:
@@ -365,7 +350,7 @@ def test_local_state_dicts_with_other_padding_load(ranks: int) -> None:
     """Cut without pages, by torch and by us, into a model that is cut in pages."""
     full = seeded(Wide).state_dict()
     for library in ("torch", "ours"):
-        with mock.patch.dict(os.environ, FSDP_COMPAT_MAP_FROM=str(1 << 40)):
+        with mock.patch.dict(os.environ, NOT_MAPPED):
             local = local_states(library)
         model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
         with FSDP.state_dict_type(model, LOCAL):

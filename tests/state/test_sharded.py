@@ -46,7 +46,7 @@ from tests.support.odd_model import (
     stack,
     wrap_as,
 )
-from tests.support.optimizer_state import num_sent
+from tests.support.optimizer_state import by_rank, num_sent
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import at_most, sample
 
@@ -92,15 +92,19 @@ def shard(model: nn.Module, config: Config) -> FSDP:
     return wrap_as(config, model, {Block, nn.ParameterList}, process_group=groups)
 
 
-def save(path: str, config: Config, seed: int) -> None:
-    dcp.save(sharded_state(shard(make_model(seed), config)), checkpoint_id=path)
+def save(path: str, config: Config, seed: int, files: bool = False) -> None:
+    """files: of safetensors."""
+    writer = HuggingFaceStorageWriter(path, save_distributed=True) if files else None
+    state = sharded_state(shard(make_model(seed), config))
+    dcp.save(state, checkpoint_id=path, storage_writer=writer)
 
 
-def load(path: str, config: Config, seed: int) -> None:
+def load(path: str, config: Config, seed: int, files: bool = False) -> None:
     model, as_views = shard(make_model(99), config), seed % 2 == 0
     state = sharded_state(model, as_views=as_views)
     names, before = list(state), [value.clone() for value in _own(state)]
-    dcp.load(state, checkpoint_id=path)
+    reader = HuggingFaceStorageReader(path) if files else None
+    dcp.load(state, checkpoint_id=path, storage_reader=reader)
     assert list(state) == names
     after = [value.clone() for value in _own(sharded_state(model))]
     expected = _own(state) if as_views else before  # as views, into the shards themselves
@@ -174,10 +178,9 @@ def test_sharded_values_copy_or_view_the_shard_and_send_nothing(
             own.append((offsets, sizes, str(local.metadata.placement)))
             assert (local.tensor.untyped_storage().data_ptr() in storages) is as_views, name
     assert without_part, "some parameters are smaller than the world"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, boxes)
+    everyones = by_rank(boxes)
     for name in boxes:
-        of_all = [box for its in found for box in its[name]]
+        of_all = [box for its in everyones for box in its[name]]
         _check_metadata(name, state[name], of_all, expected[name])
 
 
@@ -282,19 +285,6 @@ def test_any_shapes_load_between_any_two_configurations(
 # --- files of safetensors -------------------------------------------------------------------------
 
 
-def _save_files(path: str, config: Config, seed: int) -> None:
-    writer = HuggingFaceStorageWriter(path, save_distributed=True)
-    dcp.save(sharded_state(shard(make_model(seed), config)), storage_writer=writer)
-
-
-def _load_files(path: str, config: Config, seed: int) -> None:
-    model = shard(make_model(99), config)
-    state = sharded_state(model)
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
-    model.load_state_dict(state)
-    assert_holds(model, make_model(seed))
-
-
 @pytest.mark.parametrize(("writers", "readers"), sample([(1, 2), (3, 4), (4, 2)], 1))
 def test_hugging_face_files_of_all_ranks_load_on_every_world_size(
     writers: int, readers: int, tmp_path: Path
@@ -303,8 +293,8 @@ def test_hugging_face_files_of_all_ranks_load_on_every_world_size(
         [(SPREAD[0], SPREAD[1]), (("MESH", True, "blocks"), SPREAD[0])]
     ):
         path = str(tmp_path / str(seed))
-        run_ranks(writers, _save_files, path, saved, seed)
-        run_ranks(readers, _load_files, path, loaded, seed)
+        run_ranks(writers, save, path, saved, seed, files=True)
+        run_ranks(readers, load, path, loaded, seed, files=True)
         whole = make_model(99).state_dict()
         dcp.load(whole, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
         assert_identical(whole, make_model(seed).state_dict())
@@ -369,14 +359,16 @@ def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(
                 assert torch.equal(got, value), name
 
 
-@on_ranks(4)
-def test_a_mesh_of_two_dimensions_is_pickled() -> None:
-    model = ours(make_model(), hybrid=True)
-    again = pickle.loads(pickle.dumps(model))
-    expected, value = (sharded_state(each)["embed.weight"] for each in (model, again))
-    assert value.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert value.placements == expected.placements
-    assert torch.equal(value.full_tensor(), make_model().embed.weight)
+@pytest.mark.parametrize(("world_size", "hybrid"), [(2, False), (4, True)])
+@on_ranks("world_size")
+def test_copies_of_a_model_keep_its_mesh(world_size: int, hybrid: bool) -> None:
+    model = ours(make_model(), hybrid=hybrid)
+    expected = sharded_state(model)["embed.weight"]
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        value = sharded_state(again)["embed.weight"]
+        assert torch.equal(value.device_mesh.mesh, expected.device_mesh.mesh)
+        assert value.placements == expected.placements
+        assert torch.equal(value.full_tensor(), make_model().embed.weight)
 
 
 @on_ranks(2)
@@ -394,11 +386,6 @@ def test_models_with_a_mesh_save_dtensors_and_say_so_in_the_configuration() -> N
         FSDP.set_state_dict_type(without, SHARDED, given)
     with FSDP.state_dict_type(without, SHARDED):
         assert not FSDP.get_state_dict_type(without).state_dict_config._use_dtensor
-    expected = sharded_state(model)["embed.weight"]
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        value = sharded_state(again)["embed.weight"]
-        assert value.device_mesh == expected.device_mesh
-        assert torch.equal(value.to_local(), expected.to_local())
     other = FSDP(nn.ParameterList([torch.zeros(1, 5)]), device_mesh=mesh_of(False))
     with pytest.raises(CheckpointError, match="size mismatch for one"):
         model.load_state_dict({**sharded_state(model), "one": sharded_state(other)["0"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
-from fsdp_compat.errors import StateError, UsageError
+from fsdp_compat.errors import UsageError
 from tests.support.odd_model import Config, assert_identical, assert_same, make_model, shard, train
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
@@ -66,7 +67,9 @@ def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -
     plain, every = make_model(), {"remove_duplicate": False}
     expected = dict(plain.named_parameters())
     for config in CONFIGS:
-        model = wrapped(config)
+        inner = make_model()
+        originals = list(inner.parameters())
+        model = shard(inner, config)
         before = slots(model)
         assert {name for name, _ in model.named_parameters()}.isdisjoint(expected), (
             "outside they carry the prefix of the wrapper"
@@ -75,6 +78,8 @@ def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -
             with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=offload_to_cpu):
                 shown = dict(model.named_parameters())
                 assert_identical(shown, expected)
+                same = map(operator.is_, shown.values(), originals)
+                assert not config[1] or all(same), "the user's own objects"
                 for name, parameter in shown.items():
                     assert type(parameter) is nn.Parameter and parameter.grad is None
                     assert parameter.requires_grad is expected[name].requires_grad
@@ -86,11 +91,14 @@ def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -
                 assert_same({name: state[name] for name in expected}, expected)
             assert slots(model) == before
         assert step(model) == pytest.approx(step(copy.deepcopy(plain)), rel=1e-6)
+        assert [identity for _, _, identity, *_ in slots(model)] == [each[2] for each in before]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
-def test_recurse_controls_whether_inner_units_are_shown(use_orig_params: bool) -> None:
+def test_recurse_controls_which_units_are_shown_and_forward_gathers_the_rest(
+    use_orig_params: bool,
+) -> None:
     expected = dict(make_model().named_parameters())
     model = wrapped(("FULL_SHARD", use_orig_params, "blocks"))
     modules = [model.module.embed, *(block.module.up for block in model.module.blocks)]
@@ -106,6 +114,10 @@ def test_recurse_controls_whether_inner_units_are_shown(use_orig_params: bool) -
                 assert not shows_whole(module) or torch.equal(module.weight, expected[name])
     with FSDP.summon_full_params(model.blocks[1], recurse=False):
         assert names_of(model.blocks[1]) == names_of(make_model().blocks[1])
+    tokens = torch.tensor([1, 2, 3])
+    with torch.no_grad(), FSDP.summon_full_params(model.eval(), recurse=False, writeback=False):
+        torch.testing.assert_close(model(tokens), make_model().eval()(tokens))
+    assert step(model.train()) == pytest.approx(step(make_model()), rel=1e-6)
 
 
 def shows_whole(module: nn.Module) -> bool:
@@ -265,25 +277,6 @@ def assert_gradients_shown(model: FSDP, plain: nn.Module, factor: float) -> None
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2)
-def test_parameter_objects_keep_their_identity() -> None:
-    def are(found: Any, expected: Any) -> bool:
-        return all(one is other for one, other in zip(found, expected, strict=True))
-
-    for config in CONFIGS:
-        plain = make_model()
-        originals = list(plain.parameters())
-        use_orig_params, model = config[1], shard(plain, config)
-        registered = list(model.parameters())
-        assert not use_orig_params or are(registered, originals)
-        for _ in range(2):
-            with FSDP.summon_full_params(model):
-                assert not use_orig_params or are(model.parameters(), originals)
-            losses_of(model).backward()
-            model.zero_grad()
-            assert are(model.parameters(), registered)
-
-
 # --- calls inside ---------------------------------------------------------------------------------
 
 
@@ -324,37 +317,6 @@ def test_gradients_arrive_after_a_first_forward_inside(use_orig_params: bool) ->
         grads = [param.grad for param in model.parameters()]
         for grad, param in zip(grads, plain.parameters(), strict=True):
             torch.testing.assert_close(grad, param.grad)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(2)
-def test_with_the_root_alone_shown_forward_still_gathers_the_rest(use_orig_params: bool) -> None:
-    plain = make_model().eval()
-    model = wrapped(("FULL_SHARD", use_orig_params, "blocks")).eval()
-    tokens = torch.tensor([1, 2, 3])
-    with torch.no_grad(), FSDP.summon_full_params(model, recurse=False, writeback=False):
-        torch.testing.assert_close(model(tokens), plain(tokens))
-    assert step(model.train()) == pytest.approx(step(make_model()), rel=1e-6)
-
-
-class _Summons(nn.Linear):
-    """Summons the parameters of the model around it."""
-
-    around: list[FSDP]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with FSDP.summon_full_params(self.around[0]):
-            return super().forward(x)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(2)
-def test_a_call_inside_of_forward_is_refused(use_orig_params: bool) -> None:
-    inner = _Summons(3, 3)
-    model = FSDP(inner, use_orig_params=use_orig_params)
-    inner.around = [model]
-    with pytest.raises(StateError, match="to do:"):
-        model(torch.ones(3))
 
 
 def _init(module: nn.Module) -> None:

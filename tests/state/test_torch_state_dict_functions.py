@@ -43,7 +43,6 @@ from fsdp_compat._torch_patches import dcp_adapter
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.odd_model import (
     STEPS,
-    TORCHS,
     Config,
     assert_same,
     assert_same_optim,
@@ -53,7 +52,6 @@ from tests.support.odd_model import (
     run_of,
     settings_by_name,
     shard,
-    torch_model,
     train,
 )
 from tests.support.ranks import on_ranks
@@ -381,22 +379,6 @@ def test_taking_the_state_of_an_optimizer_without_state_changes_nothing(
 
 
 # --- beside torch's own ---------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_torchs_models_use_torchs_own_functions() -> None:
-    run = run_of("Adam", scalar=False)
-    ours, its_optimizer = ours_in_state("Adam", CONFIGS[0], run)
-    for kind in TORCHS:
-        model = torch_model(kind, 0, scalar=False)
-        optimizer = in_state(model, "Adam", run)
-        for options in (FULL, None):
-            state, optim = get_state_dict(model, optimizer, options=options)
-            assert_same(state, run["model"], kind)
-            assert_same(optim["state"], run["optim"]["state"], kind)
-        fresh = get_optimizer_state_dict(model, make_optimizer("Adam", model))["state"]
-        assert all(entry["step"] == 1 for entry in fresh.values()), "torch's own way"
-    assert_in_state(ours, its_optimizer, run)
 
 
 # --- how they are reached -------------------------------------------------------------------------
