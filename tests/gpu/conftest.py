@@ -4,13 +4,10 @@
     pytest -n 0 tests/gpu --gpu-device emulated:0    # on a device that is emulated on the CPU
     pytest -n 0 tests/gpu --gpu-device cpu           # without streams, to check that the tests run
 
-Without an accelerator they are skipped, except for test_order.py, test_order_of_collectives.py and
-test_emulated.py, which always run on the emulated device (tests/support/emulated): it is compiled
-when it is first needed, which takes half a minute, and these tests are skipped where there is no
-C++ compiler. tests/benchmarks/simulated.py times steps on that device.
-
-The others run as rank 0 of 8 on a fake group, and as the only rank on the device's backend (on the
-CPU: gloo)."""
+Without an accelerator they are skipped, except for those with the fixture ``emulated_device``,
+which always run on the emulated device (tests/support/emulated). Where there is no C++ compiler,
+which it needs for half a minute, they are skipped too. The others run as rank 0 of 8 on a fake
+group, and as the only rank on the device's backend (on the CPU: gloo)."""
 
 from __future__ import annotations
 

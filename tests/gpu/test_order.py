@@ -1,9 +1,8 @@
-"""No two accesses of the same bytes are left unordered: every stream waits for what it reads, and
-for the readers of what it overwrites, and so does the host.
+"""No two accesses of the same bytes are left unordered, by streams or by the host.
 
-These tests run on the emulated device, which records the bytes that each operation reads and writes
-and the waits between streams. So they fail for a wait that is missing, whether or not its absence
-changes a number. The models also train as the unsharded one does."""
+The emulated device records the bytes that each operation reads and writes, and the waits, so a
+missing wait is found whether or not it changes a number. The models also train as the unsharded
+one does."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import _torch_private
 from fsdp_compat._engine.dtypes import move_to
 from tests.gpu.test_streams import MIXED, streams
-from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack, checkpointed
+from tests.gpu.test_training import TIMEOUT_S, Wide, checkpointed, wide_stack
 from tests.support import emulated
 from tests.support import twin as twins
 from tests.support.emulated.order import HOST, Op
@@ -107,7 +106,7 @@ def test_training(
 def test_training_with_large_gradients_that_move_by_themselves_or_with_the_others(
     emulated_device: str, offload: bool, front_end: str, strategy: str
 ) -> None:
-    made = twin_of(emulated_device, front_end, strategy, offload, True, WideStack)
+    made = twin_of(emulated_device, front_end, strategy, offload, True, wide_stack)
     with made as twin, in_order():
         twin.steps_together(2, Step(2))
 

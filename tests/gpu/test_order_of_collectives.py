@@ -1,10 +1,9 @@
-"""Ranks whose data use different parameters issue their collectives in one order.
+"""Ranks whose data use different parameters issue their collectives in one order, which is all by
+which NCCL matches them.
 
-NCCL matches collectives by order alone: if one rank reduces a layer where another gathers one, they
-hang, or sum the gradients of different layers. Here two ranks are simulated one after the other, on
-the emulated device. Every block has sizes of its own, so sequences of kinds and sizes tell whose
-parameters travel. Where the ranks vote on something, both get the answer that a real vote would
-have given."""
+Two ranks are simulated one after the other, on the emulated device. Every block has sizes of its
+own, so sequences of kinds and sizes tell whose parameters travel. Where the ranks vote on
+something, both get the answer that a real vote would have given."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S
 from tests.support.models import Block, Stack
-from tests.support.parity import assert_close
+from tests.support.parity import assert_close, seeded
 from tests.support.ranks import on_ranks
 from tests.support.twin import Twin, device_named, group_of
 
@@ -154,21 +154,13 @@ def test_models_from_the_meta_device(
             for parameter in child.parameters(recurse=False):
                 nn.init.constant_(parameter, 0.5)
 
-        options = {"param_init_fn": fill} if with_function else {}
-        model = FSDP(
-            module,
-            auto_wrap_policy=POLICY,
-            device_id=place,
-            use_orig_params=use_orig_params,
-            **options,
-        )
+        options = {"auto_wrap_policy": POLICY, "use_orig_params": use_orig_params}
+        function = fill if with_function else None
+        model = FSDP(module, device_id=place, param_init_fn=function, **options)
         assert all(parameter.device == place for parameter in model.parameters())
-        torch.manual_seed(3)
-        plain = Stack().to(place)
+        plain = seeded(Stack, 3).to(place)
         if with_function:
-            with torch.no_grad():
-                for parameter in plain.parameters():
-                    parameter.fill_(0.5)
+            plain.apply(fill)
         else:
             model.load_state_dict(plain.state_dict())
         x = torch.randn(4, 8, device=place)

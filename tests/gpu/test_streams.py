@@ -22,10 +22,10 @@ from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.mesh import Axis
 from fsdp_compat._engine import group as engine_group
-from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack
+from tests.gpu.test_training import TIMEOUT_S, Wide, wide_stack
 from tests.support import emulated
 from tests.support.live_bytes import LiveBytes
-from tests.support.models import Block
+from tests.support.models import Block, chain
 from tests.support.parity import both_forms
 from tests.support.ranks import close_pool, on_ranks
 from tests.support.twin import Step, Twin, device_named, group_of, twin_of
@@ -58,7 +58,7 @@ def streams(
     return [functools.partial(stream_between, torch.Stream(device)) for _ in range(number)]
 
 
-wide_twin = functools.partial(twin_of, build=WideStack, units=(Wide,))
+wide_twin = functools.partial(twin_of, build=wide_stack, units=(Wide,))
 
 on_the_device = on_ranks(1, timeout=TIMEOUT_S)
 both_strategies = pytest.mark.parametrize("strategy", BOTH)
@@ -172,23 +172,14 @@ class Parallel(nn.Module):
         return early + self.later(x).to(x.device)
 
 
-class InTurn(nn.Module):
-    """Units that feed each other, by way of the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), ThroughTheCpu(), Block(), ThroughTheCpu())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
-
-
 PARTS = {
     "the later of two parallel units goes through the CPU": functools.partial(
         Parallel, ThroughTheCpu
     ),
     "the later of two parallel units ends on the CPU": functools.partial(Parallel, ToTheCpu),
-    "units in turn go through the CPU": InTurn,
+    "units in turn go through the CPU": functools.partial(
+        chain, Block, ThroughTheCpu, Block, ThroughTheCpu
+    ),
 }
 
 
@@ -269,7 +260,7 @@ def bytes_of_steps(twin: Twin) -> set[tuple[int, int]]:
 @on_the_device
 def peaks_at_two_units_and_two_reduce_buffers(device: str, use_orig_params: bool) -> None:
     with wide_twin(device, use_orig_params=use_orig_params) as twin:
-        nbytes = sum(p.nbytes for p in twin.plain.blocks[0].parameters())
+        nbytes = sum(p.nbytes for p in twin.plain[0].parameters())
         twin.quiet_steps(twin.inputs(3))
         ((peak, left),) = bytes_of_steps(twin)
         assert abs(left) < nbytes / 16

@@ -6,6 +6,7 @@ with one it is all of a real group."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fsdp_compat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
-from tests.support.models import Block, Inner, Outer, Stack
+from tests.support.models import Block, Inner, Outer, Stack, chain
 from tests.support.ranks import run_ranks
 from tests.support.twin import Step, twin_of
 
@@ -33,10 +34,11 @@ PRECISIONS = {
     "bf16": MixedPrecision(param_dtype=BF16, reduce_dtype=BF16),
     "fp16 summed in fp32": MixedPrecision(param_dtype=FP16, reduce_dtype=FP32),
 }
-STRATEGIES = [
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
+STRATEGIES = [  # and whether the shards are on the CPU
+    (ShardingStrategy.FULL_SHARD, False),
+    (ShardingStrategy.FULL_SHARD, True),
+    (ShardingStrategy.SHARD_GRAD_OP, False),
+    (ShardingStrategy.NO_SHARD, False),
 ]
 WIDE = LARGE // 8
 
@@ -52,17 +54,8 @@ class Wide(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
-class WideStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Wide() for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
-
-
-def nested() -> nn.Module:
-    return Stack(2, Outer)
+wide_stack = functools.partial(chain, *[Wide] * 4)
+nested = functools.partial(Stack, 2, Outer)
 
 
 def checkpointed(module: nn.Module) -> nn.Module:
@@ -84,12 +77,18 @@ def train(*arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "offload"), STRATEGIES)
 def test_strategies_in_all_precisions(
-    device: str, strategy: ShardingStrategy, precision: str, use_orig_params: bool, ranks: int
+    device: str,
+    strategy: ShardingStrategy,
+    offload: bool,
+    precision: str,
+    use_orig_params: bool,
+    ranks: int,
 ) -> None:
     options = {
         "sharding_strategy": strategy,
+        "cpu_offload": CPUOffload(offload_params=offload),
         "mixed_precision": PRECISIONS[precision],
         "use_orig_params": use_orig_params,
     }
@@ -107,7 +106,7 @@ def test_replicas_of_shards(device: str, strategy: ShardingStrategy) -> None:
 @pytest.mark.parametrize(
     "prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
 )
-@pytest.mark.parametrize("build", [nested, WideStack])
+@pytest.mark.parametrize("build", [nested, wide_stack])
 def test_prefetching_of_nested_units_and_of_large_gradients(
     device: str, build: Any, prefetch: BackwardPrefetch | None, limit_all_gathers: bool
 ) -> None:
@@ -115,25 +114,16 @@ def test_prefetching_of_nested_units_and_of_large_gradients(
     train(device, 8, build, (Outer, Inner, Wide), **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize("precision", ["fp32", "bf16 summed in fp32"])
+@pytest.mark.parametrize(
+    ("ranks", "how", "offload"),
+    [(8, Step(backwards=3), False), (8, Step(backwards=3), True), (1, Step(max_norm=0.05), False)],
+)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_shards_on_the_cpu(device: str, use_orig_params: bool, precision: str, ranks: int) -> None:
-    options = {
-        "cpu_offload": CPUOffload(offload_params=True),
-        "mixed_precision": PRECISIONS[precision],
-    }
-    train(device, ranks, use_orig_params=use_orig_params, **options)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_of_several_backwards(device: str, use_orig_params: bool, offload: bool) -> None:
-    options = {
-        "cpu_offload": CPUOffload(offload_params=offload),
-        "use_orig_params": use_orig_params,
-    }
-    train(device, 8, how=Step(backwards=3), **options)
+def test_several_backwards_and_clipping(
+    device: str, use_orig_params: bool, ranks: int, how: Step, offload: bool
+) -> None:
+    options = {"cpu_offload": CPUOffload(offload_params=offload)}
+    train(device, ranks, how=how, use_orig_params=use_orig_params, **options)
 
 
 @pytest.mark.parametrize("unit", [CheckpointWrapper, Block])
@@ -143,9 +133,3 @@ def test_recomputation_inside_of_units_and_around_them(
 ) -> None:
     options = {"mixed_precision": PRECISIONS[precision], "units": (unit,), "prepare": checkpointed}
     train(device, 8, **options)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_clipping_of_one_rank(device: str, use_orig_params: bool) -> None:
-    how = Step(max_norm=0.05)
-    train(device, 1, how=how, use_orig_params=use_orig_params)

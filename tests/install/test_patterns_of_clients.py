@@ -28,6 +28,7 @@ from fsdp_compat import StateDictType
 from fsdp_compat._install import private_names
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
+from tests.support.odd_model import assert_holds, assert_identical
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import on_ranks
 
@@ -65,11 +66,6 @@ def inputs(seed: int = 1) -> torch.Tensor:
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         return model.state_dict()
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 # -- audiocraft
@@ -138,7 +134,7 @@ def test_audiocraft_copies_into_local_states_without_sharded_tensors(tmp_path: P
     FSDP.set_state_dict_type(other, StateDictType.LOCAL_STATE_DICT)
     other(inputs()).sum().backward()
     other.load_state_dict(torch.load(tmp_path / f"{dist.get_rank()}.pt", weights_only=True))
-    assert_same(whole(other), whole(saved))
+    assert_identical(whole(other), whole(saved))
     assert_close(other(inputs()), saved(inputs()), "the next forward")
 
 
@@ -184,7 +180,7 @@ def test_olmo_restores_whole_tensors_into_flat_parameters(
                     else:
                         assert info.offset_in_shard is None
                 assert not torch.isnan(param).any()
-    assert_same(whole(restored), saved)
+    assert_identical(whole(restored), saved)
 
 
 # -- Wan2.1
@@ -232,7 +228,7 @@ def test_verl_and_litgpt_look_at_handles_and_show_whole_parameters(use_orig_para
         assert model.module.stem.weight.shape == (DIM, DIM)
         stack.enter_context(utils._unshard_params(model, recurse=True, **options))
         found = {name: p.detach().clone() for name, p in model.named_parameters()}
-        assert_same(found, expected)
+        assert_identical(found, expected)
     assert [handle.flat_param.shape for handle in model._all_handles] == shards
 
 
@@ -312,21 +308,7 @@ def test_open_flamingo_wraps_twice_over_groups_of_nodes(use_orig_params: bool) -
         for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert p.grad is not None and expected.grad is not None
             assert_close(p.grad, expected.grad, name)
-    assert_same(whole(model), plain.state_dict())
-    # The names as they were, and the wrappers met on the way.
-    utils, found = part_of_torch("_common_utils"), []
-    names = [name for names in utils._get_param_to_fqns(model).values() for name in names]
-    assert sorted(names) == sorted(dict(plain.named_parameters()))
-
-    def visit(module: nn.Module, prefix: str, depth: int, wanted: type) -> None:
-        if isinstance(module, wanted):
-            found.append((utils.clean_tensor_name(prefix), depth))
-
-    result = utils._apply_to_modules(model, visit, lambda wanted: wanted, None, FSDP)
-    assert result is FSDP
-    assert found == [("", 0), ("", 1)] + [
-        (f"blocks.{index}.", depth) for index in range(2) for depth in (4, 5)
-    ]
+    assert_holds(model, plain)
 
 
 class Tied(nn.Module):

@@ -140,6 +140,8 @@ class Subject:
 
 # -- the calls
 
+Call = Callable[[Subject], object]
+
 
 def _in_form(kind: StateDictType, *configs: Any) -> Callable[[Subject], Any]:
     return lambda subject: FSDP.state_dict_type(subject.model, kind, *configs)
@@ -153,30 +155,20 @@ _full = _in_form(
 _sharded = _in_form(StateDictType.SHARDED_STATE_DICT)
 
 
-def _state_dict_of_rank_0(subject: Subject) -> None:
-    with _full(subject):
-        subject.model.state_dict()
+def _within(form: Callable[[Subject], contextlib.AbstractContextManager[Any]], call: Call) -> Call:
+    def run(subject: Subject) -> None:
+        with form(subject):
+            call(subject)
+
+    return run
 
 
-def _sharded_state_dict(subject: Subject) -> None:
-    with _sharded(subject):
-        subject.model.state_dict()
+def _state_dict(subject: Subject) -> object:
+    return subject.model.state_dict()
 
 
-def _load_from_rank_0(subject: Subject) -> None:
-    with _full(subject):
-        subject.model.load_state_dict(subject.full if subject.rank == 0 else {})
-
-
-def _sharded_optim_state_dict(subject: Subject) -> None:
-    with _sharded(subject):
-        FSDP.optim_state_dict(subject.model, subject.optim)
-
-
-def _optim_state_from_rank_0(subject: Subject) -> None:
-    with _full(subject):
-        state = subject.optim_state if subject.rank == 0 else {}
-        FSDP.optim_state_dict_to_load(subject.model, subject.optim, state)
+def _optim_state_dict(subject: Subject) -> object:
+    return FSDP.optim_state_dict(subject.model, subject.optim)
 
 
 def _summon(subject: Subject) -> None:
@@ -189,24 +181,30 @@ def _async_save(subject: Subject) -> None:
     checkpoint.async_save(folder, subject.model, subject.optim, step=1).wait()
 
 
-Call = Callable[[Subject], object]
-
 PASSES: dict[str, Call] = {
     "forward": lambda subject: subject.forward(),
     "backward": lambda subject: subject.loss.backward(retain_graph=True),
 }
 # Calls that check that every rank has made them before anything is sent.
 BETWEEN_STEPS: dict[str, Call] = {
-    "state_dict": lambda subject: subject.model.state_dict(),
-    "state_dict, rank0_only": _state_dict_of_rank_0,
-    "state_dict, sharded": _sharded_state_dict,
-    "load_state_dict, rank0_only": _load_from_rank_0,
-    "optim_state_dict": lambda subject: FSDP.optim_state_dict(subject.model, subject.optim),
-    "optim_state_dict, sharded": _sharded_optim_state_dict,
+    "state_dict": _state_dict,
+    "state_dict, rank0_only": _within(_full, _state_dict),
+    "state_dict, sharded": _within(_sharded, _state_dict),
+    "load_state_dict, rank0_only": _within(
+        _full,
+        lambda subject: subject.model.load_state_dict(subject.full if subject.rank == 0 else {}),
+    ),
+    "optim_state_dict": _optim_state_dict,
+    "optim_state_dict, sharded": _within(_sharded, _optim_state_dict),
     "optim_state_dict_to_load": lambda subject: FSDP.optim_state_dict_to_load(
         subject.model, subject.optim, subject.optim_state
     ),
-    "optim_state_dict_to_load, rank0_only": _optim_state_from_rank_0,
+    "optim_state_dict_to_load, rank0_only": _within(
+        _full,
+        lambda subject: FSDP.optim_state_dict_to_load(
+            subject.model, subject.optim, subject.optim_state if subject.rank == 0 else {}
+        ),
+    ),
     "full_optim_state_dict": lambda subject: FSDP.full_optim_state_dict(
         subject.model, subject.optim
     ),

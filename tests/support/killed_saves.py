@@ -4,11 +4,10 @@
     python -m tests.support.killed_saves survivors FOLDER    prints the errors of the other ranks
 
 Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
-values, and save the next step. One of them is killed with SIGKILL before its n-th operation on
-files, or in the middle of it if that is a write; then the other one is killed too, as a launcher
-would do. Rank 0, which leads, is killed at every third of its operations, rank 1 at every 27th;
-with FSDP_COMPAT_TEST_ALL=1 rank 0 at each, rank 1 at every ninth. Every value of a model and its
-optimizer is the number of the step. The first two saves and the last one are not interrupted."""
+values, and save the next step: every value is the number of the step. One of them is killed before
+its n-th operation on files, or in the middle of it if that is a write; then the other one is killed
+too, as a launcher would do. Rank 0, which leads, is killed at every third of its operations, rank 1
+at every 27th; with FSDP_COMPAT_TEST_ALL=1 at each, and at every ninth."""
 
 from __future__ import annotations
 

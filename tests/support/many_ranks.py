@@ -175,12 +175,19 @@ def _cost(store: CountingStore, ranks: int, errors: list[str], cpu_s: float) -> 
     return Cost(ranks, store.requests.total(), store.nbytes, cpu_s, tuple(dict.fromkeys(errors)))
 
 
-def meet(ranks: int, clock: Clock) -> Cost:
-    """A rendezvous to which all ranks come."""
+def meet(ranks: int, clock: Clock, last: str = "state_dict()") -> Cost:
+    """A rendezvous to which all ranks come. last: the call of the last rank."""
     store = CountingStore()
-    attempts = [Attempt(each, "state_dict()", 1, "0") for each in _rendezvous(store, ranks)]
+    calls = ["state_dict()"] * (ranks - 1) + [last]
+    rendezvous = _rendezvous(store, ranks)
+    attempts = [Attempt(*each, 1, "0") for each in zip(rendezvous, calls, strict=True)]
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
     return _cost(store, ranks, *_run(clock, attempts, arrivals, None))
+
+
+def refused(ranks: int, clock: Clock) -> Cost:
+    """A rendezvous in which the last rank makes another call."""
+    return meet(ranks, clock, "apply()")
 
 
 def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
@@ -197,17 +204,6 @@ def late(ranks: int, clock: Clock, late_s: float = 30.0) -> Cost:
 
     arrivals = [SKEW_S * rank / ranks for rank in range(ranks - 1)] + [late_s]
     return _cost(store, ranks, *_run(clock, attempts, arrivals, look))
-
-
-def refused(ranks: int, clock: Clock) -> Cost:
-    """A rendezvous in which the last rank makes another call."""
-    store = CountingStore()
-    attempts = [
-        Attempt(each, "state_dict()" if rank < ranks - 1 else "apply()", 1, "0")
-        for rank, each in enumerate(_rendezvous(store, ranks))
-    ]
-    arrivals = [SKEW_S * rank / ranks for rank in range(ranks)]
-    return _cost(store, ranks, *_run(clock, attempts, arrivals, None))
 
 
 def exchange(ranks: int, clock: Clock, value: object = "x" * 2000) -> Cost:

@@ -1,15 +1,11 @@
-"""One training run with any combination of settings, beside the unsharded model that computes in
-the same dtypes.
-
-A Case holds the settings; its repr shows those that are not the default, and can be pasted.
-``run_cases`` trains with each of them.
+"""One training run with any combination of settings, a Case, beside the unsharded model that
+computes in the same dtypes.
 
 The unsharded model takes every rank's batch in turn. In mixed precision it computes with a copy of
 itself in ``param_dtype`` (and buffers in ``buffer_dtype``), adds up the gradients of backwards
 under no_sync in ``reduce_dtype``, and sums over the ranks, divides and keeps in its own dtype.
-These are the same roundings in the same order as in the sharded model, with two exceptions: in a
-16-bit ``reduce_dtype``, a communication hook of torch sums in it, and replicas send their sums in
-it."""
+These are the roundings of the sharded model in the same order, but in a 16-bit ``reduce_dtype`` a
+communication hook of torch sums in it, and replicas send their sums in it."""
 
 from __future__ import annotations
 

@@ -204,14 +204,6 @@ def torch_model(kind: str, seed: int, scalar: bool) -> nn.Module:
     return model
 
 
-def cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: cloned(inner) for key, inner in value.items()}
-    return [cloned(inner) for inner in value] if isinstance(value, list) else value
-
-
 def each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(state, Tensor):
         return change(state)
@@ -222,6 +214,10 @@ def each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(state, dict)
         else state
     )
+
+
+def cloned(state: Any) -> Any:
+    return each_tensor(state, Tensor.clone)
 
 
 def local_tensors(state: Any) -> list[Tensor]:

@@ -1,7 +1,5 @@
-"""Fewer combinations than the product: any two values still occur together.
-
-Most bugs need one or two settings at once. Settings with 3, 3 and 4 values have 36 combinations;
-12 of them contain every pair of values of two settings. Put it on top of the other decorators:
+"""Fewer combinations than the product: any two values still occur together. Put it on top of the
+other decorators:
 
     @pairwise
     @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -9,7 +7,7 @@ Most bugs need one or two settings at once. Settings with 3, 3 and 4 values have
     @both_forms
     def test_training(strategy: str, num_ranks: int, use_orig_params: bool) -> None: ...
 
-Where a case costs much, ``each_value`` has the fewest rows that contain every value, here 4; with
+Where a case costs much, ``each_value`` has the fewest rows that contain every value; with
 FSDP_COMPAT_TEST_ALL=1 it is ``pairwise``."""
 
 from __future__ import annotations

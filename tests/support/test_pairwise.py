@@ -11,7 +11,7 @@ from tests.support.pairwise import pairs, pairwise, singles
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 3, 4), (2, 3, 5, 2), (4, 4), (3,)])
-def test_rows_contain_every_pair_of_values(sizes: tuple[int, ...]) -> None:
+def test_rows_contain_every_pair_of_values_or_every_value(sizes: tuple[int, ...]) -> None:
     values = [[f"{index}{letter}" for letter in "abcde"[:size]] for index, size in enumerate(sizes)]
     rows = pairs(*values)
     for index, each in enumerate(values):
@@ -21,11 +21,6 @@ def test_rows_contain_every_pair_of_values(sizes: tuple[int, ...]) -> None:
         assert found == set(itertools.product(values[one], values[other]))
     if len(sizes) > 2:
         assert len(rows) <= 1.5 * max(a * b for a, b in itertools.combinations(sizes, 2))
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 3, 4), (2, 3, 5, 2), (4, 4), (3,)])
-def test_as_many_rows_as_the_most_values_contain_every_value(sizes: tuple[int, ...]) -> None:
-    values = [[f"{index}{letter}" for letter in "abcde"[:size]] for index, size in enumerate(sizes)]
     rows = singles(*values)
     assert len(set(rows)) == len(rows) == max(sizes)
     for index, each in enumerate(values):

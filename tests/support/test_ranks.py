@@ -8,19 +8,24 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support import ranks
+from tests.support.errors import assert_told
 from tests.support.ranks import RankError, on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
+
+Failure = tuple[tuple[int, ...], str]
 
 
 def _identity(scale: int, *, offset: int = 0) -> tuple[int, int, int]:
@@ -57,23 +62,24 @@ def test_the_body_of_a_test_runs_on_ranks_and_fails_there() -> None:
         assert sorted(caught.value.failed) == failed
 
 
+def failure_of(n: int, function: Callable[..., Any], *args: Any, **options: Any) -> Failure:
+    """Return the ranks to blame for a call that fails, and its message."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(n, function, *args, **options)
+    return caught.value.failed, str(caught.value)
+
+
 # --- arguments and results ---
 
 
 def _returns_a_lock() -> object:
-    import threading
-
     return threading.Lock()
 
 
-def test_a_local_function_is_refused_with_advice() -> None:
+def test_what_cannot_be_sent_is_reported() -> None:
     with pytest.raises(TypeError, match="top level of a module"):
         run_ranks(2, lambda: None)
-
-
-def test_a_result_that_cannot_be_sent_is_reported() -> None:
-    with pytest.raises(RankError, match=r"cannot pickle '_thread\.lock'"):
-        run_ranks(1, _returns_a_lock)
+    assert_told(failure_of(1, _returns_a_lock)[1], r"cannot pickle '_thread\.lock'")
 
 
 # --- one call does not affect the next ---
@@ -116,10 +122,9 @@ def _destroys_its_group() -> None:
 
 def _raises_in_the_middle_of_a_collective() -> None:
     group = dist.new_group([0, 1])
-    work = (
-        dist.all_reduce(torch.ones(1), group=group, async_op=True) if dist.get_rank() == 0 else None
-    )
-    raise ValueError(f"with {work} under way")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    raise ValueError("with a collective under way")
 
 
 def test_seeds_modes_warnings_environment_and_directory_are_put_back() -> None:
@@ -134,8 +139,7 @@ def test_the_group_is_made_again_for_every_call() -> None:
     pids = run_ranks(2, _pid)
     run_ranks(2, _destroys_its_group)
     assert run_ranks(2, _sum) == [2.0, 2.0]
-    with pytest.raises(RankError):
-        run_ranks(2, _raises_in_the_middle_of_a_collective)
+    failure_of(2, _raises_in_the_middle_of_a_collective)
     assert run_ranks(2, _sum) == [2.0, 2.0]
     assert run_ranks(2, _pid) == pids
 
@@ -162,7 +166,7 @@ def _asserts(expected: int) -> None:
     assert actual == expected and tensor.sum() > 0
 
 
-def _sleeps_on_one_rank_while_the_other_raises() -> None:
+def _sleeps_while_the_other_raises() -> None:
     if dist.get_rank() == 0:
         raise ValueError("the one that failed")
     time.sleep(600)
@@ -170,37 +174,28 @@ def _sleeps_on_one_rank_while_the_other_raises() -> None:
 
 def test_every_failed_rank_is_shown_with_traceback_and_output() -> None:
     pids = run_ranks(3, _pid)
-    with pytest.raises(RankError) as caught:
-        run_ranks(3, _raises_on, (0, 2))
-    message = str(caught.value)
-    assert sorted(caught.value.failed) == [0, 2]
-    assert "tests.support.test_ranks._raises_on failed on 3 ranks" in message
-    assert "ValueError: bad value on rank 0" in message
-    assert "ValueError: bad value on rank 2" in message
-    assert "rank 1: returned" in message
-    assert "in _raises_on" in message
-    assert "output of rank 1 -----\nthis is rank 1" in message
+    failed, message = failure_of(3, _raises_on, (0, 2))
+    assert sorted(failed) == [0, 2]
+    assert_told(message, "tests.support.test_ranks._raises_on failed on 3 ranks", "in _raises_on")
+    assert_told(message, *(f"ValueError: bad value on rank {rank}" for rank in failed))
+    assert_told(message, "rank 1: returned", "output of rank 1 -----\nthis is rank 1")
     assert run_ranks(3, _pid) == pids  # nobody was killed for it
 
 
 def test_the_first_failure_is_shown_first_and_unblocks_the_others() -> None:
     pids = run_ranks(3, _pid)
-    with pytest.raises(RankError) as caught:
-        run_ranks(3, _raises_while_others_wait)
-    message = str(caught.value)
-    assert caught.value.failed[0] == 1
-    assert message.index("KeyError: 'the first failure'") < message.index("===== rank 1 raised")
-    assert message.index("===== rank 1 raised") < message.index("===== rank 0 raised")
+    failed, message = failure_of(3, _raises_while_others_wait)
+    assert failed[0] == 1
+    texts = ("KeyError: 'the first failure'", "===== rank 1 raised", "===== rank 0 raised")
+    places = [message.index(text) for text in texts]
+    assert places == sorted(places)
     assert run_ranks(3, _pid) == pids
 
 
 def test_a_failed_assert_shows_local_variables_without_tensor_data() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(1, _asserts, 7)
-    message = str(caught.value)
-    assert "  expected = 7\n" in message
-    assert "  actual = 1\n" in message
-    assert "  tensor = Tensor (2, 3) torch.float32\n" in message
+    _, message = failure_of(1, _asserts, 7)
+    for text in ("expected = 7", "actual = 1", "tensor = Tensor (2, 3) torch.float32"):
+        assert f"  {text}\n" in message
 
 
 def test_output_of_a_call_that_returns_is_shown_with_the_test(
@@ -246,29 +241,23 @@ def _runs_forever() -> None:
 def test_a_rank_that_exits_or_crashes_is_reported_at_once_and_replaced(lost: None) -> None:
     (pid,) = run_ranks(1, _pid)
     started = time.perf_counter()
-    with pytest.raises(RankError, match=r"rank 0, after .* s: died with exit code 7") as caught:
-        run_ranks(1, _exits, timeout=240)
-    assert caught.value.failed == (0,)
-    assert "about to leave" in str(caught.value)
+    failed, message = failure_of(1, _exits, timeout=240)
+    assert failed == (0,)
+    assert_told(message, r"rank 0, after .* s: died with exit code 7", "about to leave")
     assert run_ranks(1, _pid) != [pid]
-    with pytest.raises(RankError, match=r"rank 0.*: died with signal SIGSEGV") as caught:
-        run_ranks(1, _is_killed_by, signal.SIGSEGV, timeout=240)
+    failed, message = failure_of(1, _is_killed_by, signal.SIGSEGV, timeout=240)
     assert time.perf_counter() - started < 200, "it was not waited for"
-    assert caught.value.failed[0] == 0
-    assert "Fatal Python error: Segmentation fault" in str(caught.value)
-    assert "in _is_killed_by" in str(caught.value)
+    assert failed == (0,)
+    assert_told(message, r"rank 0.*: died with signal SIGSEGV", "in _is_killed_by")
+    assert_told(message, "Fatal Python error: Segmentation fault")
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack(lost: None) -> None:
     pids = run_ranks(2, _pid)
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, _runs_forever, timeout=1)
-    message = str(caught.value)
-    assert caught.value.failed == (1,)
-    assert "rank 1: did not answer within 1 s" in message
-    assert "rank 0: returned" in message
-    assert "===== stacks of rank 1" in message
-    assert "in _runs_forever" in message
+    failed, message = failure_of(2, _runs_forever, timeout=1)
+    assert failed == (1,)
+    assert_told(message, "rank 1: did not answer within 1 s", "rank 0: returned")
+    assert_told(message, "===== stacks of rank 1", "in _runs_forever")
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -276,22 +265,17 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(lost: None) -> None:
 
 def test_a_failure_is_shown_when_another_rank_does_not_come_back(lost: None) -> None:
     started = time.perf_counter()
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, _sleeps_on_one_rank_while_the_other_raises, timeout=240)
+    failed, message = failure_of(2, _sleeps_while_the_other_raises, timeout=240)
     assert time.perf_counter() - started < 120, "the time limit was not waited for"
-    assert caught.value.failed == (0,)
-    assert "ValueError: the one that failed" in str(caught.value)
-    assert (
-        "in _sleeps_on_one_rank_while_the_other_raises"
-        in str(caught.value).partition("stacks of rank 1")[2]
-    )
+    assert failed == (0,)
+    assert "ValueError: the one that failed" in message
+    assert "in _sleeps_while_the_other_raises" in message.partition("stacks of rank 1")[2]
 
 
 def test_collectives_time_out_before_the_call() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, _waits_for_rank_0, timeout=20, group_timeout=0.5)
-    assert caught.value.failed == (1,)
-    assert "dist.recv" in str(caught.value)
+    failed, message = failure_of(2, _waits_for_rank_0, timeout=20, group_timeout=0.5)
+    assert failed == (1,)
+    assert "dist.recv" in message
 
 
 # --- the end of pytest ---

@@ -1,11 +1,10 @@
 """One process that trains as rank 0 of many, on any device, beside the unsharded model. All ranks
 have the same batch.
 
-The process group moves nothing, so results are made up here: an all-gather returns the parameters
-of the unsharded model, a sum over ranks multiplies this rank's values. Transfers take time: on a
-device with streams each runs on its own stream, after the work enqueued so far, and sleeps; until
-it ends, the memory it writes holds NaN. On the CPU it happens in the wait. An engine that reads or
-frees too early, or forgets to wait, gets other losses than the unsharded model."""
+The process group moves nothing: an all-gather returns the parameters of the unsharded model, a sum
+over ranks multiplies this rank's values. On a device with streams each transfer runs on its own
+stream and sleeps, on the CPU it happens in the wait; until it ends, the memory it writes holds NaN.
+An engine that reads or frees too early, or forgets to wait, gets other losses."""
 
 from __future__ import annotations
 
@@ -131,12 +130,8 @@ class Work:
 
     def wait(self) -> bool:
         self._wait()
-        self._wait, self._keep = _nothing, None
+        self._wait, self._keep = lambda: None, None
         return True
-
-
-def _nothing() -> None:
-    pass
 
 
 class Transfers:

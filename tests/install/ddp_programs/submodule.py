@@ -12,7 +12,7 @@ class Model(nn.Module):
         self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
         self.head = nn.Linear(16, 4).requires_grad_(False)
         if dist.get_world_size() > 1:
-            self.encoder = parallel.DistributedDataParallel(self.encoder, dim=0)
+            self.encoder = parallel.DistributedDataParallel(self.encoder, static_graph=True)
         else:
             self.encoder = parallel.DistributedDataParallel(self.encoder)
 

@@ -1,21 +1,16 @@
 """A device for tests, "emulated": an accelerator as torch sees it, in host memory.
 
-It shows what tests on the CPU cannot: which stream each operation was enqueued on, what orders the
-streams, and where the host waits. Work is executed at once, in the thread that enqueues it; what
-would have run late on a real device is only *recorded*, with the bytes that it reads and writes.
-``order`` then finds accesses that no wait orders. That is simpler than queues that run in threads,
-and finds more: a missing wait is found in every run, whether or not it changes a number, and also
-where an accident (the allocator, a host that is slow) hides it. What it cannot show is the time
-that things take.
+Work is executed at once, in the thread that enqueues it. What orders it on a real device is only
+*recorded*: its stream, the bytes that it reads and writes, and the waits of streams and of the
+host. ``order`` then finds accesses that no wait orders, in every run, also where no number changes.
+The times that things take are not shown; ``play`` computes them from given costs.
 
     why_not()        why it cannot be used here, or ""
     use()            register the device in this process, for good: only in processes of run_ranks
     watching()       record what happens on it
 
-``play`` says when a recorded program would run, given what its operations cost; ``nccl`` adds
-collectives, and what torch's own FSDP needs of a device.
-
-``device.cpp`` is compiled when it is first needed, and kept where torch keeps its extensions."""
+``nccl`` adds collectives, and what torch's own FSDP needs of a device. ``device.cpp`` is compiled
+when it is first needed, and kept where torch keeps its extensions."""
 
 from __future__ import annotations
 

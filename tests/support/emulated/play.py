@@ -1,14 +1,11 @@
 """A player of recorded programs: when each operation would run on a device whose streams run at the
-same time, and how much memory a caching allocator would reserve. Pure and deterministic: it reads a
-recorded program and what each operation costs, and needs neither torch nor a device.
+same time, and how much memory a caching allocator would reserve. Pure and deterministic.
 
 The host enqueues in the program's order and takes time for it; the work of a stream runs in order;
-a wait waits. Works that run at the same time slow each other down by what they share
-(``fsdp_compat._cost_model.speeds``).
-
-Memory is that of a caching allocator: each stream has a pool, which keeps what it has once
-reserved. A block with readers (``record_stream``) goes back to its pool when their work has ended
-and the host allocates or frees something. Fragmentation is not modelled."""
+works that run at the same time slow each other down by what they share
+(``fsdp_compat._cost_model.speeds``). Each stream has a pool, which keeps what it has once reserved.
+A block with readers (``record_stream``) goes back to its pool when their work has ended and the
+host allocates or frees something. Fragmentation is not modelled."""
 
 from __future__ import annotations
 

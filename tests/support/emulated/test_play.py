@@ -37,20 +37,37 @@ def times(played: Played) -> list[tuple[int, float, float]]:
 # -- streams and events
 
 
-def test_streams_run_side_by_side_and_each_in_order() -> None:
-    played = play([work(A, 3), work(A, 1), work(B, 2)], alone)
-    assert times(played) == [(B, 0, 2), (A, 0, 3), (A, 3, 4)]
-    assert played.seconds == 4
+RUNS: dict[str, tuple[list[Happening], float, list[tuple[int, float, float]]]] = {
+    "streams run side by side, and each in order": (
+        [work(A, 3), work(A, 1), work(B, 2)],
+        0.0,
+        [(B, 0, 2), (A, 0, 3), (A, 3, 4)],
+    ),
+    "a stream waits for what was enqueued before the event": (
+        [work(A, 3), Record(7, A), work(A, 5), Wait(7, B), work(B, 1)],
+        0.0,
+        [(A, 0, 3), (B, 3, 4), (A, 3, 8)],
+    ),
+    "an event that was recorded again stands for the last record": (
+        [work(A, 1), Record(7, A), work(A, 1), Record(7, A), Wait(7, B), work(B, 1)],
+        0.0,
+        [(A, 0, 1), (A, 1, 2), (B, 2, 3)],
+    ),
+    "a device that is faster than the host idles": (
+        [work(A, 1), work(A, 1)],
+        2.0,
+        [(A, 0, 1), (A, 2, 3)],
+    ),
+}
 
 
-def test_a_stream_waits_for_what_was_enqueued_before_the_event() -> None:
-    program = [work(A, 3), Record(7, A), work(A, 5), Wait(7, B), work(B, 1)]
-    assert times(play(program, alone)) == [(A, 0, 3), (B, 3, 4), (A, 3, 8)]
-
-
-def test_an_event_that_was_recorded_again_stands_for_the_last_record() -> None:
-    program = [work(A, 1), Record(7, A), work(A, 1), Record(7, A), Wait(7, B), work(B, 1)]
-    assert times(play(program, alone))[-1] == (B, 2, 3)
+@pytest.mark.parametrize(("program", "enqueue_s", "expected"), RUNS.values(), ids=RUNS)
+def test_when_work_runs(
+    program: list[Happening], enqueue_s: float, expected: list[tuple[int, float, float]]
+) -> None:
+    played = play(program, alone, enqueue_s=enqueue_s)
+    assert times(played) == expected
+    assert played.seconds == expected[-1][-1]
 
 
 # -- the host
@@ -69,11 +86,6 @@ def test_the_host_is_ahead_until_it_waits() -> None:
 def test_what_the_host_waits_for(sync: Happening, end: float) -> None:
     program = [work(A, 2), Record(7, A), work(A, 3), work(C, 6), sync, work(B, 1)]
     assert (B, end, end + 1) in times(play(program, alone))
-
-
-def test_a_device_that_is_faster_than_the_host_idles() -> None:
-    played = play([work(A, 1), work(A, 1)], alone, enqueue_s=2)
-    assert times(played) == [(A, 0, 1), (A, 2, 3)]
 
 
 def test_events_take_time_of_the_host() -> None:
@@ -109,18 +121,12 @@ def block(begin: int, nbytes: int) -> tuple[int, int]:
     return begin, begin + nbytes
 
 
-def test_a_pool_keeps_what_it_has_reserved() -> None:
+@pytest.mark.parametrize(("stream", "reserved"), [(A, 100), (B, 160)])
+def test_a_pool_keeps_what_it_has_reserved_for_its_stream(stream: int, reserved: int) -> None:
     one, other = block(0, 100), block(100, 60)
-    program = [Allocate(A, one), Free(A, one), Allocate(A, other), Free(A, other)]
+    program = [Allocate(A, one), Free(A, one), Allocate(stream, other), Free(stream, other)]
     played = play(program, alone)
-    assert (played.reserved, played.active) == (100, 100)
-
-
-def test_a_pool_is_not_used_for_another_stream() -> None:
-    one, other = block(0, 100), block(100, 60)
-    program = [Allocate(A, one), Free(A, one), Allocate(B, other), Free(B, other)]
-    played = play(program, alone)
-    assert (played.reserved, played.active) == (160, 100)
+    assert (played.reserved, played.active) == (reserved, 100)
 
 
 def reserved_with_readers(*between: Happening) -> int:
