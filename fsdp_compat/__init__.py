@@ -22,6 +22,8 @@ from fsdp_compat._front_ends.fully_shard.module import (
     share_comm_ctx,
 )
 from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
+from fsdp_compat._state.ema import ShardedEMA
+from fsdp_compat._state.grad_norms import param_grad_norms
 from fsdp_compat._torch_patches import undo_torch_patches
 from fsdp_compat.api import (
     BackwardPrefetch,
@@ -77,6 +79,7 @@ __all__ = [
     "Plan",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -91,6 +94,7 @@ __all__ = [
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "install",
+    "param_grad_norms",
     "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -63,7 +63,7 @@ def norm_of(
     for axes, grads in by_axes.values():
         norm = _local_norm(grads, norm_type, dtype, device)
         for axis in axes:
-            norm = _norm_over_ranks(axis, norm, norm_type)
+            norm = norm_over_ranks(axis, norm, norm_type)
         parts.append(norm)
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
 
@@ -84,7 +84,8 @@ def dtype_of_norm(
     return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
 
-def _norm_over_ranks(axis: Transport, local: Tensor, norm_type: float) -> Tensor:
+def norm_over_ranks(axis: Transport, local: Tensor, norm_type: float) -> Tensor:
+    """Return the norms, of any shape, of what the ranks of an axis hold together. Collective."""
     what = "the norm of the gradients"
     if not math.isinf(norm_type):
         return axis.sum_of(local.pow(norm_type), what).pow(1 / norm_type)

@@ -1,0 +1,78 @@
+"""The norm of each parameter's gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch_private
+from .._comm.transport import Transport
+from .._engine import rendezvous
+from .._engine.grad_norm import norm_over_ranks
+from .._engine.state_store import store_of
+from ..errors import StateError, require_module
+from .units import names_of, require_idle, units_of, unmanaged_in
+
+_WHAT = "param_grad_norms"
+
+
+@torch.no_grad()
+def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
+    """Return {name before wrapping: norm of the gradient, 0-d} of all trainable parameters.
+
+    The norms are those of the whole gradients, in fp32, and 0 for a parameter without gradient on
+    any rank. Gradients that ShardedGradScaler has scaled are scaled. norm_type: positive, or inf.
+
+    Collective: all ranks, with one all-reduce per shard axis, of a number for each parameter.
+    Raises StateError inside forward and backward, and for gradients that are not reduced."""
+    require_module(model, _WHAT)
+    require_idle(model, _WHAT)
+    units = units_of(model)
+    groups = [group for named in units for group in named.unit.groups]
+    rendezvous.require_all_ranks_once(_WHAT, groups)
+    for group in groups:
+        if group.gradients.received:
+            raise StateError.of(
+                "Gradients are not reduced yet.",
+                expected="a call after a backward outside of no_sync()",
+                got="gradients of a backward inside it",
+                where=group.name,
+                fix="call it after the last backward of the step",
+            )
+    by_axes: dict[tuple[Transport, ...], tuple[list[list[str]], list[Tensor]]] = {}
+    for named in units:
+        for group in named.unit.groups:
+            axes = tuple(axis for axis in (group.shard, *group.tensor_parallel) if axis.ranks > 1)
+            names, grads = by_axes.setdefault(axes, ([], []))
+            store = store_of(group)
+            for param, indices in store.sharded_params:
+                for index in indices if param.requires_grad else ():
+                    names.append(names_of(store.orig_params[index], named.prefix))
+                    part = store.part_in_sharded_param(index).slice
+                    grads.append(_flat(param.grad, store.shard)[part])
+    found = {
+        slot.name: _flat(slot.value.grad, slot.value)
+        for slot in unmanaged_in(model)
+        if isinstance(slot.value, nn.Parameter) and slot.value.requires_grad
+    }
+    norms = {name: _norm(grad, norm_type) for name, grad in found.items()}
+    for axes, (names, grads) in by_axes.items():
+        if grads:
+            local = torch.stack([_norm(grad, norm_type) for grad in grads]).to(groups[0].device)
+            for axis in axes:
+                local = norm_over_ranks(axis, local, norm_type)
+            for each, norm in zip(names, local.unbind(), strict=True):
+                norms.update(dict.fromkeys(each, norm))
+    return norms
+
+
+def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Return this rank's part of a gradient as 1-D; without one, as much of zeros."""
+    if grad is None:
+        return torch.zeros_like(_torch_private.local_part(like)).reshape(-1)
+    return _torch_private.local_part(grad).reshape(-1)
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    values = grad if grad.numel() else grad.new_zeros(1)
+    return torch.linalg.vector_norm(values, norm_type, dtype=torch.float32)

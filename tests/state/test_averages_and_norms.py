@@ -1,0 +1,173 @@
+"""Averages of the parameters, and norms of gradients, beside those of the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import (
+    ShardedEMA,
+    StateError,
+    UsageError,
+    checkpoint,
+    fully_shard,
+    param_grad_norms,
+)
+from tests.support.ranks import on_ranks
+
+DECAY = 0.9
+
+
+class Net(nn.Module):
+    """With a tied and a frozen parameter, an unused one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)) for _ in "ab")
+        self.layers[1][0].weight.requires_grad_(False)
+        self.head, self.unused = nn.Linear(6, 6), nn.Parameter(torch.ones(3))
+        self.again = self.head
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.again(self.head(x)) * self.scale
+
+
+def flat(model: nn.Module) -> nn.Module:
+    return FSDP(model, auto_wrap_policy={"Sequential"})
+
+
+def original(model: nn.Module) -> nn.Module:
+    return FSDP(model, auto_wrap_policy={"Sequential"}, use_orig_params=True)
+
+
+def rows(model: nn.Module) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+LAYOUTS = {"flat": flat, "original": original, "rows": rows}
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, update: Callable[[], None]) -> None:
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    for step in range(4):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in checkpoint.iter_full_state_dict(model)}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_averages_are_those_of_the_unsharded_model(
+    world_size: int, layout: str, tmp_path: Path
+) -> None:
+    plain = Net()
+    averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    averaged.update_parameters(plain)  # copies
+    train(plain, lambda: averaged.update_parameters(plain))
+    expected = {name: value.detach() for name, value in averaged.module.state_dict().items()}
+    model = LAYOUTS[layout](Net())
+    ema = ShardedEMA(model, DECAY)
+    train(model, ema.update)
+    live = whole(model)
+
+    with ema.swap():
+        assert_near(whole(model), expected)
+        torch.testing.assert_close(model(batch(9)), averaged(batch(9)), rtol=1e-6, atol=1e-6)
+        checkpoint.save(shared(tmp_path), model, step=1)
+    assert_near(whole(model), plain.state_dict())
+    assert all(torch.equal(value, live[name]) for name, value in whole(model).items())
+
+    other = LAYOUTS["rows" if layout == "flat" else "flat"](Net())
+    its = ShardedEMA(other, DECAY)
+    with its.swap():
+        checkpoint.load(checkpoint.latest(shared(tmp_path)), other)
+    assert_near(whole(other), Net().state_dict())
+    with its.swap():
+        assert_near(whole(other), expected)
+
+
+def shared(path: Path) -> Path:
+    """Return rank 0's path."""
+    paths: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(paths, path)
+    return Path(paths[0])
+
+
+@on_ranks(2)
+def test_averages_have_a_dtype_of_their_own_and_refuse_what_they_cannot_do() -> None:
+    model = flat(Net().bfloat16())
+    ema = ShardedEMA(model, 0.5, dtype=torch.float32)
+    before = whole(model)
+    with torch.no_grad(), FSDP.summon_full_params(model):
+        model.head.bias.add_(1 / 64)
+    ema.update()
+    with ema.swap():
+        change = whole(model)["head.bias"] - before["head.bias"]
+    assert change.float().abs().max() > 0
+    with pytest.raises(UsageError, match="decay is out of range"):
+        ShardedEMA(model, 1.5)
+    loss = model(batch(0).bfloat16()).sum()
+    loss.register_hook(lambda _: ema.update())
+    with pytest.raises(StateError, match="update"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_norms_are_those_of_the_unsharded_model(world_size: int, layout: str) -> None:
+    plain, model = Net(), LAYOUTS[layout](Net())
+    for net in (plain, model):
+        net(batch(0)).square().mean().backward()
+    for norm_type in (2.0, 1.0, float("inf")):
+        expected = {
+            name: torch.zeros(()) if each.grad is None else each.grad.norm(norm_type)
+            for name, each in plain.named_parameters(remove_duplicate=False)
+            if each.requires_grad
+        }
+        assert_near(param_grad_norms(model, norm_type), expected)
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_have_no_norms_yet() -> None:
+    model = flat(Net())
+    with model.no_sync():
+        model(batch(0)).sum().backward()
+    with pytest.raises(StateError, match="not reduced yet"):
+        param_grad_norms(model)
+    model(batch(0)).sum().backward()
+    assert param_grad_norms(model)["head.bias"] > 0
+    with pytest.raises(UsageError, match="module"):
+        param_grad_norms(3)  # type: ignore[arg-type]
