@@ -426,7 +426,11 @@ in_inference_mode(net) -> FSDP(m) | inference
 
 POLICIES = """
 FSDP(m, auto_wrap_policy="Lager") | 'Lager'; nearest names, Layer
-FSDP(m, auto_wrap_policy=Layer) | ModuleWrapPolicy({Layer})
+FSDP(m, auto_wrap_policy=Layer) | a CustomPolicy; wrapping a Net; ModuleWrapPolicy({Layer})
+FSDP(m, auto_wrap_policy=(Layer, nn.Linear)) | ModuleWrapPolicy({Layer, Linear})
+FSDP(m, auto_wrap_policy=ModuleWrapPolicy) | ModuleWrapPolicy(...)
+FSDP(m, auto_wrap_policy=7) | 7; such as ModuleWrapPolicy(
+FSDP(m, auto_wrap_policy=on_layer("yes")) | 'yes'; module 'layers.0', a Layer
 FSDP(m, auto_wrap_policy=lambda module: True) | auto_wrap_policy; nonwrapped_numel
 FSDP(m, auto_wrap_policy=lambda module, recurse, nonwrapped_numel: "yes") | 'yes'; True or False
 FSDP(m, auto_wrap_policy=transformer_auto_wrap_policy) | transformer_layer_cls

@@ -44,24 +44,19 @@ def _raise_in_forward(error: type[BaseException], pair: Pair) -> None:
     fragile.fault_in_forward = None
 
 
-def _raise_in_backward(retry: bool, pair: Pair) -> None:
-    """retry: the backward, without another forward."""
+def _raise_in_backward(pair: Pair) -> None:
     fragile = _fragile(pair.model)
     loss = square(pair.model, torch.randn(2, DIM))
     fragile.fault_in_backward = True
     with pytest.raises(ValueError, match="backward"):
         loss.backward(retain_graph=True)
     fragile.fault_in_backward = False
-    if retry:
-        pair.optim.zero_grad()
-        loss.backward()
 
 
 FAULTS: dict[str, Callable[[Pair], None]] = {
     "in forward": partial(_raise_in_forward, ValueError),
     "interrupted": partial(_raise_in_forward, KeyboardInterrupt),  # module hooks do not run
-    "in backward": partial(_raise_in_backward, False),
-    "in backward, which is repeated": partial(_raise_in_backward, True),
+    "in backward": _raise_in_backward,
 }
 
 

@@ -112,7 +112,8 @@ def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
     assert whole >= sum(p.numel() for p in pair.plain.parameters())
 
 
-def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
+def _nothing(state: list[int], grad: Tensor, output: Tensor | None = None) -> None:
+    state.append(1)
     if output is not None:
         output.fill_(7.0)
 
@@ -124,7 +125,7 @@ def test_result_of_the_hook_is_the_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    pair.model.register_comm_hook(None, _nothing)
+    pair.model.register_comm_hook([], _nothing)
     group = pair.model._runtime.groups[0]
     x = vectors(torch.Generator().manual_seed(dist.get_rank()))
     for times in (1, 2):
@@ -380,15 +381,17 @@ def test_hook_of_a_model_that_became_nested_is_kept() -> None:
 @on_ranks(2)
 def test_copy_has_the_hook_and_a_pickle_accepts_one(use_orig_params: bool) -> None:
     model = make_pair(Stack, use_orig_params=use_orig_params).model
-    model.register_comm_hook(None, _nothing)
+    model.register_comm_hook([], _nothing)
     copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    with pytest.raises(AssertionError, match="already"):
-        copied.register_comm_hook(None, _nothing)
-    loaded.register_comm_hook(None, _nothing)
+    with pytest.raises(AssertionError, match="registered already"):
+        copied.register_comm_hook([], _nothing)
+    calls = list[int]()
+    loaded.register_comm_hook(calls, _nothing)
     for other in (copied, loaded):
         square(other, torch.ones(2, DIM)).backward()
         for name, grad in whole_gradients(other).items():
             assert torch.equal(grad, torch.full_like(grad, 7.0)), name
+    assert len(calls) == len(FSDP.fsdp_modules(loaded))
 
 
 @pytest.mark.parametrize(

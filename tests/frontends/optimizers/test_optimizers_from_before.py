@@ -342,9 +342,22 @@ def test_states_with_the_names_of_ddp_load(use_orig_params: bool) -> None:
     assert model.load_state_dict(state, strict=False).missing_keys == ["odd.weight"]
 
 
-def loads_numbers(params: Callable[[Any], Any], use_orig_params: bool) -> tuple[Any, Any]:
-    """The state of an unwrapped model's optimizer, by numbers, goes on in a wrapped one. Return the
-    latter, and its optimizer."""
+def groups_across_units(module: nn.Module) -> list[dict[str, Any]]:
+    names = {"stack.stem.weight", "stack.head.weight", "odd.weight"}
+    named = [(clean_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+    biases = [p for n, p in reversed(named) if n not in names]
+    return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in named if n in names]}]
+
+
+@pytest.mark.parametrize(
+    ("params", "use_orig_params"),
+    [(trainable, False), (trainable, True), (groups_across_units, True)],
+)
+@on_ranks(2)
+def test_numbered_state_counts_only_parameters_of_the_optimizer(
+    params: Callable[[Any], Any], use_orig_params: bool
+) -> None:
+    """The state of an unwrapped model's optimizer, by numbers, goes on in a wrapped one."""
     plain, model = network(), wrapped(network(), use_orig_params=use_orig_params)
     plain_optim = torch.optim.AdamW(params(plain), lr=0.01)
     step(plain, plain_optim, 0)
@@ -356,30 +369,3 @@ def loads_numbers(params: Callable[[Any], Any], use_orig_params: bool) -> tuple[
         step(plain, plain_optim, seed)
         step(model, optim, seed)
         assert_same_state(model, plain, f"step {seed}")
-    return model, optim
-
-
-@both_forms
-@on_ranks(2)
-def test_numbered_state_counts_only_parameters_of_the_optimizer(use_orig_params: bool) -> None:
-    """Trainers leave frozen parameters out of the optimizer: the numbers count only the optimizer's
-    parameters."""
-    model, optim = loads_numbers(trainable, use_orig_params)
-    plain = network()
-    fewer = torch.optim.AdamW(trainable(plain)[1:], lr=0.01)
-    step(plain, fewer, 0)
-    with pytest.raises(FsdpCompatError, match="does not fit the optimizer"):
-        FSDP.optim_state_dict_to_load(model, optim, fewer.state_dict())
-
-
-@on_ranks(2)
-def test_numbers_in_groups_that_cut_through_units_load() -> None:
-    """With original parameters groups may cut through units, in any order."""
-
-    def groups(module: nn.Module) -> list[dict[str, Any]]:
-        names = {"stack.stem.weight", "stack.head.weight", "odd.weight"}
-        named = [(clean_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
-        biases = [p for n, p in reversed(named) if n not in names]
-        return [{"params": biases, "lr": 0.02}, {"params": [p for n, p in named if n in names]}]
-
-    loads_numbers(groups, True)

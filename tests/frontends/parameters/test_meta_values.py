@@ -27,8 +27,6 @@ from tests.support.parity import (
     Pair,
     assert_same_values,
     both_forms,
-    flat_form,
-    original_form,
     seeded,
 )
 from tests.support.ranks import on_ranks
@@ -134,9 +132,8 @@ def assert_trains(model: FSDP, plain: nn.Module) -> None:
 # -- initialised values are used
 
 
-@flat_form
 @on_ranks(2)
-def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> None:
+def test_model_from_meta_runs_once_all_values_are_set() -> None:
     def by_init(module: nn.Module) -> None:
         to_empty(module)
         reset = getattr(module, "reset_parameters", None)
@@ -147,7 +144,7 @@ def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> 
         for options in ({}, {"param_init_fn": by_init}, {"sync_module_states": True}):
             with about((units, options)):
                 torch.manual_seed(0)  # the same on all ranks
-                model = wrapped(on_meta(Net), units, use_orig_params=use_orig_params, **options)
+                model = wrapped(on_meta(Net), units, **options)
                 assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
                 assert all(unit.uninitialised == [] for unit in model._runtime.units)
                 assert_trains(model, Net())
@@ -184,13 +181,12 @@ def fill(model: nn.Module) -> None:
             module.fill()
 
 
-@original_form
 @on_ranks(2)
-def test_uninitialized_buffers_are_reported_by_name_until_written(use_orig_params: bool) -> None:
+def test_uninitialized_buffers_are_reported_by_name_until_written() -> None:
     for units in (True, False):
         for forward in ("train", "no_grad", "eval", "block alone")[: 4 if units else 3]:
             with about((units, forward)):
-                model = wrapped(on_meta(lambda: Net(False)), units, use_orig_params=use_orig_params)
+                model = wrapped(on_meta(lambda: Net(False)), units, use_orig_params=True)
                 model.train(forward == "train")
                 call = model.blocks[1] if forward == "block alone" else model
                 with torch.no_grad() if forward != "train" else contextlib.nullcontext():

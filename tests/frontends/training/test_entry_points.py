@@ -27,9 +27,7 @@ from tests.support.parity import (
     assert_close,
     backward,
     both_forms,
-    flat_form,
     make_pair,
-    original_form,
     sequences,
 )
 from tests.support.ranks import on_ranks
@@ -200,8 +198,7 @@ def test_a_registered_method_returns_what_it_returned_unwrapped(
 @pytest.mark.parametrize(("synced", "num_units"), [(False, 6), (True, 7)])
 @on_ranks(2)
 def test_call_inside_a_synced_method_gathers_each_unit_once(synced: bool, num_units: int) -> None:
-    """The root stays whole for all calls. Around it are three layers with an Mlp each, and one Mlp
-    that forward does not use."""
+    """The root stays whole for all calls."""
     model = pair_of("generate", synced=synced).model
     comms = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     for num_calls in (1, 4):
@@ -285,8 +282,9 @@ class Stops(Decoder):
         return tokens
 
 
-def raises_on_one_rank(use_orig_params: bool) -> None:
-    pair = pair_of("generate", build=Stops, use_orig_params=use_orig_params)
+@on_ranks(3)
+def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running() -> None:
+    pair = pair_of("generate", build=Stops, use_orig_params=True)
     plain, model, rank, own = pair.plain, pair.model, pair.rank, tokens(pair.rank)
     for stopping, stop in ((1, 0), (0, 1), (2, 2)):
         model.module.stop = stop if rank == stopping else -1
@@ -301,14 +299,6 @@ def raises_on_one_rank(use_orig_params: bool) -> None:
         with torch.no_grad():
             assert torch.equal(model.generate(own, rank), plain.generate(own, rank))
         pair.step(as_a_user=True)
-
-
-@original_form
-@on_ranks(3)
-def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
-    use_orig_params: bool,
-) -> None:
-    raises_on_one_rank(use_orig_params)
 
 
 # -- registration
@@ -360,10 +350,9 @@ def test_function_set_on_the_module_instance_can_be_registered() -> None:
         _ = pair.model.broken
 
 
-@flat_form
 @on_ranks(2)
-def test_registered_generator_runs_every_step_unsharded(use_orig_params: bool) -> None:
-    pair = pair_of("sampled", "stages", use_orig_params=use_orig_params)
+def test_registered_generator_runs_every_step_unsharded() -> None:
+    pair = pair_of("sampled", "stages")
     plain, model = pair.plain, pair.model
     with torch.no_grad():
         expected = list(plain.sampled(tokens()))
@@ -462,21 +451,14 @@ def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None
             (lambda: F.linear(x, head.weight), "head.weight"),
             (lambda: head.bias + torch.randn(NUM_TOKENS), "head.bias"),
             (lambda: torch.randn(NUM_TOKENS) + head.bias, "head.bias"),
-            (lambda: x * layer.scale, "scale"),
-            (lambda: head.bias.sum(), "head.bias"),
             (lambda: head.weight[0], "head.weight"),
-            (lambda: x @ mlp.up.weight.T, "up.weight"),
-            (lambda: torch.cat([x, head.weight]), "head.weight"),
             (lambda: head.weight.data, "head.weight"),
-            (lambda: head.weight.grad, "head.weight"),
-            (lambda: head.weight.requires_grad, "head.weight"),
             (lambda: head.weight.copy_(torch.zeros(NUM_TOKENS, DIM)), "head.weight"),
             (lambda: nn.init.zeros_(head.weight), "head.weight"),
             (lambda: list(head.weight), "head.weight"),
             (lambda: len(head.weight), "head.weight"),
             (lambda: float(layer.scale), "scale"),
             (lambda: torch.stack([head.bias]), "head.bias"),
-            (lambda: torch.linalg.norm(head.weight), "head.weight"),
             (lambda: inner.scores(tokens()), "embed.weight"),
         ]
     units = {"embed": "the root unit (a Decoder)", "head": "the root unit (a Decoder)"}
@@ -545,8 +527,7 @@ def test_parameters_of_another_unit_raise_inside_forward(
 
 @on_ranks(2)
 def test_use_orig_params_allows_reads_and_writes_between_steps() -> None:
-    """With use_orig_params=True parameters are the user's own objects between steps, and optimizers
-    and logging read and write them."""
+    """Parameters are the user's own objects between steps."""
     pair = pair_of(use_orig_params=True)
     weight = pair.model.module.head.weight
     assert isinstance(weight, nn.Parameter)

@@ -146,9 +146,7 @@ def test_none_and_own_objects_are_returned_unchanged(value: object, expected: ty
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("FULL_SHARD", api.ShardingStrategy),
         (1, api.ShardingStrategy),
-        (True, api.CPUOffload),
         (torch_api.CPUOffload(), api.MixedPrecision),
         (api.CPUOffload(), api.MixedPrecision),
         (torch_api.BackwardPrefetch.BACKWARD_PRE, api.ShardingStrategy),

@@ -21,7 +21,6 @@ from fsdp_compat import (
     MixedPrecision,
     ShardingStrategy,
     StateDictType,
-    StateError,
     UsageError,
     register_fsdp_forward_method,
 )
@@ -37,9 +36,7 @@ from tests.support.parity import (
     assert_close,
     assert_same_values,
     both_forms,
-    flat_form,
     make_pair,
-    original_form,
     seeded,
     square,
 )
@@ -225,14 +222,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@original_form
 @on_ranks(2)
-def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
+def test_a_copy_has_the_settings_of_the_original() -> None:
     for name, options in SETTINGS.items():
         with about(name):
             plain, inner = seeded(Stack), seeded(Stack)
             ignored = [inner.head] if name == "ignored" else None
-            form = {"use_orig_params": use_orig_params, "ignored_modules": ignored}
+            form = {"use_orig_params": True, "ignored_modules": ignored}
             pair = pair_of(plain, FSDP(inner, **form, **options))
             pair.step()
             for way in TWO_WAYS:
@@ -241,10 +237,9 @@ def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
                 assert other.model.sharding_strategy is pair.model.sharding_strategy
 
 
-@flat_form
 @on_ranks(4)
-def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool) -> None:
-    pair = make_pair(Stack, replicas=2, use_orig_params=use_orig_params)
+def test_a_copy_of_replicated_shards_uses_the_same_groups() -> None:
+    pair = make_pair(Stack, replicas=2)
     pair.step()
     for way in TWO_WAYS:
         other = copied(pair, way)
@@ -253,11 +248,10 @@ def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool)
     pair.step()
 
 
-@original_form
 @on_ranks(2)
-def test_a_copy_computes_in_the_dtypes_of_the_original(use_orig_params: bool) -> None:
+def test_a_copy_computes_in_the_dtypes_of_the_original() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    options = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+    options: dict[str, Any] = {"use_orig_params": True, "mixed_precision": precision}
     for way in TWO_WAYS:
         model = make("mixed inside", **options).model.eval()  # batch norm does not communicate
         both = model, way(model)
@@ -272,10 +266,9 @@ def test_a_copy_computes_in_the_dtypes_of_the_original(use_orig_params: bool) ->
             assert other == one
 
 
-@flat_form
 @on_ranks(2)
-def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root(use_orig_params: bool) -> None:
-    pair = make("nested", use_orig_params=use_orig_params)
+def test_a_nested_instance_may_be_copied_alone_and_becomes_a_root() -> None:
+    pair = make("nested")
     pair.step()
     for way in TWO_WAYS:
         block = way(pair.model.blocks[0])
@@ -397,24 +390,6 @@ def test_hooks_attributes_and_registered_methods_are_copied(
     assert list(other.state_dict()) == list(model.state_dict())
 
 
-def _average(calls: list[int], grad: Tensor, output: Tensor) -> None:
-    calls.append(1)
-    dist.all_reduce(grad)
-    output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size())
-
-
-@both_forms
-@on_ranks(2)
-def test_a_deep_copy_has_the_communication_hook_and_its_state(use_orig_params: bool) -> None:
-    pair, calls = make("nested", use_orig_params=use_orig_params), list[int]()
-    pair.model.register_comm_hook(calls, _average)
-    other = copied(pair, by_deepcopy)
-    other.step()
-    assert len(calls) == len(FSDP.fsdp_modules(other.model))
-    with pytest.raises(AssertionError, match="registered already"):
-        other.model.register_comm_hook(calls, _average)
-
-
 # -- moments of copying
 
 
@@ -453,10 +428,9 @@ MOMENTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", TWO_WAYS)
-@original_form
 @on_ranks(2)
-def test_copy_works_at_any_point_between_steps(use_orig_params: bool, way: Way) -> None:
-    pair = make("fragile", use_orig_params=use_orig_params)
+def test_copy_works_at_any_point_between_steps(way: Way) -> None:
+    pair = make("fragile", use_orig_params=True)
     for name, happens in MOMENTS.items():
         with about(f"after {name}"):
             happens(pair.model)
@@ -477,46 +451,14 @@ def test_a_copy_leaves_accumulated_gradients_to_the_original(use_orig_params: bo
     pair.step()
 
 
-class CopiesItself(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(DIM, DIM), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.act is not None:
-            self.act[0]()
-        return self.linear(x)
-
-
-@both_forms
-@ways
-@on_ranks(2)
-def test_copies_inside_forward_or_summon_raise(way: Way, use_orig_params: bool) -> None:
-    inner, what = CopiesItself(), "copy.deepcopy" if way is by_deepcopy else "pickle"
-    model = FSDP(inner, use_orig_params=use_orig_params)
-    with (
-        FSDP.summon_full_params(model),
-        pytest.raises(StateError, match=rf"{what} does not work inside summon_full_params"),
-    ):
-        way(model)
-    inner.act = [partial(way, model)]
-    with pytest.raises(StateError, match=rf"{what} was called while the model runs"):
-        model(batch(0))
-    inner.act = None
-    before = model(batch(0))
-    assert torch.equal(way(model)(batch(0)), before)
-    assert torch.equal(model(batch(0)), before)
-
-
 class NoCopy:
     def __reduce__(self) -> Any:
         raise RuntimeError("cannot be copied")
 
 
-@flat_form
 @on_ranks(2)
-def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
-    pair = make("nested", use_orig_params=use_orig_params)
+def test_failed_copy_leaves_the_original_unchanged() -> None:
+    pair = make("nested")
     layout, head = layout_of(pair.model), pair.model.module.head
     for way in TWO_WAYS:
         head.odd = NoCopy()
@@ -626,8 +568,8 @@ def _fill(model: nn.Module) -> None:
         nn.init.constant_(parameter, 0.25)
 
 
-def _hands_a_pickle_over(use_orig_params: bool) -> bytes:
-    model = make("nested", use_orig_params=use_orig_params).model
+def _hands_a_pickle_over() -> bytes:
+    model = make("nested", use_orig_params=True).model
     _fill(model)
     return pickle.dumps(model)
 
@@ -641,9 +583,8 @@ def _takes_its_pickle(packed: list[bytes]) -> None:
         pair.step()
 
 
-@original_form
-def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_params: bool) -> None:
-    run_ranks(2, _takes_its_pickle, run_ranks(2, _hands_a_pickle_over, use_orig_params))
+def test_pickle_loads_in_another_program_with_the_same_world_size() -> None:
+    run_ranks(2, _takes_its_pickle, run_ranks(2, _hands_a_pickle_over))
 
 
 def _loads_another_ranks_pickle(packed: bytes, strategy: ShardingStrategy | None) -> str:
@@ -666,6 +607,6 @@ def test_only_replicas_may_load_the_pickle_of_another_rank() -> None:
     assert mine == ""
     assert "expected: the shards of rank 1 of 2" in other
     assert "got:      those of rank 0" in other
-    (packed,) = run_ranks(1, _hands_a_pickle_over, True)
+    (packed,) = run_ranks(1, _hands_a_pickle_over)
     for message in run_ranks(2, _loads_another_ranks_pickle, packed, None):
         assert "of the ranks [0]" in message

@@ -34,7 +34,7 @@ from fsdp_compat.wrap import CustomPolicy
 from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
 from tests.support.pairwise import each_value
-from tests.support.parity import Pair, both_forms, flat_form, original_form, seeded, train
+from tests.support.parity import Pair, both_forms, seeded, train
 from tests.support.ranks import on_ranks
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
@@ -249,9 +249,8 @@ def test_units_with_different_prefetching_train_as_unsharded() -> None:
 # -- the ranks
 
 
-@original_form
 @on_ranks(3)
-def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) -> None:
+def test_one_dimensional_mesh_equals_the_process_group() -> None:
     larger = init_device_mesh("cpu", (3, 1), mesh_dim_names=("data", "other"))
     first: dict[str, Any] = {}
     ways: list[dict[str, Any]] = [
@@ -262,10 +261,8 @@ def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) ->
         {"device_mesh": larger["data"]},
     ]
     for strategy in (FULL_SHARD, NO_SHARD):
-        # Every two of a strategy, a form and a way are combined.
-        for ranks in ways[(strategy is NO_SHARD) ^ use_orig_params :: 2]:
-            options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            pair = train(Stack, **options, **ranks)
+        for ranks in ways:
+            pair = train(Stack, sharding_strategy=strategy, use_orig_params=True, **ranks)
             assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1, 2]
             first = first or _state(pair)
             assert strategy is NO_SHARD or _state(pair) == first
@@ -290,14 +287,11 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 # -- torch's own objects
 
 
-@flat_form
 @on_ranks(2)
-def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
-    """In the constructor and in the answers of a policy of torch's; the two forms together have
-    every strategy. Everything computes in float32 anyway."""
+def test_torch_settings_are_accepted() -> None:
+    """In the constructor and in the answers of a policy of torch's."""
     options, low = _options(), partial(torch_fsdp.MixedPrecision, cast_forward_inputs=True)
     prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
-    strategies = list(torch_fsdp.ShardingStrategy)[use_orig_params::2]
     answer = options[HYBRID] | {
         "sharding_strategy": torch_fsdp.ShardingStrategy.HYBRID_SHARD,
         "mixed_precision": low(torch.float32),
@@ -305,7 +299,7 @@ def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
     policy = torch_wrap.CustomPolicy(
         lambda module: answer if isinstance(module, Inner) else isinstance(module, Outer)
     )
-    for strategy, prefetch in zip(strategies, prefetches, strict=False):
+    for strategy, prefetch in zip(torch_fsdp.ShardingStrategy, prefetches, strict=False):
         ours = ShardingStrategy[strategy.name]
         model = FSDP(
             seeded(NESTED),
@@ -313,7 +307,6 @@ def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
             backward_prefetch=prefetch,
             cpu_offload=torch_fsdp.CPUOffload(offload_params=True),
             mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float32),
-            use_orig_params=use_orig_params,
             **(options[ours] | {"sharding_strategy": strategy}),
         )
         units = FSDP.fsdp_modules(model)
