@@ -195,10 +195,6 @@ def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) ->
     assert step.unordered == []
 
 
-def _is_of(each: Happening, kind: type, stream: torch.Stream) -> bool:
-    return isinstance(each, kind) and each.stream == stream.stream_id  # type: ignore[attr-defined]
-
-
 @on_ranks(1, timeout=TIMEOUT_S)
 def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str) -> None:
     nccl.use()
@@ -213,7 +209,8 @@ def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str)
         prepare=lambda unit: unit.set_all_reduce_hook(hook, stream=stream),
     )
     assert step.unordered == []
-    events = {each.event for each in step.happenings if _is_of(each, Record, stream)}
+    records = [each for each in step.happenings if isinstance(each, Record)]
+    events = {each.event for each in records if each.stream == stream.stream_id}
     waits = [
         index
         for index, each in enumerate(step.happenings)

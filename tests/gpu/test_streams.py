@@ -83,15 +83,15 @@ def test_forward_and_backward_on_streams_of_their_own(
 
 
 @pytest.fixture
-def device_with_backend(device: str) -> str:
+def real_device(device: str) -> str:
     if device.startswith(emulated.NAME):
-        pytest.skip("the emulated device has no backend")
+        pytest.skip("the emulated device has no backend, and memory of other kernels")
     return device
 
 
 @on_the_device
-def test_the_backend_transfers_the_given_tensors(device_with_backend: str) -> None:
-    place = device_named(device_with_backend)
+def test_the_backend_transfers_the_given_tensors(real_device: str) -> None:
+    place = device_named(real_device)
     with group_of(1, place):
         comm = BackendTransport(Axis(dist.group.WORLD, 0, (0,)), place)
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
@@ -115,7 +115,7 @@ def test_the_backend_transfers_the_given_tensors(device_with_backend: str) -> No
 @both_strategies
 @on_the_device
 def test_one_rank_trains_over_the_backend_itself(
-    device_with_backend: str, strategy: ShardingStrategy, use_orig_params: bool
+    real_device: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     def itself(axis: Axis, device: torch.device) -> BackendTransport:
         return BackendTransport(Axis(dist.group.WORLD, 0, (0,)), device)
@@ -123,7 +123,7 @@ def test_one_rank_trains_over_the_backend_itself(
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     with (
         mock.patch.object(engine_group, "communicator", itself),
-        wide_twin(device_with_backend, 1, mixed_precision=MIXED, **options) as twin,
+        wide_twin(real_device, 1, mixed_precision=MIXED, **options) as twin,
     ):
         for _ in range(4):
             twin.step()
@@ -183,19 +183,19 @@ PARTS = {
 }
 
 
-@on_the_device
-def trains_with_parts_on_the_cpu(device: str, which: str) -> None:
-    with twin_of(device, 8, PARTS[which]) as twin:
-        for _ in range(3):
-            twin.step()
+@pytest.fixture
+def own_processes() -> Iterator[None]:
+    """A process that has read freed memory can no longer use the device."""
+    yield
+    close_pool()
 
 
 @pytest.mark.parametrize("which", list(PARTS))
-def test_parts_of_the_graph_on_the_cpu(device: str, which: str) -> None:
-    try:
-        trains_with_parts_on_the_cpu(device=device, which=which)
-    finally:
-        close_pool()  # a process that has read freed memory can no longer use the device
+@on_the_device
+def test_parts_of_the_graph_on_the_cpu(device: str, own_processes: None, which: str) -> None:
+    with twin_of(device, 8, PARTS[which]) as twin:
+        for _ in range(3):
+            twin.step()
 
 
 # -- the CPU does not wait
@@ -257,24 +257,18 @@ def bytes_of_steps(twin: Twin) -> set[tuple[int, int]]:
     return found
 
 
+@both_forms
 @on_the_device
-def peaks_at_two_units_and_two_reduce_buffers(device: str, use_orig_params: bool) -> None:
-    with wide_twin(device, use_orig_params=use_orig_params) as twin:
+def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce_buffers(
+    real_device: str, use_orig_params: bool
+) -> None:
+    with wide_twin(real_device, use_orig_params=use_orig_params) as twin:
         nbytes = sum(p.nbytes for p in twin.plain[0].parameters())
         twin.quiet_steps(twin.inputs(3))
         ((peak, left),) = bytes_of_steps(twin)
         assert abs(left) < nbytes / 16
         gradient, shards = nbytes / 2, (4 + 4) * nbytes / 8  # of all units, and in flight
         assert 3 * nbytes < peak < 4 * nbytes + gradient + shards
-
-
-@both_forms
-def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce_buffers(
-    device: str, use_orig_params: bool
-) -> None:
-    if device.startswith(emulated.NAME):
-        pytest.skip("its peak is that of other kernels: 1 % more than the limit")
-    peaks_at_two_units_and_two_reduce_buffers(device=device, use_orig_params=use_orig_params)
 
 
 # -- shards on the CPU

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import _common_utils as torch_utils
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
-from fsdp_compat._install import private_names
+from fsdp_compat._install.contents import contents
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.odd_model import assert_holds, assert_identical
@@ -323,6 +323,7 @@ class Tied(nn.Module):
 @on_ranks(2)
 def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
+    utils = contents()["_common_utils"]
     for wrap in (True, False):
         ours, theirs = Tied(), Tied()
         if wrap:
@@ -332,7 +333,7 @@ def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
             theirs.block = TorchFSDP(theirs.block, **options)
             theirs = TorchFSDP(theirs, **options)
         for dedup in (True, False):
-            found = private_names.names_of_params(ours, dedup)
+            found = utils["_get_param_to_fqns"](ours, dedup)
             expected = torch_utils._get_param_to_fqns(theirs, dedup)
             assert list(found.values()) == list(expected.values())
             assert [(id(p), type(names)) for p, names in found.items()] == [
@@ -340,7 +341,7 @@ def test_names_of_parameters_are_those_of_torch(use_orig_params: bool) -> None:
             ]
         trails: list[list[tuple[str, int]]] = [[], []]
         for trail, model, apply in (
-            (trails[0], ours, private_names.apply_to_modules),
+            (trails[0], ours, utils["_apply_to_modules"]),
             (trails[1], theirs, torch_utils._apply_to_modules),
         ):
             for names in (None, ["first.weight", "block.bias"]):

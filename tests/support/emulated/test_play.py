@@ -101,12 +101,7 @@ def test_marks_are_when_the_host_gets_there_after_its_waits() -> None:
 # -- contention
 
 
-def test_two_kernels_that_want_all_of_something_take_twice_as_long() -> None:
-    played = play([work(A, 2), work(B, 2)], lambda op: Work(float(op.name), GREEDY))
-    assert times(played) == [(A, 0, 4), (B, 0, 4)]
-
-
-def test_what_wants_nothing_of_it_is_not_slowed_down() -> None:
+def test_works_slow_down_those_that_want_the_same() -> None:
     def cost(op: Op) -> Work:
         return Work(float(op.name), Demand(network=1.0) if op.stream == C else GREEDY)
 
