@@ -38,12 +38,8 @@ def _sum() -> float:
     return total.item()
 
 
-def _pid() -> int:
-    return os.getpid()
-
-
 def test_every_rank_has_its_number_and_arguments_in_processes_that_are_kept() -> None:
-    pids = run_ranks(4, _pid)
+    pids = run_ranks(4, os.getpid)
     assert len(set(pids)) == 4
     for n in (1, 2, 3, 4):
         results = run_ranks(n, _identity, 10, offset=3)
@@ -116,10 +112,6 @@ def _what_is_there() -> tuple[object, ...]:
     )
 
 
-def _destroys_its_group() -> None:
-    dist.destroy_process_group()
-
-
 def _raises_in_the_middle_of_a_collective() -> None:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 0:
@@ -136,12 +128,12 @@ def test_seeds_modes_warnings_environment_and_directory_are_put_back() -> None:
 
 
 def test_the_group_is_made_again_for_every_call() -> None:
-    pids = run_ranks(2, _pid)
-    run_ranks(2, _destroys_its_group)
+    pids = run_ranks(2, os.getpid)
+    run_ranks(2, dist.destroy_process_group)
     assert run_ranks(2, _sum) == [2.0, 2.0]
     failure_of(2, _raises_in_the_middle_of_a_collective)
     assert run_ranks(2, _sum) == [2.0, 2.0]
-    assert run_ranks(2, _pid) == pids
+    assert run_ranks(2, os.getpid) == pids
 
 
 # --- exceptions ---
@@ -173,23 +165,23 @@ def _sleeps_while_the_other_raises() -> None:
 
 
 def test_every_failed_rank_is_shown_with_traceback_and_output() -> None:
-    pids = run_ranks(3, _pid)
+    pids = run_ranks(3, os.getpid)
     failed, message = failure_of(3, _raises_on, (0, 2))
     assert sorted(failed) == [0, 2]
     assert_told(message, "tests.support.test_ranks._raises_on failed on 3 ranks", "in _raises_on")
     assert_told(message, *(f"ValueError: bad value on rank {rank}" for rank in failed))
     assert_told(message, "rank 1: returned", "output of rank 1 -----\nthis is rank 1")
-    assert run_ranks(3, _pid) == pids  # nobody was killed for it
+    assert run_ranks(3, os.getpid) == pids  # nobody was killed for it
 
 
 def test_the_first_failure_is_shown_first_and_unblocks_the_others() -> None:
-    pids = run_ranks(3, _pid)
+    pids = run_ranks(3, os.getpid)
     failed, message = failure_of(3, _raises_while_others_wait)
     assert failed[0] == 1
     texts = ("KeyError: 'the first failure'", "===== rank 1 raised", "===== rank 0 raised")
     places = [message.index(text) for text in texts]
     assert places == sorted(places)
-    assert run_ranks(3, _pid) == pids
+    assert run_ranks(3, os.getpid) == pids
 
 
 def test_a_failed_assert_shows_local_variables_without_tensor_data() -> None:
@@ -239,12 +231,12 @@ def _runs_forever() -> None:
 
 
 def test_a_rank_that_exits_or_crashes_is_reported_at_once_and_replaced(lost: None) -> None:
-    (pid,) = run_ranks(1, _pid)
+    (pid,) = run_ranks(1, os.getpid)
     started = time.perf_counter()
     failed, message = failure_of(1, _exits, timeout=240)
     assert failed == (0,)
     assert_told(message, r"rank 0, after .* s: died with exit code 7", "about to leave")
-    assert run_ranks(1, _pid) != [pid]
+    assert run_ranks(1, os.getpid) != [pid]
     failed, message = failure_of(1, _is_killed_by, signal.SIGSEGV, timeout=240)
     assert time.perf_counter() - started < 200, "it was not waited for"
     assert failed == (0,)
@@ -253,7 +245,7 @@ def test_a_rank_that_exits_or_crashes_is_reported_at_once_and_replaced(lost: Non
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack(lost: None) -> None:
-    pids = run_ranks(2, _pid)
+    pids = run_ranks(2, os.getpid)
     failed, message = failure_of(2, _runs_forever, timeout=1)
     assert failed == (1,)
     assert_told(message, "rank 1: did not answer within 1 s", "rank 0: returned")
