@@ -264,8 +264,7 @@ def mixed(module: nn.Module, **fields: Any) -> FSDP:
     return FSDP(module, mixed_precision=MixedPrecision(**fields))
 
 
-def sets(model: FSDP, *arguments: Any) -> None:
-    FSDP.set_state_dict_type(model, *arguments)
+sets = FSDP.set_state_dict_type
 
 
 def config(name: str, **fields: Any) -> Any:
@@ -306,12 +305,7 @@ def reshaped(value: Tensor) -> Any:
     return state_of(FSDP(nn.Linear(6, 3, bias=False)), SHARDED)["weight"]
 
 
-def optim_state(model: Any, *arguments: Any) -> Any:
-    return FSDP.optim_state_dict(model, *arguments)
-
-
-def to_load(*arguments: Any, **options: Any) -> Any:
-    return FSDP.optim_state_dict_to_load(*arguments, **options)
+optim_state, to_load = FSDP.optim_state_dict, FSDP.optim_state_dict_to_load
 
 
 def optim_load(
@@ -736,8 +730,7 @@ def _try_case(case: Case, names: dict[str, Any]) -> Outcome:
 
 
 def _trains(module: nn.Module) -> str:
-    """A rejected module still trains and can be wrapped; a wrapped model continues like the
-    unsharded one."""
+    """Return what is wrong with the training of a rejected module or of a model."""
     if isinstance(module, Net) and not any(
         isinstance(child, FSDP) or child.__dict__.keys() & {"weight"} for child in module.modules()
     ):

@@ -158,8 +158,7 @@ class Pair:
     def expected(
         self, norm_type: float, only: Callable[[str], bool]
     ) -> tuple[Tensor, dict[str, Tensor], float]:
-        """DDP's gradients in float64, clipped to 0.3 of their norm by torch: the norm, the
-        gradients, the maximum."""
+        """The norm of DDP's gradients, the gradients clipped to 0.3 of it, the maximum."""
         copies = {name: grad.to(torch.float64, copy=True) for name, grad in self._whole.items()}
         clipped = [_with_grad(grad) for name, grad in copies.items() if only(name)]
         norm = get_total_norm([grad for name, grad in copies.items() if only(name)], norm_type)
@@ -237,7 +236,7 @@ def _clips_as_ddp(
     found = [pair.check(clip, norm_type) for norm_type in NORM_TYPES]
     norm, unclipped = found[-1], pair.gradients()
     for max_norm in (norm, 3 * norm, math.inf):  # now at 0.3
-        pair.model.clip_grad_norm_(max_norm, math.inf)
+        assert torch.equal(*(pair.model.clip_grad_norm_(max_norm, n) for n in (math.inf, "inf")))
     assert all(
         a is b is None or torch.equal(a, b)
         for a, b in zip(unclipped.values(), pair.gradients().values(), strict=True)
@@ -367,8 +366,7 @@ def test_clipping_sends_one_message_to_each_rank_and_none_without_sharding() -> 
 @both_forms
 @on_ranks(2)
 def test_clipping_takes_one_norm_and_one_product_per_unit(use_orig_params: bool) -> None:
-    """As backward leaves the gradients, and with one replaced: then the parts of its unit count one
-    by one, of which rank 0 has one."""
+    """A unit with a replaced gradient counts its parts, of which rank 0 has one."""
     model = FSDP(
         nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
@@ -413,18 +411,6 @@ def test_one_nonfinite_element_makes_norm_and_gradients_nonfinite_everywhere(
                 assert math.isnan(norm) and not len(finite), where
             else:
                 assert norm == math.inf and len(finite) and not finite.any(), where
-
-
-# -- arguments
-
-
-@on_ranks(2)
-def test_norm_type_accepts_the_string_inf() -> None:
-    model = FSDP(Stack())
-    model(_vectors()).pow(2).sum().backward()
-    largest = model.clip_grad_norm_(math.inf, math.inf)
-    assert torch.equal(model.clip_grad_norm_(math.inf, "inf"), largest)  # as in torch's docstring
-    assert torch.equal(model.clip_grad_norm_(max_norm=1, norm_type=float("inf")), largest)
 
 
 # -- torch's function on sharded parameters

@@ -320,8 +320,7 @@ def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -
 
 @contextlib.contextmanager
 def _without_streams() -> Iterator[None]:
-    """Torch's compression hooks tell the allocator which stream they run on, which the CPU does not
-    support."""
+    """Torch's compression hooks record streams, which the CPU does not support."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
@@ -362,8 +361,7 @@ def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) ->
 
 @on_ranks(2)
 def test_hook_of_a_model_that_became_nested_is_kept() -> None:
-    """A model with a hook is wrapped again: as with torch, registering a second hook raises and
-    does not replace the first."""
+    """As with torch, a second hook raises."""
     inner = FSDP(Block())
     first = Averages()
     inner.register_comm_hook([], first)

@@ -88,8 +88,7 @@ WAYS = [_as_mesh, _as_groups, _node_by_node, _as_part_of_a_larger_mesh, _backwar
 
 
 class Everything(nn.Sequential):
-    """Units in units, a frozen unit, a frozen part recomputed, frozen beside trainable, fewer
-    elements than ranks."""
+    """Nested, frozen, partly frozen, recomputed and tiny units."""
 
     def __init__(self) -> None:
         super().__init__(

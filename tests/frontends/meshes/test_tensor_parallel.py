@@ -68,8 +68,7 @@ def blocks_only(model: Net, tp: DeviceMesh) -> None:
 
 
 def whole_sequence(model: Net, tp: DeviceMesh) -> None:
-    """All parameters are DTensors; norms see a part of the sequence each, so their gradients are
-    partial sums."""
+    """All parameters are DTensors; gradients of norms are partial sums."""
     plan: dict[str, Any] = {
         "stem": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -160,8 +159,7 @@ def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
-    """Call all functions, in one call of run_ranks: DTensor plans each of its operations once a
-    call, which takes most of the time."""
+    """Call all functions in one run of the ranks: each run plans DTensor operations anew."""
     for function in functions:
         with about(function.__name__.strip("_")):
             function(*arguments)
@@ -358,8 +356,7 @@ def test_full_states_load_back_and_summon_full_params_writes_back(
 
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:
-    """kind: "mesh", wrapped with a mesh, so that values are DTensors; "boxes", with a group;
-    "flat", not tensor-parallel."""
+    """kind: "mesh": values are DTensors; "boxes": a group; "flat": not tensor-parallel."""
     torch.manual_seed(seed)
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

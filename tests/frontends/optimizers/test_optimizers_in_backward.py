@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compat import CPUOffload, ShardingStrategy, UsageError
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.beside_torch import assert_as_torch, trained
 from tests.support.models import DIM, Block, RecomputesBlocks, Reuse, Stack
 from tests.support.pairwise import each_value
-from tests.support.parity import assert_close, assert_same_values, both_forms, no_sync, seeded
+from tests.support.parity import assert_same_values, both_forms, no_sync, seeded
 from tests.support.ranks import on_ranks
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9)}
@@ -41,10 +40,6 @@ def train(model: nn.Module, in_backward: bool, num_steps: int = 3) -> None:
         else:
             optim.step()
             optim.zero_grad()
-
-
-def assert_same_state(model: FSDP, plain: nn.Module, what: str) -> None:
-    assert_same_values(model.state_dict(), plain.state_dict(), what)
 
 
 @each_value
@@ -72,32 +67,21 @@ def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_pa
         _apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), ADAM)
         train(model, in_backward=True)
         train(plain, in_backward=False)
-        assert_same_state(model, plain, f"{type(plain).__name__}, {options}")
+        assert_same_values(
+            model.state_dict(), plain.state_dict(), f"{type(plain).__name__}, {options}"
+        )
+
+
+def _steps_in_backward(library: Any, model: nn.Module) -> None:
+    """All parameters but those of the head, whose gradients add up."""
+    some = [p for name, p in model.named_parameters() if "head" not in name]
+    _apply_optimizer_in_backward(torch.optim.Adam, some, ADAM)
 
 
 @on_ranks(2)
-def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:
-    inner = seeded(partial(Stack, 2))
-    ours = FSDP(
-        copy.deepcopy(inner), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
-    )
-    theirs = TorchFSDP(
-        inner,
-        auto_wrap_policy=TorchModuleWrapPolicy({Block}),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )
-    for model in (ours, theirs):
-        some = [p for name, p in model.named_parameters() if "head" not in name]
-        _apply_optimizer_in_backward(torch.optim.Adam, some, ADAM)
-        for seed in range(3):
-            model(batch(seed)).pow(2).mean().backward()
-    with FSDP.summon_full_params(ours, with_grads=True), TorchFSDP.summon_full_params(theirs):
-        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            assert_close(p, q, name)
-            assert (p.grad is not None) or "head" not in name, (
-                "what is not theirs goes on collecting gradients"
-            )
+def test_training_is_bit_equal_to_torch_where_some_parameters_step_in_backward() -> None:
+    options = {"prepare": _steps_in_backward, "use_orig_params": True, "pattern": "aas"}
+    assert_as_torch(partial(trained, **options))
 
 
 @both_forms
@@ -113,4 +97,4 @@ def test_optimizers_from_before_wrapping_go_on_or_are_refused(use_orig_params: b
     model = FSDP(inner, use_orig_params=True)
     train(model, in_backward=True)
     train(plain, in_backward=False)
-    assert_same_state(model, plain, "after training")
+    assert_same_values(model.state_dict(), plain.state_dict(), "after training")

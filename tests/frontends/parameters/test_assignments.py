@@ -163,8 +163,7 @@ def test_an_assignment_that_does_not_fit_is_refused(use_orig_params: bool) -> No
 def test_a_replaced_parameter_is_refused_by_every_call(
     use_orig_params: bool, tmp_path: Path
 ) -> None:
-    """A change that bypasses assignment, as by parametrizations, is refused by every call until it
-    is undone."""
+    """The change bypasses assignment, as parametrizations do."""
     model = make(use_orig_params=use_orig_params).model
     model(batch()).sum().backward()
     parameters = model.module.stem._parameters
@@ -207,8 +206,7 @@ def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() ->
 
 @on_ranks(2)
 def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
-    """Backward uses new values of parameters that it gathers again, just as if they were written in
-    place."""
+    """Backward uses them, as if they were written in place."""
     models = [make_pair(partial(chain, *[Block] * 3), use_orig_params=True).model for _ in range(2)]
     for model in models:
         loss = model(batch()).sum()

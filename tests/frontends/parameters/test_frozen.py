@@ -397,8 +397,7 @@ def test_gradients_use_memory_and_traffic_for_trainable_elements_only(
 def test_requires_grad_change_takes_effect_at_the_next_forward(
     width: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    """A unit is frozen when it is wrapped, then toggled; large parameters have hooks of their
-    own."""
+    """Large parameters have hooks of their own."""
     assert width == DIM or 2 * width * width > LARGE
     make = partial(Block, width)
     pair = make_pair(
@@ -483,8 +482,7 @@ def test_freezing_some_of_a_flat_parameter_raises_and_whole_units_follow() -> No
 
 @on_ranks(2)
 def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
-    """Gradients that were accumulated before a unit was frozen are still reduced, as they would
-    stay in ``.grad`` without sharding."""
+    """They are still reduced, as they would stay in ``.grad`` without sharding."""
     pair = make_pair(Stack, use_orig_params=True)
     with pair.model.no_sync():
         pair.backwards()

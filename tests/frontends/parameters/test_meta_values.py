@@ -405,8 +405,7 @@ SHARD: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("kind", SHARD)
 @on_ranks(2)
 def test_a_sharded_model_is_not_moved_to_the_meta_device(kind: str, is_used: bool) -> None:
-    """A model, or one around it, is asked to move to the meta device. Then it moves to where it is,
-    and trains."""
+    """Nor is a model around it; both still train."""
     plain, model = (
         seeded(lambda: nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))) for _ in range(2)
     )

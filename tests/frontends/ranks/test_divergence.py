@@ -109,8 +109,7 @@ def test_clipping_on_one_rank_while_another_trains_fails_on_both(
 
 @on_ranks(2, environment=NOT_MAPPED)
 def test_model_built_by_one_rank_alone_is_refused_and_all_ranks_go_on() -> None:
-    """Rank 0 builds a model over another process group. Rank 1 trains, and then waits in a
-    barrier. At last both build."""
+    """Rank 0 builds a model; rank 1 trains, waits in a barrier, and then builds too."""
     model, group, is_first = build(), dist.new_group(), dist.get_rank() == 0
     step(model)
     connect = r"connect\(\) over a process group"

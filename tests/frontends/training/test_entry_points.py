@@ -83,8 +83,7 @@ class Decoder(nn.Module):
         return tokens
 
     def other_order(self, tokens: Tensor, num_rounds: int) -> Tensor:
-        """Units from the last to the first, one twice, one that forward does not use, one in the
-        first round only."""
+        """Units in another order, one twice, one unused by forward, one only at first."""
         x = self.embed(tokens)
         for number in range(num_rounds):
             for index in (2, 0, 2, 1) if number == 0 else (2, 0, 2):
@@ -526,24 +525,6 @@ def test_parameters_of_another_unit_raise_inside_forward(
 
 
 @on_ranks(2)
-def test_use_orig_params_allows_reads_and_writes_between_steps() -> None:
-    """Parameters are the user's own objects between steps."""
-    pair = pair_of(use_orig_params=True)
-    weight = pair.model.module.head.weight
-    assert isinstance(weight, nn.Parameter)
-    total = weight.detach().sum()
-    dist.all_reduce(total)
-    assert_close(total, pair.plain.head.weight.sum(), "the sum of the parts")
-    with torch.no_grad():
-        weight.mul_(2.0)
-        pair.plain.head.weight.mul_(2.0)
-    with pytest.raises(TypeError):
-        pair.model("no tokens")  # an error inside forward has no lasting effect
-    assert pair.model.module.head.weight is weight
-    pair.step(as_a_user=True)
-
-
-@on_ranks(2)
 def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
     flat, original = (
         copy.deepcopy(pair_of(use_orig_params=form).model.module.head) for form in (False, True)
@@ -571,8 +552,6 @@ def test_placeholder_has_shape_dtype_and_device() -> None:
     assert "head" in repr(model) and "(13, 8)" in repr(weight).replace("[", "(").replace("]", ")")
     assert not isinstance(weight, Tensor)
     assert weight is not None
-    assert str(inspect.signature(model.module.forward)) == "(tokens: 'Tensor') -> 'Tensor'"
-    assert list(inspect.signature(type(model.module).forward).parameters) == ["self", "tokens"]
     assert [name for name, _ in model.module.head.named_parameters()] == []
     with FSDP.summon_full_params(model):
         assert isinstance(model.module.head.weight, nn.Parameter)

@@ -123,8 +123,7 @@ def _selective(policy: Any) -> dict[str, Any]:
 def _counts_products(
     expected: int, around: dict[str, Any] | None, m: nn.Module, x: Tensor
 ) -> Tensor:
-    """expected: products that backward computes again. around: arguments of a checkpoint around the
-    whole model."""
+    """expected: recomputed products. around: arguments of a checkpoint of the model."""
     if around is None:
         loss = square(m, x)
     else:

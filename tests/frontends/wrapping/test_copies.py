@@ -393,11 +393,6 @@ def test_hooks_attributes_and_registered_methods_are_copied(
 # -- moments of copying
 
 
-def _backward_under_no_sync(model: Any) -> None:
-    with model.no_sync():
-        model(batch(7)).sum().backward()
-
-
 def _summons(model: Any) -> None:
     with FSDP.summon_full_params(model):
         pass
@@ -419,7 +414,6 @@ MOMENTS: dict[str, Callable[[Any], Any]] = {
     "forward": lambda model: model(batch(7)),
     "evaluation": torch.no_grad()(lambda model: model(batch(7))),
     "inference": torch.inference_mode()(lambda model: model(batch(7))),
-    "no_sync": _backward_under_no_sync,
     "summon_full_params": _summons,
     "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
     "an exception in forward": _fails_in_forward,

@@ -78,8 +78,7 @@ def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
 @both_forms
 @on_ranks(2)
 def test_parameters_between_steps_are_flat(use_orig_params: bool) -> None:
-    """Original parameters are flat parts, with names as before. What else modules show is in
-    test_entry_points."""
+    """Original parameters are flat parts, with names as before."""
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     wrapped = "_fsdp_wrapped_module"
     found = dict(pair.model.named_parameters())
@@ -257,6 +256,5 @@ def test_connections_close_with_the_process_group_although_the_model_lives_on() 
     while not communicator.has_failed:
         assert time.monotonic() < end, "the connections of a destroyed process group stay"
         time.sleep(0.01)
-    with pytest.raises(StateError, match="was destroyed") as caught:
+    with pytest.raises(StateError, match="was destroyed"):
         model(torch.ones(2, 8))
-    assert all(fact in str(caught.value) for fact in ("expected:", "got:", "where:", "to do:"))

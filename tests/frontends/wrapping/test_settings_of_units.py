@@ -87,8 +87,7 @@ IN_HYBRID = list(itertools.product((HYBRID, HYBRID_ZERO2), (FULL_SHARD, SHARD_GR
 def test_every_strategy_nested_in_every_other_trains_as_unsharded(
     num_ranks: int, nested: list[tuple[ShardingStrategy, ShardingStrategy]]
 ) -> None:
-    """Units of one strategy nested in units of another: two combinations in a model, one by policy
-    and one by hand."""
+    """Two combinations are in a model: one by policy and one by hand."""
     options = _options()
     others = zip(itertools.cycle(ShardingStrategy), itertools.cycle((False, True)), strict=False)
     models = zip(nested[::2], (nested[1::2] + nested[:1])[: len(nested[::2])], strict=True)
@@ -128,8 +127,7 @@ def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, in
 
 
 class Computes(nn.Module):
-    """``compute`` is the dtype in which the unsharded copy computes; the sharded one has None, and
-    is given its parameters cast."""
+    """compute: the dtype in which the unsharded copy computes."""
 
     def __init__(self, compute: torch.dtype | None = None) -> None:
         super().__init__()
@@ -270,8 +268,7 @@ def test_one_dimensional_mesh_equals_the_process_group() -> None:
 
 @on_ranks(2)
 def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
-    """By hand and by policy; inner units over a group of their own with the same ranks, and over a
-    mesh."""
+    """By hand and by policy; inner units have a group of their own, or a mesh."""
     group, mesh = dist.new_group(), init_device_mesh("cpu", (dist.get_world_size(),))
     model: Any = seeded(NESTED)
     for index, block in enumerate(model.blocks):

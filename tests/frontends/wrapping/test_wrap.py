@@ -104,8 +104,7 @@ def plan_names(
 def torch_names(
     root: nn.Module, policy: Any, ignored: set[str] | None = None, **kwargs: Any
 ) -> Names:
-    """Return the modules that torch wraps, by name, children first: it wraps a copy with
-    `Unit`."""
+    """Return the modules that torch wraps, by name, children first."""
     root, policy = copy.deepcopy((root, policy))
     modules = dict(root.named_modules())
     names = {module: name for name, module in modules.items()}

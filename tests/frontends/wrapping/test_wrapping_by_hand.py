@@ -5,7 +5,6 @@ parameters/test_meta_values."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,25 +32,13 @@ def _train(pair: Pair) -> int:
 # -- by hand
 
 
-def _with_enable_wrap(model: Any, **options: Any) -> Any:
-    with enable_wrap(wrapper_cls=FSDP, **options):
-        model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
-        return wrap(model)
-
-
-def _by_hand_and_policy(model: Any, **options: Any) -> FSDP:
-    model.blocks[0] = FSDP(model.blocks[0], **options)
-    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-
-
-@each_value
 @both_forms
-@pytest.mark.parametrize("wraps", [_with_enable_wrap, _by_hand_and_policy])
 @on_ranks(2)
-def test_instances_nested_by_hand_train_as_unsharded(
-    wraps: Callable[..., Any], use_orig_params: bool
-) -> None:
-    model = wraps(seeded(Stack), use_orig_params=use_orig_params)
+def test_instances_nested_by_enable_wrap_train_as_unsharded(use_orig_params: bool) -> None:
+    model = seeded(Stack)
+    with enable_wrap(wrapper_cls=FSDP, use_orig_params=use_orig_params):
+        model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
+        model = wrap(model)
     assert _train(Pair(seeded(Stack), model)) == 4
 
 
@@ -93,8 +80,7 @@ def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
 def test_ignored_parameters_stay_unsharded_and_unsynchronized(
     kind: str, use_orig_params: bool
 ) -> None:
-    """Ignored parameters keep their shape and device, and their gradient is that of the local
-    batch."""
+    """Their gradient is that of the local batch."""
     options = {"use_orig_params": use_orig_params}
     plain, model = seeded(Stack), seeded(Stack)
     head, norm = model.head, model.blocks[1].norm
