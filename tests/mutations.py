@@ -291,7 +291,7 @@ BREAKS = (
         "sums without all-reduce dropped",
         "total, received = total.add(before), received | its_received",
         "received = received | its_received",
-        f"{FULLY_SHARD}/test_methods.py -k accumulate_without_all_reduce",
+        f"{FULLY_SHARD}/test_parity.py -k all-reduce",
     ),
     Break(
         "gradients for parameters that received none",

@@ -55,13 +55,8 @@ def test_replicate_leaves_sharded_parts_alone(environment: dict[str, str]) -> No
             optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(pair.model[2])
-
-
-@on_ranks(1)
-def test_sharded_modules_are_not_taken_for_those_of_torch() -> None:
-    """The registry that replicate reads has torch's fully_shard, too: no other one is meant."""
-    model = api.fully_shard(make()[2])
-    api.fully_shard(nn.Sequential(model))
+    # The registry that replicate reads has torch's fully_shard, too: no other one is meant.
+    api.fully_shard(nn.Sequential(api.fully_shard(make()[2])))
 
 
 # -- CommDebugMode

@@ -458,26 +458,6 @@ def test_an_all_reduce_hook_can_replicate() -> None:
         hybrid.set_all_reduce_hook(hook, stream=torch.Stream(device="cpu"))
 
 
-@pytest.mark.parametrize(("ranks", "shape"), [(4, (2, 2)), (2, (1, 2))])
-@on_ranks("ranks")
-def test_gradients_accumulate_without_all_reduce(ranks: int, shape: tuple[int, int]) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    pair = pair_of(Stack, partial_shard(mesh=mesh))
-
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        for last in (False, False, True):
-            if isinstance(model, api.FSDPModule):
-                model.set_requires_all_reduce(last)
-                model.set_is_last_backward(last)
-            loss = one_backward(model, x)
-            if not last and isinstance(model, api.FSDPModule):
-                assert all(p.grad is None for p in model.parameters())
-        return loss
-
-    pair.step(step)
-    pair.step(step)
-
-
 @on_ranks(2)
 def test_set_requires_gradient_sync_may_leave_out_inner_modules() -> None:
     model = _sharded()
@@ -495,7 +475,8 @@ def test_set_requires_gradient_sync_may_leave_out_inner_modules() -> None:
 @only_ours
 @on_ranks(2)
 def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
-    pair = pair_of(Stack)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    pair = pair_of(Stack, partial_shard(mesh=mesh))
     pair.model.set_manual_backward_finalization(True)
 
     def step(async_op: bool, model: nn.Module, x: Tensor) -> Tensor:
@@ -503,6 +484,10 @@ def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
         loss = one_backward(model, x)
         if isinstance(model, api.FSDPModule):
             assert all(p.grad is None for p in model.parameters())
+            model.set_requires_all_reduce(False)
+            with pytest.raises(api.StateError, match="all-reduce is off"):
+                model.finalize_backward()
+            model.set_requires_all_reduce(True)
             model.set_reshard_after_backward(True)
             handle = model.finalize_backward(async_op=async_op)
             assert isinstance(handle, api.GradientReductionHandle) is async_op
@@ -519,21 +504,6 @@ def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
     with pytest.raises(api.StateError):
         pair.model.finalize_backward()
     pair.step()
-
-
-@only_ours
-@on_ranks(2)
-def test_finalizing_needs_the_all_reduce() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    model = _sharded(mesh=mesh)
-    model.set_manual_backward_finalization(True)
-    one_backward(model, _batch())
-    model.set_requires_all_reduce(False)
-    with pytest.raises(api.StateError, match="all-reduce is off"):
-        model.finalize_backward()
-    model.set_requires_all_reduce(True)
-    model.finalize_backward()
-    assert_same_values(whole_gradients(model), _expected_gradients(2), "gradient")
 
 
 # -- precision

@@ -1,5 +1,4 @@
-"""Units that stay whole in forward train over a backend's own collectives, also where gradients are
-reduced in a wider dtype."""
+"""Units that stay whole in forward train over a backend's own collectives."""
 
 from __future__ import annotations
 

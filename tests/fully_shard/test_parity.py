@@ -162,6 +162,8 @@ def _train(library: Library, case: Case) -> Seen:
             loss = square(model, torch.randn(4, 8, generator=generator))
             loss.backward()
             now[f"loss {part}"] = loss.detach()
+            if case.accumulation == "no all-reduce" and not last:
+                assert all(p.grad is None for p in model.parameters())
         reshard(model)
         for name, p in model.named_parameters():
             now[f"gradient {name}"] = None if p.grad is None else local(p.grad).clone()

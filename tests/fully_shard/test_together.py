@@ -3,9 +3,7 @@ calls, optimizers in backward, and meshes of more dimensions."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -127,15 +125,6 @@ def test_an_optimizer_may_step_in_backward(reshard_after_forward: bool | None) -
 # -- compilation and functional calls
 
 
-@contextlib.contextmanager
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @on_ranks(2, timeout=120)
 def test_compiled_modules_train(where: str) -> None:
@@ -148,11 +137,12 @@ def test_compiled_modules_train(where: str) -> None:
             model.compile(backend="eager")
         return model
 
-    with _fresh_compiler():
-        pair = pair_of(Stack, shard)
-        for _ in range(2):
-            pair.step()
-        pair.compare_outputs()
+    torch._dynamo.reset()
+    pair = pair_of(Stack, shard)
+    for _ in range(2):
+        pair.step()
+    pair.compare_outputs()
+    torch._dynamo.reset()
 
 
 @on_ranks(2)

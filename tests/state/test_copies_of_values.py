@@ -263,13 +263,9 @@ def test_training_after_staging_does_not_change_the_saved_values(
     world_size: int, tmp_path: Path
 ) -> None:
     for number, (config, form) in enumerate(FORMS):
-        kinds = tuple(SAVES)[(number + world_size) % 2 : 4 : 2]
-        run_ranks(world_size, _async_saves, config, form, str(tmp_path / str(number)), kinds)
-
-
-@pytest.mark.parametrize("world_size", sample([1, 2], 0))
-def test_a_background_process_saves_the_values_of_the_call(world_size: int, tmp_path: Path) -> None:
-    run_ranks(world_size, _async_saves, FLAT, SHARDED, str(tmp_path), ("process",), timeout=240)
+        path, kinds = str(tmp_path / str(number)), tuple(SAVES)[(number + world_size) % 2 : 4 : 2]
+        kinds += () if number else ("process",)
+        run_ranks(world_size, _async_saves, config, form, path, kinds, timeout=240)
 
 
 # --- local shards replaced by user code ------------------------------------------------------

@@ -236,9 +236,6 @@ def test_torchs_functions_and_fsdp_load_our_dcp_checkpoints(
     run_ranks(readers, _torch_reads, optimizer, runs, str(tmp_path))
 
 
-PACKAGE = Path(fsdp_compat.__file__).parent
-
-
 @pytest.mark.parametrize("config", CONFIGS[:2])
 @on_ranks(2)
 def test_load_sharded_optimizer_state_dict_takes_our_model_state(
@@ -259,7 +256,8 @@ def test_load_sharded_optimizer_state_dict_takes_our_model_state(
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, loaded["optim"]))
-    ours = [each for each in seen if PACKAGE in Path(each.filename).parents]
+    package = Path(fsdp_compat.__file__).parent
+    ours = [each for each in seen if package in Path(each.filename).parents]
     assert not ours, f"torch warns of its ShardedTensors at {ours[0].filename}"
     found, expected = (
         get_state_dict(model, each, options=FULL)[1]["state"] for each in (other, optimizer)

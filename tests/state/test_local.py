@@ -48,8 +48,7 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 
 
 class Model(nn.Module):
-    """Without more, sizes that need no padding: where torch lays out as we do. A buffer and an
-    ignored module beside."""
+    """plain: sizes that need no padding, which torch lays out as we do."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()

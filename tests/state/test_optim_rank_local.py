@@ -254,28 +254,6 @@ def test_scalars_that_differ_between_ranks_are_kept_per_rank() -> None:
     assert {state["norm"] for state in states_of(other)} == {float(rank())}
 
 
-@on_ranks(3)
-def test_a_rank_without_state_for_an_empty_part_gets_the_rest_of_the_dict() -> None:
-    class Sparing(Blocks):
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                group["params"], every = [p for p in group["params"] if p.numel()], group["params"]
-                super().step()
-                group["params"] = every
-
-    model, optimizer = in_config(CONFIGS[1], Sparing)
-    expected = copy.deepcopy(states_of(optimizer))
-    assert len(expected) < len(list(model.parameters()))
-    full = full_state(model, optimizer)
-    gathered = by_rank({name: entry["step"] for name, entry in full["state"].items()})
-    assert all(steps == gathered[0] for steps in gathered)
-    assert set(gathered[0]) == {name for name, p in make_model().named_parameters() if p.numel()}
-    other = Sparing(model.parameters())
-    other.load_state_dict(loadable(model, other, full))
-    found = [state for state in states_of(other) if "history" in state]
-    assert_same(dict(enumerate(found)), dict(enumerate(expected)))
-
-
 @on_ranks(2)
 def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
     locked = functools.partial(Blocks, own=lambda p: {"lock": threading.Lock()})

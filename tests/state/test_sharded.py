@@ -54,8 +54,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Model(OddModel):
-    """Parameters smaller than the world, and with ``odd`` 0-d and empty ones, which torch
-    refuses."""
+    """Parameters smaller than the world; with ``odd`` also 0-d and empty ones."""
 
     def __init__(self, odd: bool) -> None:
         super().__init__(scalar=odd)

@@ -19,16 +19,11 @@ from fsdp_compat import ShardingStrategy
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.errors import UsageError
 from tests.support.odd_model import Config, assert_identical, assert_same, make_model, shard, train
+from tests.support.optimizer_state import FEW_CONFIGS
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
-CONFIGS: tuple[Config, ...] = (
-    ("FULL_SHARD", False, "blocks"),
-    ("FULL_SHARD", True, "always"),
-    ("SHARD_GRAD_OP", True, "none"),
-    ("NO_SHARD", False, "blocks"),
-    ("NO_SHARD", True, "blocks"),
-)
+CONFIGS: tuple[Config, ...] = (*FEW_CONFIGS, ("NO_SHARD", True, "blocks"))
 
 
 def wrapped(config: Config) -> FSDP:
