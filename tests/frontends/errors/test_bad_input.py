@@ -469,13 +469,17 @@ mixed(m, buffer_dtype=torch.bool) | buffer_dtype; bool
 mixed(m, keep_low_precision_grads="no") | keep_low_precision_grads; 'no'
 mixed(m, cast_forward_inputs=b"1") | cast_forward_inputs; b'1'
 mixed(m, cast_root_forward_inputs="") | cast_root_forward_inputs; ''
+mixed(m, param_dtype=HALF, _module_classes_to_ignore=Layer) | _module_classes_to_ignore
 mixed(m, param_dtype=HALF, _module_classes_to_ignore=[nn.ReLU()]) | _module_classes_to_ignore
 FSDP(m, ignored_modules=1) | ignored_modules
+FSDP(m, ignored_modules=m.layers) | ignored_modules
+FSDP(m, ignored_states=m.frozen) | ignored_states
 FSDP(m, ignored_modules=list(m.parameters())) | ignored_modules
 FSDP(m, ignored_states=m.named_parameters()) | ignored_states; 'frozen'
 FSDP(m, ignored_states=[m.offset]) | ignored_states; Tensor
 FSDP(m, param_init_fn="reset_parameters") | param_init_fn; 'reset_parameters'
 FSDP(m, device_id=True) | device_id; True
+FSDP(m, device_id=1.5) | device_id; 1.5
 FSDP(m, device_id="nonsense") | device_id; nonsense
 FSDP(m, device_id=-1) | device_id=-1
 FSDP(m, device_id="meta") | device_id; meta
@@ -485,6 +489,7 @@ FSDP(m, limit_all_gathers=ones(2)) | limit_all_gathers; Tensor
 FSDP(m, use_orig_params="no") | use_orig_params; 'no'
 FSDP(m, allow_unused_units="0") | allow_unused_units; '0'
 FSDP(m, keep_units_below=-1) | keep_units_below; -1
+FSDP(m, keep_units_below=True) | keep_units_below; True
 """
 if torch.accelerator.device_count() == 0:
     ARGUMENTS += """
@@ -499,6 +504,7 @@ summoned(m, lambda: m.clip_grad_norm_(1e-3), with_grads=True) | summon_full_para
 m.clip_grad_norm_("1") | max_norm; '1'
 m.clip_grad_norm_(nan) | max_norm; nan
 m.clip_grad_norm_(-1.0) | max_norm; -1.0
+m.clip_grad_norm_(True) | max_norm; True
 m.clip_grad_norm_(ones(2)) | max_norm; Tensor
 m.clip_grad_norm_(10**400) | max_norm
 m.clip_grad_norm_(1.0, 0) | norm_type; 0
@@ -545,6 +551,7 @@ differing_forms(m) | FULL_STATE_DICT; SHARDED_STATE_DICT | UsageError AssertionE
 m.state_dict(prefixx="a.") | prefixx | UsageError TypeError
 m.state_dict({}, "", False, 1) | state_dict
 m.state_dict({}, destination={}) | destination
+m.state_dict(destination=[]) | destination; list
 m.state_dict(prefix=3) | prefix; 3
 m.load_state_dict([]) | dict; list | UsageError TypeError
 load(m, {}, strict="no") | strict; 'no'
@@ -604,10 +611,12 @@ to_load(m, o, optim_state(m, o), group=3) | group; 3
 SCALERS = """
 ShardedGradScaler("nonsense") | device; 'nonsense'
 ShardedGradScaler("cpu", init_scale="2") | init_scale; '2'
+ShardedGradScaler("cpu", init_scale=0) | init_scale; 0
 ShardedGradScaler("cpu", init_scale=inf) | init_scale; inf
 ShardedGradScaler("cpu", backoff_factor=1.0) | backoff_factor; 1.0
 ShardedGradScaler("cpu", growth_factor=1) | growth_factor; 1
 ShardedGradScaler("cpu", growth_interval=0) | growth_interval; 0
+ShardedGradScaler("cpu", growth_interval=1.5) | growth_interval; 1.5
 ShardedGradScaler("cpu", enabled="no") | enabled; 'no'
 ShardedGradScaler("cpu", process_group=3) | process_group; int
 s.scale(1.0) | scale(outputs); float
@@ -620,6 +629,7 @@ ShardedGradScaler("cpu").update() | update; scale(loss) | StateError
 s.unscale_(m) | unscale_; FullyShardedDataParallel
 s.step(m) | step; FullyShardedDataParallel
 s.update(0.0) | new_scale; 0.0
+s.update("2") | new_scale; '2'
 s.update(ones(1, requires_grad=True)) | new_scale
 s.update(ones(2)) | new_scale; (2,)
 s.update(torch.tensor(nan)) | new_scale
