@@ -247,7 +247,7 @@ BREAKS = (
     ),
     Break(
         "norm of gradients of this rank only",
-        "norm = _norm_over_ranks(axis, norm, norm_type)",
+        "norm = norm_over_ranks(axis, norm, norm_type)",
         "pass",
         f"{FRONTENDS}/gradients/test_clip.py -k norm_and_clipped_gradients",
     ),
