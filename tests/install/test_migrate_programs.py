@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._front_ends import data_parallel
 from fsdp_compat._install.migrate.command import rewrite
 from tests.support.ranks import run_ranks
 
@@ -80,6 +81,7 @@ def results(folder: Path) -> Results:
     """Run all programs of a folder. Returns what main() returns, and how many models were wrapped
     with DDP and with FSDP."""
     found = {}
+    data_parallel.patches.patch()  # made inside of the mock, it would go with it
     for path in sorted(folder.glob("*.py")):
         with (
             mock.patch.object(DDP, "__init__", autospec=True, side_effect=DDP.__init__) as ddp,

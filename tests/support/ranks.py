@@ -104,12 +104,17 @@ def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Cal
         def run(**arguments: Any) -> None:
             __tracebackhide__ = True
             ranks = arguments[n] if isinstance(n, str) else n
-            body = _Body(test.__module__, test.__name__, arguments)
+            body = body_of(test, **arguments)
             run_ranks(ranks, body, **{"environment": arguments.get("environment"), **limits})
 
         return run
 
     return decorate
+
+
+def body_of(test: Callable[..., None], **arguments: Any) -> Callable[[], None]:
+    """Return the body of a test of ``on_ranks``, to be run in another way."""
+    return _Body(test.__module__, test.__name__, arguments)
 
 
 class _Body:
