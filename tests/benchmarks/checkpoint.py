@@ -56,8 +56,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from contenders import FSDP1, FSDP2, ORIGINAL, OURS, PLAIN, Contender, Wrapping, build
+from measuring import Table, Timings, first_rank_alone, gloo_ranks, highest, options, say
 from pages import drop_pages, make_durable, memory_nbytes, restart_peak
-from runs import Table, Timings, first_rank_alone, gloo_ranks, highest, options, say
 from step import Block, Transformer, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict

@@ -25,7 +25,7 @@ Parameters are in fp32, computed with in bf16, gradients are summed in fp32. The
              parameters
 
 A block is a unit. A step is forward, backward and gradients set to None. Contenders are timed in
-turns, as in runs.py, by events of the device. The columns:
+turns, as in measuring.py, by events of the device. The columns:
 
     median, minimum   milliseconds of a step
     to FSDP1, FSDP2   step / the other's step in the same round, median. FSDP1 with the same
@@ -60,7 +60,7 @@ from contenders import (
     build,
     fsdp1_of,
 )
-from runs import Table, Timings, fake_ranks, group, measure, options
+from measuring import Table, Timings, fake_ranks, group, measure, options
 from step import Block, Transformer, loss_of
 from torch import nn
 

@@ -35,7 +35,7 @@ from contenders import (
     Wrapping,
     build,
 )
-from runs import Limits, Table, Timings, fake_ranks, measure, options, verdict_on
+from measuring import Limits, Table, Timings, fake_ranks, measure, options, verdict_on
 from torch import nn
 
 LIMITS: Limits = {FSDP1: 0.15, FSDP2: 0.12}

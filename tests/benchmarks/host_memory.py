@@ -26,7 +26,7 @@ import typing
 import torch
 import torch.distributed as dist
 from contenders import FSDP1, FSDP2, FULLY_SHARD, OURS, Wrapping, wrap
-from runs import Table, group, options
+from measuring import Table, group, options
 from step import Block, Transformer, loss_of
 
 COPIED = f"{OURS}, FSDP_COMPAT_SAME_HOST=counters"

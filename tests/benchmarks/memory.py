@@ -49,7 +49,7 @@ from contenders import (
     Wrapping,
     wrap,
 )
-from runs import Table, fake_ranks, gloo_ranks, highest, options, say
+from measuring import Table, fake_ranks, gloo_ranks, highest, options, say
 from step import Block, Transformer, loss_of
 from torch import nn
 

@@ -42,7 +42,7 @@ from contenders import (
     build,
     fsdp1_of,
 )
-from runs import Table, gloo_ranks, measure_ranks, options, say
+from measuring import Table, gloo_ranks, measure_ranks, options, say
 from torch import nn
 
 MAX_NORM = 1e9  # nothing changes, and all is multiplied

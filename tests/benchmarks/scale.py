@@ -63,8 +63,8 @@ from typing import Any
 
 import torch
 from contenders import FSDP2, OURS
+from measuring import Table, fake_ranks, options
 from pages import memory_nbytes, restart_peak
-from runs import Table, fake_ranks, options
 from step import Block, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -56,7 +56,7 @@ from contenders import (
     has_contender,
     wrap,
 )
-from runs import Table, options
+from measuring import Table, options
 from simulated_models import (
     MODELS,
     RECOMPUTES,

@@ -42,7 +42,7 @@ from contenders import (
     Wrapping,
     build,
 )
-from runs import Limits, Table, Timings, gloo_ranks, measure_ranks, options, say, verdict_on
+from measuring import Limits, Table, Timings, gloo_ranks, measure_ranks, options, say, verdict_on
 from torch import nn
 
 LIMITS: dict[str, Limits] = {

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from contenders import OURS
-from runs import MIN_ROUNDS, Table, gloo_ranks, measure_ranks, options, say
+from measuring import MIN_ROUNDS, Table, gloo_ranks, measure_ranks, options, say
 
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.gloo import MessageTransport
