@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _torch_private
 from .._comm.transport import Transport
+from ..errors import unusable
 from .group import Group
+
+
+def checked_norm_type(norm_type: Any, where: str) -> float:
+    """Return the order of a norm as a float; raises UsageError if it is not one."""
+    if norm_type == "inf":
+        return math.inf
+    if (
+        isinstance(norm_type, (int, float))
+        and not isinstance(norm_type, bool)
+        and 0 < norm_type <= math.inf
+    ):
+        with contextlib.suppress(OverflowError):
+            return float(norm_type)
+    raise unusable("norm_type", "a positive number, or inf", norm_type, where)
 
 
 def gradients_of(group: Group) -> Sequence[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .. import _torch_private
 from .._comm.transport import Transport
 from .._engine import rendezvous
-from .._engine.grad_norm import norm_over_ranks
+from .._engine.grad_norm import checked_norm_type, norm_over_ranks
 from .._engine.state_store import store_of
 from ..errors import StateError, require_module
 from .units import names_of, require_idle, units_of, unmanaged_in
@@ -26,6 +26,7 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
     Collective: all ranks, with one all-reduce per shard axis, of a number for each parameter.
     Raises StateError inside forward and backward, and for gradients that are not reduced."""
     require_module(model, _WHAT)
+    norm_type = checked_norm_type(norm_type, _WHAT)
     require_idle(model, _WHAT)
     units = units_of(model)
     groups = [group for named in units for group in named.unit.groups]
@@ -46,12 +47,12 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
             names, grads = by_axes.setdefault(axes, ([], []))
             store = store_of(group)
             for param, indices in store.sharded_params:
+                grad = _flat(param.grad, store.shard)
                 for index in indices if param.requires_grad else ():
                     names.append(names_of(store.orig_params[index], named.prefix))
-                    part = store.part_in_sharded_param(index).slice
-                    grads.append(_flat(param.grad, store.shard)[part])
+                    grads.append(grad[store.part_in_sharded_param(index).slice])
     found = {
-        slot.name: _flat(slot.value.grad, slot.value)
+        slot.name: _flat(slot.value.grad, slot.value.detach())
         for slot in unmanaged_in(model)
         if isinstance(slot.value, nn.Parameter) and slot.value.requires_grad
     }
@@ -67,9 +68,9 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as 1-D; without one, as much of zeros."""
+    """Return this rank's part of a gradient as 1-D; nothing without one."""
     if grad is None:
-        return torch.zeros_like(_torch_private.local_part(like)).reshape(-1)
+        return like.new_empty(0)
     return _torch_private.local_part(grad).reshape(-1)
 
 

@@ -15,11 +15,10 @@ import torch
 
 from .. import _torch_private
 from .._engine import rendezvous
-from .._engine.grad_norm import dtype_of_norm, norm_of, packed
+from .._engine.grad_norm import checked_norm_type, dtype_of_norm, norm_of, packed
 from .._engine.group import Group
 from .._engine.patches import Patch
 from .._engine.runtime import live_runtimes
-from .._front_ends.flat.calls import checked_norm_type
 
 
 class _Clipped(threading.local):
@@ -54,7 +53,7 @@ def _total_norm(
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
         return original(grads, norm_type, error_if_nonfinite, foreach)
-    order = checked_norm_type(norm_type)
+    order = checked_norm_type(norm_type, "clip_grad_norm_")
     by_group: dict[Group, list[torch.Tensor]] = {group: [] for group in groups}
     whole = []
     for grad in grads:

@@ -171,3 +171,5 @@ def test_gradients_that_are_not_reduced_have_no_norms_yet() -> None:
     assert param_grad_norms(model)["head.bias"] > 0
     with pytest.raises(UsageError, match="module"):
         param_grad_norms(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="norm_type"):
+        param_grad_norms(model, -1.0)

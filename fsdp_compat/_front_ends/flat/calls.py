@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -134,7 +133,7 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     own = flat_unit_of(wrapper)
     runtime = own.runtime
     require_root(own.unit.is_root, own.unit.label, "clip_grad_norm_()")
-    norm_type = checked_norm_type(norm_type)
+    norm_type = grad_norm.checked_norm_type(norm_type, _CLIPPING)
     _check_max_norm(max_norm)
     runtime.require_idle("clip_grad_norm_", ValueStateError)
     runtime.require_parts("clip_grad_norm_")
@@ -166,20 +165,6 @@ def _expects_gradients(groups: Iterable[Group]) -> bool:
         for group in groups
         for param, _ in group.store.sharded_params
     )
-
-
-def checked_norm_type(norm_type: Any) -> float:
-    """Return the order of a norm as a float; raises UsageError if it is not one."""
-    if norm_type == "inf":
-        return math.inf
-    if (
-        isinstance(norm_type, (int, float))
-        and not isinstance(norm_type, bool)
-        and 0 < norm_type <= math.inf
-    ):
-        with contextlib.suppress(OverflowError):
-            return float(norm_type)
-    raise unusable("norm_type", "a positive number, or inf", norm_type, _CLIPPING)
 
 
 def _check_max_norm(max_norm: Any) -> None:
