@@ -25,6 +25,7 @@ from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
 from fsdp_compat._state.ema import ShardedEMA
 from fsdp_compat._state.grad_norms import param_grad_norms
 from fsdp_compat._torch_patches import undo_torch_patches
+from fsdp_compat._version import __version__ as __version__
 from fsdp_compat.api import (
     BackwardPrefetch,
     CPUOffload,

@@ -78,7 +78,7 @@ def require_arguments(call: str, progress: Any, **arguments: Any) -> None:
             expected="the package tqdm",
             got="not installed",
             where=f"{call}(..., progress=True)",
-            fix="pip install 'fsdp_compat[progress]', or pass progress=False",
+            fix="pip install tqdm, or pass progress=False",
         )
 
 

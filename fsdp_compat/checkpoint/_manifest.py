@@ -11,7 +11,6 @@ parts, under the same names."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import re
 import reprlib
@@ -24,6 +23,7 @@ import torch
 
 from .._layout.box import Piece, require_grid
 from .._layout.spec import FlatLayout, ParamSpec, same_parts
+from .._version import __version__
 from ..errors import CheckpointError
 from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
@@ -45,11 +45,7 @@ VERSIONS = 1, 2  # a reader of the first one would take a part for the whole par
 
 def versions() -> dict[str, str]:
     """Return the versions that a checkpoint written now records."""
-    try:
-        own = importlib.metadata.version("fsdp_compat")
-    except importlib.metadata.PackageNotFoundError:  # run from source
-        own = "not installed"
-    return {"fsdp_compat": own, "torch": str(torch.__version__)}
+    return {"fsdp_compat": __version__, "torch": str(torch.__version__)}
 
 
 def file_name(number: int) -> str:

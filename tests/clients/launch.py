@@ -18,11 +18,15 @@ PROGRAMS = Path(__file__).parent / "programs"
 CLIENTS = ("accelerate", "datasets", "lightning", "peft", "transformers", "trl")
 OURS = ("fsdp_compat.FullyShardedDataParallel", "fsdp_compat.FSDPModule")
 
-missing = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
-marks = [
-    pytest.mark.clients,
-    pytest.mark.skipif(bool(missing), reason=f"needs the extra 'clients': {', '.join(missing)}"),
-]
+
+def needs(extra: str, *packages: str) -> pytest.MarkDecorator:
+    """Skip a test without these packages of an extra of setup.cfg."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    reason = f"needs the extra {extra!r}: {', '.join(missing)}"
+    return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+marks = [pytest.mark.clients, needs("clients", *CLIENTS)]
 
 TORCHRUN = (*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node", "2")
 INSTALLED = ("-m", "fsdp_compat", "run")

@@ -5,23 +5,16 @@ without a GPU as far as that goes: verl's workers and torchtune's recipes ask fo
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.clients.launch import INSTALLED, TORCHRUN, assert_losses, results
+from tests.clients.launch import INSTALLED, TORCHRUN, assert_losses, needs, results
 
 pytestmark = pytest.mark.clients
 
 
-def needs(*names: str) -> pytest.MarkDecorator:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    reason = f"needs the extra 'managers': {', '.join(missing)}"
-    return pytest.mark.skipif(bool(missing), reason=reason)
-
-
-@needs("torchao", "torchtune")
+@needs("managers", "torchao", "torchtune")
 def test_torchtune(tmp_path: Path) -> None:
     program, cases = "torchtune_program", ["whole", "whole_kept", "distributed"]
     theirs = results(tmp_path / "theirs", program, ["ddp", "whole", "distributed"])
@@ -34,7 +27,7 @@ def test_torchtune(tmp_path: Path) -> None:
     assert result["resumed"] == pytest.approx(expected[2:], rel=1e-6)
 
 
-@needs("verl", "ray")
+@needs("managers", "verl", "ray")
 def test_verl(tmp_path: Path) -> None:
     program, cases = "verl_program", ["flat", "original", "in_place"]
     expected = results(tmp_path / "theirs", program, ["ddp"])["ddp"]["losses"]
