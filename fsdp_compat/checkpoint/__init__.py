@@ -1,7 +1,7 @@
 """Checkpoints on disk, written by all ranks at once and read by any number of them.
 
     path = save("runs/7", model, optimizer, {"epoch": 3}, step=1200, keep_last=2)
-    extra = load(latest("runs/7"), model, optimizer)
+    extra = load("runs/7", model, optimizer, default={"epoch": 0})  # the newest; or start anew
 
 Native, saving (model and optimizer; a directory with a file per rank and a manifest):
 
@@ -14,7 +14,8 @@ Native, saving (model and optimizer; a directory with a file per rank and a mani
 Loading, from any format:
 
 - ``_load``: the calls ``load`` and ``load_safetensors``; read, agree, act; what ``strict=False``
-  leaves; ``_load_optimizer``: the states and settings of an optimizer
+  leaves; ``_newest``: the newest checkpoint of a run; ``_load_optimizer``: the states and settings
+  of an optimizer
 - ``_source``: a checkpoint under the names of the model, and what this rank reads of it
 
 Other formats:

@@ -44,7 +44,10 @@ def _are_patterns(value: Any) -> bool:
 # By name: what an argument is, and whether a value other than None is that.
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "folder": ("a path", _is_path),
-    "path": ("a path; latest(folder) returns None without a complete checkpoint", _is_path),
+    "path": (
+        "a path; latest(folder) returns None without a complete checkpoint: pass the folder itself",
+        _is_path,
+    ),
     "optimizer": (
         "a torch.optim.Optimizer, or None",
         lambda value: isinstance(value, torch.optim.Optimizer),

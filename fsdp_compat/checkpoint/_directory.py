@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -18,6 +18,8 @@ from ._publishing import remove
 from ._ranks import ranks_of
 
 STEP = "step-[0-9]{8,}"  # names of checkpoints
+
+Saved = tuple[int, str]  # step and identity of a complete checkpoint
 
 
 def directory_of(folder: Path, step: int) -> Path:
@@ -57,7 +59,7 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
     name, some have it and others do not. Pass the model, which is to be loaded, on all ranks, to
     get the highest step that all of them have, of the same save. Collective then: all ranks.
     """
-    complete = _complete(folder)
+    complete = complete_in(folder)
     if model is None:
         newest = next(complete, None)
         return None if newest is None else newest[0]
@@ -66,12 +68,17 @@ def latest(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Pa
     with ranks.taking_part():
         with ranks.agreeing("The folder could not be read.", folder, "") as agreement:
             agreement.own = [(manifest.step, manifest.identity) for _, manifest in complete]
-        found = [{(step, identity) for step, identity in own} for own in agreement.by_rank]
-        common = set.intersection(*found)
-        return directory_of(Path(folder), max(common)[0]) if common else None
+        return newest_common(Path(folder), agreement.by_rank)
 
 
-def _complete(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, Manifest]]:
+def newest_common(folder: Path, by_rank: Sequence[Sequence[Saved]]) -> Path | None:
+    """Return the newest checkpoint that all ranks have, or None. by_rank: those of each rank."""
+    found = [{(step, identity) for step, identity in saved} for saved in by_rank]
+    common = set.intersection(*found)
+    return directory_of(folder, max(common)[0]) if common else None
+
+
+def complete_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, Manifest]]:
     """Yield the complete checkpoints in a folder, the highest step first."""
     for step, path in sorted(steps_in(Path(folder)).items(), reverse=True):
         found = _manifest_in(path, step)

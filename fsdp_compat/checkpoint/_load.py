@@ -31,6 +31,7 @@ from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
 from ._load_optimizer import OptimizerLoadPlan
 from ._named_groups import HeldPart, managed_parts, named_groups, unmanaged_tensors
+from ._newest import newest_of_all, saved_in
 from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
 from ._snapshot import warn_of_left_out
@@ -38,6 +39,8 @@ from ._source import Source, open_source
 from ._texts import brief, joined
 from ._tools.archive import StoredTensor
 from ._tools.shapes import Shape, Shapes
+
+_REQUIRED: Any = object()  # no default: there has to be a checkpoint
 
 
 @dataclasses.dataclass
@@ -79,15 +82,19 @@ def load(
     report: LoadReport | None = None,
     ignored: Collection[str] = (),
     progress: bool = False,
+    default: Any = _REQUIRED,
 ) -> Any:
     """Load a checkpoint into the model and the optimizer; return the ``extra`` it was saved with,
     or what else it holds.
 
-    Collective: all ranks. ``path`` may be a checkpoint of ``save``, or one of any other format that
-    ``inspect`` recognises: of torch.distributed.checkpoint (FSDP1, FSDP2), torch.save files (whole,
-    or one per rank, FSDP1's local state dicts among them), safetensors, and directories of
-    Accelerate, Lightning and the Trainer. Each rank reads the bytes of its own part, and the blocks
-    around them that have checksums.
+        extra = load("runs/7", model, optimizer, default={"epoch": 0})  # resume, or start anew
+
+    Collective: all ranks. ``path`` may be the folder that was passed to ``save``: the newest
+    complete checkpoint that all ranks have is loaded. It may be one checkpoint of ``save``, or of
+    any other format that ``inspect`` recognises: of torch.distributed.checkpoint (FSDP1, FSDP2),
+    torch.save files (whole, or one per rank, FSDP1's local state dicts among them), safetensors,
+    and directories of Accelerate, Lightning and the Trainer. Each rank reads the bytes of its own
+    part, and the blocks around them that have checksums.
 
     The number of ranks, the wrapping, the strategy, ``use_orig_params``, tensor parallelism and the
     dtypes may differ from those it was saved with, but complex values do not load into real ones,
@@ -100,8 +107,8 @@ def load(
     ``torch.optim`` does, is taken in the order of this optimizer's parameters.
 
     Args:
-        path: the directory that ``save`` returned, or ``latest(folder)``, with a folder per node
-            ``latest(folder, model)``; or a file or directory of another format.
+        path: the folder of a run, which may be on a different file system for each node; or the
+            directory that ``save`` returned, or a file or directory of another format.
         model: contains sharded modules, of either front end, and has the parameter names of the
             saved model. One name of a tied parameter is enough.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
@@ -118,6 +125,9 @@ def load(
         ignored: full names of classes whose objects in torch.save files are left out; any other
             class is refused, and no code of a file is run.
         progress: show bytes and rate on the first rank; requires tqdm.
+        default: returned, with nothing loaded, if there is nothing at ``path`` or if it is a folder
+            without a complete checkpoint. Without it, that raises CheckpointError. A damaged
+            checkpoint, or one that only some ranks have, always raises.
 
     Raises:
         UsageError: an argument is invalid.
@@ -129,7 +139,9 @@ def load(
             was checked, or the model or the optimizer refuses a value, the error says that both
             may be partly changed.
     """
-    return _load("load", path, model, optimizer, rename, dtype, strict, report, ignored, progress)
+    return _load(
+        "load", path, model, optimizer, rename, dtype, strict, report, ignored, progress, default
+    )
 
 
 def load_safetensors(
@@ -161,6 +173,7 @@ def _load(
     report: LoadReport | None,
     ignored: Collection[str],
     progress: bool,
+    default: Any = _REQUIRED,
 ) -> Any:
     call = f"checkpoint.{name}"
     unreadable = "The checkpoint could not be read."
@@ -174,6 +187,12 @@ def _load(
             errors.require_bools(call, strict=strict)
             if report is not None and not isinstance(report, LoadReport):
                 raise errors.wrong_type("report", "a LoadReport, or None", report, call)
+            agreement.own = saved_in(Path(path), default is not _REQUIRED)
+        if None not in agreement.by_rank:
+            path = newest_of_all(Path(path), agreement.by_rank)
+            if path is None:
+                return default
+        with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
             require_rest(units, call)
             if optimizer is not None:
                 cut_state(optimizer)
@@ -190,8 +209,8 @@ def _load(
                 expected="the same checkpoint, and the same arguments, on all ranks",
                 got=f"{len(identities)} different ones; this rank: {path}",
                 where=call,
-                fix="pass the same path, rename and dtype on all ranks; with a folder per node, or "
-                "during a save, pass latest(folder, model)",
+                fix="pass the same path, rename and dtype on all ranks; for the newest checkpoint "
+                "that all ranks have, pass the folder of the run itself",
             )
         if report is not None:
             vars(report).update(vars(plan.report))

@@ -271,22 +271,16 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _no_checkpoint(path: Path) -> CheckpointError:
-    got, fix = "no such directory", "pass latest(folder) or the path that save returned"
+    got = "a file" if path.exists() else "no such directory"
     if path.is_dir():
         got = "a directory without one"
-        steps = sorted(file.parent.name for file in path.glob(f"step-*/{MANIFEST}"))
-        if steps:
-            got = f"a folder of checkpoints: {', '.join(steps[-4:])}"
-            fix = f"pass latest({str(path)!r}), or one of these: {str(path / steps[-1])!r}"
-    elif path.exists():
-        got = "a file"
     return CheckpointError.of(
         "There is no checkpoint at this path.",
-        expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...), or a "
-        "checkpoint of another format",
+        expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...), the folder "
+        "of such checkpoints, or a checkpoint of another format",
         got=got,
         where=str(path),
-        fix=fix,
+        fix="correct the path; or pass default= to load(), to start without a checkpoint",
     )
 
 

@@ -248,8 +248,7 @@ def open_source(
 ) -> Source:
     """Return the checkpoint at a path. shapes: of the model, for formats without."""
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
-    holds_steps = path.is_dir() and any(path.glob(f"step-*/{MANIFEST}"))
-    if is_native or holds_steps or not path.exists():
+    if is_native or not path.exists():
         read_manifest(path) if not is_native else None  # raises
         return NativeSource(path, rename, call)
     known = shapes()

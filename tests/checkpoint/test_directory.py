@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -230,9 +231,63 @@ def test_latest_with_the_model_is_the_newest_checkpoint_that_all_nodes_have(tmp_
     dist.barrier()
     assert checkpoint.latest(root) == paths[1 if rank else 2]
     assert checkpoint.latest(root, model) == paths[0]
-    with pytest.raises(CheckpointError, match=r"pass latest\(folder, model\)"):
+    with pytest.raises(CheckpointError, match="pass the folder of the run itself"):
         checkpoint.load(paths[0 if rank else 2], model)
     checkpoint.load(paths[0], model)
+
+
+@on_ranks(2)
+def test_the_folder_of_a_run_loads_its_newest_checkpoint_or_starts_anew(tmp_path: Path) -> None:
+    root, model, default = tmp_path / "run", FSDP(nn.Linear(3, 3)), {"epoch": 0}
+    assert checkpoint.load(root, model, default=default) is default  # no folder
+    dist.barrier()
+    root.mkdir(exist_ok=True)
+    (root / "log.txt").write_text("lr 0.1")
+    (root / f".step-00000001-{IDENTITY}").mkdir(exist_ok=True)  # a save that was killed
+    assert checkpoint.load(root, model, default=None) is None
+    with refused(CheckpointError, "No checkpoint was recognised"):
+        checkpoint.load(root, model)
+    for step in (1, 20, 3):
+        checkpoint.save(root, model, extra=step, step=step)
+    assert checkpoint.load(root, model) == 20
+    assert checkpoint.load(root, model, default=default) == 20
+    assert checkpoint.load(root / "step-00000003", model, default=default) == 3
+    checkpoint.save_safetensors(tmp_path / "exported", model)
+    with torch.no_grad():
+        expected = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert checkpoint.load(tmp_path / "exported", model, default=default) is None  # no extra
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+@on_ranks(2)
+def test_a_run_with_a_folder_per_node_resumes_from_a_step_that_all_nodes_have(
+    tmp_path: Path,
+) -> None:
+    """Otherwise it stops: starting anew would overwrite days of training."""
+    rank, model = dist.get_rank(), FSDP(nn.Linear(3, 3))
+    root = tmp_path / f"node {rank}"
+    paths = [checkpoint.save(root, model, extra=step, step=step) for step in (1, 2)]
+    if rank == 1:
+        shutil.rmtree(paths[1])
+    dist.barrier()
+    assert checkpoint.load(root, model) == 1
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(root)
+    dist.barrier()
+    with refused(CheckpointError, "no checkpoint in common", "rank 0: 1, 2; rank 1: none"):
+        checkpoint.load(root, model, default=0)
+
+
+@on_ranks(1)
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
+    model = FSDP(nn.Linear(3, 3))
+    path = checkpoint.save(tmp_path, model, step=1)
+    (path / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="skips"), refused(CheckpointError, "manifest.json"):
+        checkpoint.load(tmp_path, model, default=0)
 
 
 @on_ranks(1)
@@ -241,13 +296,11 @@ def test_a_path_that_is_no_checkpoint_is_told_what_to_pass(tmp_path: Path) -> No
 
     (root / "empty").mkdir()
     (root / "model.pt").write_bytes(b"")
-    for step in (1, 20):
-        checkpoint.save(root, model, step=step)
-    steps = "a folder of checkpoints: step-00000001, step-00000020", str(root / "step-00000020")
     for path, texts in (
         (checkpoint.latest(root / "empty"), ("latest(folder) returns None",)),
         (root / "model.pt", ("model.pt is not a file of torch.save",)),
-        (root, steps),
+        (root / "nowhere", ("There is no checkpoint at this path", "pass default= to load()")),
+        (root / "empty", ("an empty directory",)),
     ):
         with refused(FsdpCompatError, *texts):
             checkpoint.load(path, model)

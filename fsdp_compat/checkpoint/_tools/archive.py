@@ -25,6 +25,10 @@ class NotRead(CheckpointError):
     """Nothing is damaged: there is no checkpoint, or it has objects of a class that is not read."""
 
 
+class Unrecognised(NotRead):
+    """No format is recognised, and nothing says that there is a checkpoint."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Checksum:
     """The CRC-32 that a zip archive has of one of its records."""

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._texts import joined, open_file
-from .archive import Archive, NotRead, coverage_problem
+from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .native import is_native, read_native
@@ -148,8 +148,8 @@ def _of_deepspeed(path: Path) -> NotRead:
     )
 
 
-def _unreadable(path: Path, got: str) -> NotRead:
-    return NotRead.of(
+def _unreadable(path: Path, got: str) -> Unrecognised:
+    return Unrecognised.of(
         "No checkpoint was recognised.",
         expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "
         "files (one, or one per rank), or a directory of Accelerate, Lightning or the Trainer",

@@ -1,0 +1,62 @@
+"""Which checkpoint ``load`` takes from a run's folder: the newest one that all ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ._directory import Saved, complete_in, newest_common, steps_in
+from ._manifest import MANIFEST, file_name, read_manifest
+from ._texts import joined
+from ._tools.archive import Unrecognised
+from ._tools.opening import open_archive
+
+
+def saved_in(path: Path, may_be_none: bool) -> list[Saved] | None:
+    """Return the complete checkpoints in a run's folder, or None if ``path`` is none.
+
+    may_be_none: take a path without any checkpoint for the folder of a run that has not saved yet.
+    Raises CheckpointError if all checkpoints in the folder are damaged."""
+    if (path / MANIFEST).exists() or (path / file_name(0)).exists():
+        return None
+    steps = steps_in(path)
+    saved = [(manifest.step, manifest.identity) for _, manifest in complete_in(path)]
+    for step in () if saved else steps.values():
+        if (step / MANIFEST).is_file():
+            read_manifest(step)  # raises: a damaged checkpoint is not a run that has not saved
+    if saved or (may_be_none and (steps or _holds_none(path))):
+        return saved
+    return None
+
+
+def _holds_none(path: Path) -> bool:
+    """Return whether no format is recognised at a path. Logs may be there."""
+    if not path.is_dir():
+        return not path.exists()
+    try:
+        open_archive(path)
+    except Unrecognised:
+        return True
+    except CheckpointError:
+        pass  # load raises it
+    return False
+
+
+def newest_of_all(folder: Path, by_rank: Sequence[Sequence[Saved]]) -> Path | None:
+    """Return the newest checkpoint that all ranks have, or None if none has any. Raises
+    CheckpointError if some have, but none in common."""
+    newest = newest_common(folder, by_rank)
+    if newest is not None or not any(by_rank):
+        return newest
+    steps = [
+        f"rank {rank}: {', '.join(str(step) for step, _ in sorted(saved)) or 'none'}"
+        for rank, saved in enumerate(by_rank)
+    ]
+    raise CheckpointError.of(
+        "The ranks have no checkpoint in common.",
+        expected="a step that is complete on all ranks, or no checkpoint on any",
+        got=f"steps by rank: {joined(steps, 8, '; ')}",
+        where=str(folder),
+        fix="mount the same folder on all nodes, or copy a checkpoint to the nodes without one",
+    )
