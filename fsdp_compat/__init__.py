@@ -1,105 +1,31 @@
 """FullyShardedDataParallel and fully_shard with the API of torch.distributed.fsdp, on any device
-that torch.distributed supports."""
+that torch.distributed supports.
 
-from fsdp_compat._front_ends.fully_shard.api import (
-    AllGather,
-    Comm,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ReduceScatter,
-    ShardPlacementResult,
-)
-from fsdp_compat._front_ends.fully_shard.fully_shard import fully_shard
-from fsdp_compat._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
-from fsdp_compat._front_ends.fully_shard.module import (
-    FSDPModule,
-    disable_fsdp_module_new_init,
-    get_cls_to_fsdp_cls,
-    share_comm_ctx,
-)
-from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
-from fsdp_compat._state.ema import ShardedEMA
-from fsdp_compat._state.grad_norms import param_grad_norms
-from fsdp_compat._torch_patches import undo_torch_patches
-from fsdp_compat._version import __version__ as __version__
-from fsdp_compat.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
-from fsdp_compat.fully_sharded_data_parallel import (
-    FlatParameter,
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    register_fsdp_forward_method,
-)
+The names come from `_public`, which is loaded at once if torch is, and otherwise when a name is
+first used: ``fsdp-compat --help`` needs no torch."""
 
-# last: it reads the names above
-from fsdp_compat._install import install, uninstall  # isort: skip
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AllGather",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "CheckpointError",
-    "Comm",
-    "DataParallelMeshDims",
-    "FSDPMeshInfo",
-    "FSDPModule",
-    "FlatParameter",
-    "FsdpCompatError",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "GradientReductionHandle",
-    "HSDPMeshInfo",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "Plan",
-    "ReduceScatter",
-    "ShardPlacementResult",
-    "ShardedEMA",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "StateError",
-    "Suggestion",
-    "UnshardHandle",
-    "UsageError",
-    "disable_fsdp_module_new_init",
-    "fully_shard",
-    "get_cls_to_fsdp_cls",
-    "install",
-    "param_grad_norms",
-    "plan",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "suggest_policy",
-    "undo_torch_patches",
-    "uninstall",
-]
+from ._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403
+    from ._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        if find_spec(f"{__name__}.{name}"):
+            return import_module(f"{__name__}.{name}")
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}._public"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return __getattr__("__all__")
+
+    if "torch" in sys.modules:
+        import_module(f"{__name__}._public")

@@ -14,6 +14,10 @@ from typing import Any
 from ._engine.black_box import BlackBox, Record, read
 from ._engine.events import Event
 
+DESCRIPTION = """Compare what the ranks of a run did last. The run must have had
+FSDP_COMPAT_BLACK_BOX=FOLDER in its environment; it may still run, or have been killed."""
+EPILOG = """FSDP_COMPAT_BLACK_BOX=/dev/shm/box torchrun --nproc-per-node 2 train.py
+fsdp-compat diagnose /dev/shm/box --trace out.json"""
 _COMMUNICATIONS = {Event.UNSHARDING: "all-gather", Event.REDUCING: "reduction"}
 _MIN_EXCESS_MS = 20.0  # of a slow rank between two units: less is the machine's noise
 _NOTHING = "nothing more"
@@ -22,6 +26,7 @@ Boxes = Mapping[int, BlackBox]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("folder", type=Path, help="that FSDP_COMPAT_BLACK_BOX named; of all hosts")
     parser.add_argument("--trace", type=Path, help="also write a timeline for ui.perfetto.dev")
 

@@ -18,7 +18,7 @@ PACKAGE = "fsdp_compat"
 
 # Top to bottom. A module imports from its own layer and from those below it.
 LAYERS = (
-    ("fsdp_compat", "__main__"),
+    ("fsdp_compat", "__main__", "_public"),
     ("_install", "_diagnose", "_plan"),
     ("fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("checkpoint", "_torch_patches"),

@@ -7,6 +7,7 @@ refusals         raises if install() comes too late
 torch_internals  parts of torch that compare classes
 client_fixes     bugs of clients that make results wrong
 log              FSDP_COMPAT_LOG=install
+run              ``fsdp-compat run``
 """
 
 from __future__ import annotations

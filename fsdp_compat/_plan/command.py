@@ -20,6 +20,7 @@ fsdp-compat plan job:tiny --world-size 8 --plot plan.png"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = "Print what fsdp_compat.plan says of a model.", EPILOG
     parser.add_argument(
         "function",
         help="module:function; it runs on the meta device and returns "

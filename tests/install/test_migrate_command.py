@@ -172,7 +172,7 @@ import argparse
 from fsdp_compat._install.migrate import command
 parser = argparse.ArgumentParser()
 command.add_arguments(parser)
-status = command.migrate(parser.parse_args([{str(tmp_path)!r}]), parser.error)
+status = command.main(parser.parse_args([{str(tmp_path)!r}]))
 ours = [name for name in sys.modules if name.startswith("fsdp_compat._install.")]
 assert not [name for name in ours if not name.startswith("fsdp_compat._install.migrate")]
 assert "torch" not in sys.modules and status == 0

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,11 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help=text)
 
 
-def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
-    """Migrate ``given.paths`` and return the exit status. refuse: ends with a message."""
+def main(given: argparse.Namespace) -> int:
+    """Migrate ``given.paths`` and return the exit status."""
     for path in given.paths:
         if not os.path.exists(path):
-            refuse(f"migrate: there is no file or directory {path!r} in {os.getcwd()}")
+            text = f"migrate: there is no file or directory {path!r} in {os.getcwd()}"
+            print(text, file=sys.stderr)
+            return 2
     done = {path: _migrated(path, False) for path in python_files(given.paths)}
     if any(file.wraps for file in done.values()):
         for path, file in done.items():

@@ -385,7 +385,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(
                 assert main(name, "--help") == 2
                 out, err = capsys.readouterr()
                 assert out == "" and err.count("\n") == 1
-                assert err.endswith("needs click and rich: pip install 'fsdp_compat[cli]'\n")
+                assert err.endswith("needs click and rich: pip install click rich\n")
             assert main("migrate", "--help") == 0 and main("run", "--help") == 0
             capsys.readouterr()
 
@@ -402,14 +402,38 @@ def test_the_program_is_named_as_it_was_called(
         assert main("nonsense") == 2 and f"usage: {name} " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["inspekt", "model.pt"], "there is no command 'inspekt'; did you mean inspect?"),
+        (["xyz"], "there is no command 'xyz'\n"),
+        (["diagnose", ".", "--trase", "x"], "there is no option --trase; did you mean --trace?"),
+        (["verify", ".", "--quik"], "Did you mean"),
+        ([], "COMMAND ...\n\nCheckpoints"),
+    ],
+)
+def test_a_misspelled_command_or_option_is_suggested(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and text in err
+
+
 PROGRAM = """
-import subprocess, sys
+import contextlib, io, sys
+import fsdp_compat.__main__
+try:
+    with contextlib.redirect_stdout(io.StringIO()):
+        fsdp_compat.__main__.main(["--help"])
+except SystemExit as end:
+    assert end.code == 0 and "torch" not in sys.modules
+assert "plan" in dir(fsdp_compat) and not hasattr(fsdp_compat, "no_such_name")
 import fsdp_compat.checkpoint
 heavy = {"click", "rich", "matplotlib", "torch.distributed.checkpoint", "typer"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
-from fsdp_compat.__main__ import main
 try:
-    main(["inspect", sys.argv[1]])
+    fsdp_compat.__main__.main(["inspect", sys.argv[1]])
 except SystemExit as end:
     assert end.code == 141, end.code
 """
