@@ -1,12 +1,13 @@
 """FullyShardedDataParallel and fully_shard with the API of torch.distributed.fsdp, on any device
 that torch.distributed supports.
 
-The names come from `_public`, which is loaded at once if torch is, and otherwise when a name is
-first used: ``fsdp-compat --help`` needs no torch."""
+The names come from `_public`, which is imported at once, but by the command fsdp-compat only when
+the first is used: its ``--help`` needs no torch."""
 
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ._version import __version__ as __version__
@@ -27,5 +28,5 @@ else:
     def __dir__() -> list[str]:
         return __getattr__("__all__")
 
-    if "torch" in sys.modules:
+    if not {"fsdp-compat", "fsdp_compat"} & {Path(each).name for each in sys.orig_argv}:
         import_module(f"{__name__}._public")

@@ -192,7 +192,13 @@ _READING = [
     _option(
         "--memory", "Values in memory at a time: 256MiB (default), 2GB.", size, default="256MiB"
     ),
-    _option("--workers", "Number of threads.", _COUNT, default=1, metavar="N"),
+    _option(
+        "--workers",
+        "Number of threads. Default: 4, or the number of processors.",
+        _COUNT,
+        default=min(4, os.cpu_count() or 1),
+        metavar="N",
+    ),
 ]
 _SELECTION = [
     _option("--include", "Only tensors whose names match.", regex, is_repeatable=True),

@@ -131,7 +131,7 @@ def convert(
     require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)
-    archive = open_archive(source, shapes, ignored, keep_module)
+    archive = open_archive(source, Shapes({}) if shapes is None else shapes, ignored, keep_module)
     if optimizer_names is not None:
         _name_optimizer(archive, optimizer_names)
     old_names = (

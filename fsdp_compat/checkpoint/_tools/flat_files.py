@@ -26,16 +26,20 @@ from .sharded_records import RankPart, in_shape
 from .tree import plain_name
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
+_FLAT_TEXT = "shapes of flat parameters: local state dicts of FSDP1 do not hold them; pass --shapes"
 _MAX_LEVELS = 4
 
 _Node = dict[Any, Any]
 
 
 class FlatParams:
-    """The flat parameters in the values of all ranks. Raises CheckpointError and OSError."""
+    """The flat parameters in the values of all ranks. Without shapes they stay flat, which is noted
+    in ``left_out``. Raises CheckpointError and OSError."""
 
     def __init__(self, shapes: Shapes | None, where: Path, files: Files) -> None:
         self._shapes, self._where, self._files = shapes or Shapes({}), where, files
+        self._stays_flat = shapes is None
+        self.left_out: list[str] = []
         self._ties = dict(self._shapes.ties)
         self._found: dict[tuple[tuple[str, ...], Any], _Flat] = {}  # by path of the node, and key
 
@@ -55,6 +59,10 @@ class FlatParams:
         """Replace flat parameters by their parameters, in the merged values."""
         nodes = dict(_dicts(tree))
         for (path, key), flat in self._found.items():
+            if self._stays_flat and flat.inside is None:
+                self.left_out = [_FLAT_TEXT]
+                if not flat.views:
+                    continue
             others = [_prefix(other) for at, other in self._found if at == path and other != key]
             self._unflatten(nodes[path], key, flat, others)
 
@@ -82,18 +90,22 @@ class FlatParams:
 
     def _viewed(self, key: Any, flat: _Flat) -> list[ParamSpec]:
         """Return the parameters whose views tell where they lie."""
-        known = self._shapes.entries
-        known = known | {name: known[first] for name, first in self._ties.items()}
         found: dict[int, ParamSpec] = {}
         for name in sorted(flat.views, key=lambda name: name in self._ties):
             start, numel = min(flat.views[name]), sum(flat.views[name].values())
-            sizes = known[name].sizes if name in known else ()
-            if name in known and math.prod(sizes) == numel:
+            sizes = self._sizes_of(name, numel)
+            if sizes is not None and math.prod(sizes) == numel:
                 found.setdefault(start, ParamSpec(name, sizes, start))
         if found.keys() != {min(places) for places in flat.views.values()}:
             numels = {name: sum(places.values()) for name, places in flat.views.items()}
             raise self._unclear(key, f"parameters of other sizes: {_listed(numels)}")
         return [*found.values()]
+
+    def _sizes_of(self, name: str, numel: int) -> tuple[int, ...] | None:
+        if self._stays_flat:
+            return (numel,)
+        known = self._shapes.entries.get(self._ties.get(name, name))
+        return None if known is None else known.sizes
 
     def _names(self, node: _Node, prefix: str, others: list[str]) -> list[str]:
         """Return the names of the parameters in a flat one, without those of inner wrappers."""

@@ -38,8 +38,9 @@ def open_archive(
     keep_module: bool = False,
 ) -> Archive:
     """Return what a checkpoint of any format holds, without values. shapes: for files without
-    (FSDP1's LOCAL), from ``fsdp-compat shapes`` or another checkpoint. ignored, keep_module: as for
-    ``inspect``. Raises CheckpointError if it is unknown, damaged or refused."""
+    (FSDP1's LOCAL), from ``fsdp-compat shapes`` or another checkpoint; None: their parameters stay
+    flat. ignored, keep_module: as for ``inspect``. Raises CheckpointError if it is unknown, damaged
+    or refused."""
     path = Path(path)
     known = _shapes_in(shapes)
     try:
@@ -139,21 +140,25 @@ def _require_lengths(archive: Archive) -> None:
 
 
 def _of_deepspeed(path: Path) -> NotRead:
+    folder = path if (path / _DEEPSPEED_SCRIPT).exists() else path.parent
     return NotRead.of(
-        "Checkpoints of DeepSpeed are not read.",
+        "Checkpoints of DeepSpeed are not read: run its zero_to_fp32.py first.",
         expected="the whole state dict that zero_to_fp32.py makes of one",
         got="files of DeepSpeed, whose own code is needed to put its parts together",
         where=str(path),
-        fix="run zero_to_fp32.py, which lies beside the checkpoint, and pass what it writes",
+        fix=f"python {folder / _DEEPSPEED_SCRIPT} {folder} whole; then pass whole",
     )
 
 
 def _unreadable(path: Path, got: str) -> Unrecognised:
+    fix = "pass the file, or the directory that holds the files themselves"
+    if any(each.is_dir() for each in path.glob("*")):
+        fix = f"pass one of the checkpoints in it, which `fsdp-compat list {path}` shows"
     return Unrecognised.of(
         "No checkpoint was recognised.",
         expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "
         "files (one, or one per rank), or a directory of Accelerate, Lightning or the Trainer",
         got=got,
         where=str(path),
-        fix="pass the file, or the directory that holds the files themselves",
+        fix=fix,
     )

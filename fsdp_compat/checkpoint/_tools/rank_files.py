@@ -102,8 +102,8 @@ def tree_of_ranks(
     paths: Sequence[Path], shapes: Shapes | None, ignored: Collection[str]
 ) -> tuple[Any, int, list[str]]:
     """Return the values of all ranks as one, the number of ranks, and what could not be read. Kinds
-    of files become sections; a single file without a rank is the only rank's. shapes: for flat
-    parameters. Raises CheckpointError if ranks are missing or files do not belong together;
+    of files become sections; a single file without a rank is the only rank's. shapes: see
+    ``FlatParams``. Raises CheckpointError if ranks are missing or files do not belong together;
     OSError."""
     where = paths[0].parent
     groups = _complete_groups(paths, where)
@@ -160,5 +160,5 @@ def _merged(
             where=str(where),
             fix="pass one of the files, if each is a checkpoint of its own",
         )
-    left_out += merger.left_out
+    left_out += merger.left_out + flat_params.left_out
     return merged

@@ -279,6 +279,8 @@ def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(tmp_
     for path in (job, step):
         result = run("inspect", path)
         assert result.exit_code == 3, result.output
-        assert "DeepSpeed" in result.stderr and "zero_to_fp32.py" in result.stderr
+        title, *_, to_do = result.stderr.splitlines()
+        assert "DeepSpeed" in title and "zero_to_fp32.py" in title
+        assert f"python {job / 'zero_to_fp32.py'} {job} whole" in to_do
     torch.save(TENSORS, job / "pytorch_model.bin")  # what the script makes
     assert set(open_archive(job).tensors) == set(TENSORS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_compat.checkpoint import convert, diff, inspect, verify
 from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
 from fsdp_compat.checkpoint._tools.rank_files import read_rank_files
 from fsdp_compat.checkpoint._tools.shapes import Shape, Shapes, shapes_of, shapes_of_archive
@@ -48,6 +49,27 @@ def test_local_files_give_the_model_with_shapes_of_the_model_or_a_full_checkpoin
         assert (archive.world_size, archive.step, archive.left_out) == (3, STEP, [])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_without_shapes_each_parameter_stays_flat_and_only_a_conversion_needs_them(
+    tmp_path: Path, form: str
+) -> None:
+    state, folder = reference()["model"], make(form, 3, tmp_path)["path"]
+    found = inspect(folder)
+    numels = {each.path.removeprefix("model/"): each.shape for each in found.tensors}
+    if form == "fsdp1-local":
+        assert numels["blocks.1._flat_param"] == (numel_of(state, "blocks.1."),)
+    else:
+        assert numels["blocks.1.up.weight"] == (state["blocks.1.up.weight"].numel(),)
+    assert "--shapes" in " ".join(found.left_out)
+    assert verify(folder).is_intact and diff(folder, folder).is_same
+    with pytest.raises(CheckpointError, match="fsdp-compat shapes"):
+        convert(folder, tmp_path / "target")
+
+
+def numel_of(state: dict[str, torch.Tensor], prefix: str) -> int:
+    return sum(values.numel() for name, values in state.items() if name.startswith(prefix))
+
+
 WRONG = "blocks.1.up.weight"  # of 55 elements
 
 
@@ -65,7 +87,7 @@ def test_shapes_that_are_missing_or_do_not_add_up_are_refused(
     tmp_path: Path, form: str, numel: int | None, message: str
 ) -> None:
     known = shapes_of(unsharded())
-    shapes = None
+    shapes = Shapes({})
     if numel is not None:
         wrong = {**known.entries, WRONG: Shape((numel,), torch.bfloat16)}
         shapes = Shapes(wrong, known.ties)
