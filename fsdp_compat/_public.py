@@ -21,6 +21,7 @@ from fsdp_compat._front_ends.fully_shard.module import (
     share_comm_ctx,
 )
 from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
+from fsdp_compat._state.description import Description, UnitDescription, describe
 from fsdp_compat._state.ema import ShardedEMA
 from fsdp_compat._state.grad_norms import param_grad_norms
 from fsdp_compat._torch_patches import undo_torch_patches
@@ -59,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "Comm",
     "DataParallelMeshDims",
+    "Description",
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
@@ -87,8 +89,10 @@ __all__ = [
     "StateDictType",
     "StateError",
     "Suggestion",
+    "UnitDescription",
     "UnshardHandle",
     "UsageError",
+    "describe",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",

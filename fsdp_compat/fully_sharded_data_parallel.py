@@ -25,6 +25,7 @@ from ._front_ends.fully_shard.fully_shard import not_registrable, register_forwa
 from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_loading, model_state
 from ._state import optim_calls as optim
+from ._state.description import describe_unit
 from ._state.optim_calls import OptimStateKeyType
 from ._state.units import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatParameter
@@ -199,6 +200,10 @@ class FullyShardedDataParallel(ClientAttributes):
         """Run the wrapped module's forward with unsharded parameters. Collective."""
         unit = self._fsdp_model_unit.unit
         return unit.runtime.run(unit, unit.module, args, kwargs)
+
+    def extra_repr(self) -> str:
+        """Return how the unit is sharded, for ``print(model)``."""
+        return str(describe_unit(self._fsdp_model_unit.unit_facts()))
 
     def __repr__(self) -> str:
         """Like nn.Module's, with the shapes of the unsharded parameters."""

@@ -30,7 +30,7 @@ LAYERS = (
     ("_layout",),
     ("_torch_private", "wrap"),
     ("api", "_cost_model"),
-    ("errors", "_version"),
+    ("errors", "_text", "_version"),
 )
 
 # Names in private spelling that belong to nn.Module, or to torch's public interface of FSDP1.

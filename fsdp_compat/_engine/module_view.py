@@ -333,6 +333,11 @@ def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
             child.__dict__.update(dict.fromkeys(_MARKS, True), **attributes)
 
 
+def is_marked(module: nn.Module) -> bool:
+    """True for a module in a unit, or around units in one."""
+    return _MARKS[0] in module.__dict__
+
+
 class TensorAttributes:
     """The tensor attributes of modules and their submodules."""
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from .._engine.dtypes import map_tensors, tensors_in
+from .._state.description import UnitDescription
 from ..errors import UsageError
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import simulation
 from .clock import machine_named
 from .memory import KINDS
-from .step import PHASES, Moment, SimulatedStep, Traffic, UnitPlan
+from .step import PHASES, Moment, SimulatedStep, Traffic
 
 _GIB = 1 << 30
 _NUM_NAMES = 16  # of units in a plot
@@ -34,7 +35,7 @@ class Plan:
 
     world_size: int
     rank: int
-    units: tuple[UnitPlan, ...]
+    units: tuple[UnitDescription, ...]
     timeline: tuple[Moment, ...]
     # {"shard" or "replica": {kind: (collectives, bytes sent by this rank)}}, in one step
     traffic: Traffic

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from .._engine.dtypes import tensors_in
 from .._engine.events import Event
 from .._engine.group import Group
 from .._engine.runtime import live_runtimes
+from .._state.description import UnitDescription, describe
 from . import simulation
 from .clock import Clock
 from .memory import Memory, Sizes
@@ -32,18 +32,6 @@ class Moment(NamedTuple):
     unit: str  # that was unsharded last
     nbytes: int
     by_kind: Sizes
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitPlan:
-    """One unit, in bytes of one rank but for ``numel``, the elements of its whole parameters."""
-
-    name: str
-    numel: int
-    shard_nbytes: int
-    gathered_nbytes: int  # the output of its all-gather
-    # stored, computed in, reduced in; for each group of parameters of one dtype
-    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
 
 
 class SimulatedStep:
@@ -177,8 +165,8 @@ class SimulatedStep:
     # -- the result
 
     @property
-    def units(self) -> tuple[UnitPlan, ...]:
-        return tuple(_unit_plan(*each) for each in self._groups.items())
+    def units(self) -> tuple[UnitDescription, ...]:
+        return describe(self._model).units
 
     @property
     def traffic(self) -> Traffic:
@@ -190,15 +178,3 @@ class SimulatedStep:
                 before = found[axis].get(kind.name.lower(), (0, 0))
                 found[axis][kind.name.lower()] = number + before[0], sent.nbytes[kind] + before[1]
         return dict(found)
-
-
-def _unit_plan(name: str, groups: Sequence[Group]) -> UnitPlan:
-    return UnitPlan(
-        name,
-        sum(param.numel() for group in groups for param in group.unsharded_params),
-        sum(group.store.shard.nbytes for group in groups),
-        sum(
-            group.shard.ranks * group.store.numel * group.gather_dtype.itemsize for group in groups
-        ),
-        tuple((group.store.dtype, group.gather_dtype, group.reduce_dtype) for group in groups),
-    )

@@ -91,7 +91,7 @@ def names_of(param: ParamSlots, prefix: str) -> list[str]:
     return list(dict.fromkeys(prefix + clean_name(name) for name in param.names))
 
 
-# The module attribute that holds a registered ModelUnit, or the function that returns it.
+# The module attribute that holds a registered ModelUnit or LazyUnit.
 ATTRIBUTE = "_fsdp_model_unit"
 
 
@@ -160,14 +160,22 @@ def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def register(module: nn.Module, unit: ModelUnit | Callable[[], ModelUnit]) -> None:
-    """Register a unit on a module, or a function that returns it, maybe collectively."""
+class LazyUnit(typing.Protocol):
+    """A unit that is made at its first use."""
+
+    def model_unit(self) -> ModelUnit:
+        """Return the unit. Collective if it has to be made."""
+
+
+def register(module: nn.Module, unit: ModelUnit | LazyUnit) -> None:
+    """Register a unit on a module."""
     module.__dict__[ATTRIBUTE] = unit
 
 
 def is_lazy(module: nn.Module) -> bool:
-    """True if a function was registered on a module: its parameters were sharded in place."""
-    return callable(module.__dict__.get(ATTRIBUTE))
+    """True if the unit of a module is a LazyUnit: its parameters were sharded in place."""
+    found = module.__dict__.get(ATTRIBUTE)
+    return found is not None and not isinstance(found, ModelUnit)
 
 
 def model_unit_of(module: nn.Module) -> ModelUnit | None:
@@ -175,7 +183,7 @@ def model_unit_of(module: nn.Module) -> ModelUnit | None:
     found = module.__dict__.get(ATTRIBUTE)
     if found is None or isinstance(found, ModelUnit):
         return found
-    return typing.cast(Callable[[], ModelUnit], found)()
+    return typing.cast(LazyUnit, found).model_unit()
 
 
 def model_units_in(model: nn.Module) -> list[ModelUnit]:

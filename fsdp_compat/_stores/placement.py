@@ -62,6 +62,10 @@ class DataMesh:
             return self.mesh
         return self.mesh[_names_of(self.mesh)[self.shard_dim]]
 
+    def size(self, dim: int | None) -> int:
+        """Return the number of ranks along a dimension; None: one."""
+        return 1 if dim is None else self.mesh.size(dim)
+
     def _axis(self, dim: int | None) -> Axis:
         if dim is None:
             return Axis(None, 0, (dist.get_rank(),))

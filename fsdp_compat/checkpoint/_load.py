@@ -27,6 +27,7 @@ from .._state.model_loading import load_unmanaged
 from .._state.model_state import unmanaged_state
 from .._state.optimizer_patches import cut_state
 from .._state.units import names_before, units_of
+from .._text import joined
 from ..errors import CheckpointError, FsdpCompatError
 from ._arguments import Rename, require_arguments
 from ._load_optimizer import OptimizerLoadPlan
@@ -36,7 +37,7 @@ from ._optimizers import SharedOptimizer
 from ._ranks import Ranks, ranks_of, require_rest
 from ._snapshot import warn_of_left_out
 from ._source import Source, open_source
-from ._texts import brief, joined
+from ._texts import brief
 from ._tools.archive import StoredTensor
 from ._tools.shapes import Shape, Shapes
 

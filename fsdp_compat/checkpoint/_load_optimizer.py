@@ -15,11 +15,11 @@ from .._engine.state_store import store_of
 from .._layout.spec import Interval
 from .._state.optim_contents import numbered_names, ownership_of
 from .._state.units import names_before, units_of
+from .._text import joined
 from ..errors import CheckpointError
 from ._named_groups import HeldPart, NamedGroup, held_by, of_whole
 from ._optimizers import classes_of
 from ._source import Source
-from ._texts import joined
 from ._tools.archive import StoredTensor, is_per_element
 
 # Settings of torch.optim that choose an implementation, and change no number.

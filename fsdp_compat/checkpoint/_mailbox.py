@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _torch_private
+from .._text import joined
 from ..errors import StateError
 from ._processes import Inquiry, Members
-from ._texts import joined
 
 PAUSE_S = 0.2  # longest interval between two polls; longer with more than 1,000 ranks
 CHUNK = 512  # keys in a request, for which torch needs time by the square of their number

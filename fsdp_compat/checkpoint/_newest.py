@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from .._text import joined
 from ..errors import CheckpointError
 from ._directory import Saved, complete_in, newest_common, steps_in
 from ._manifest import MANIFEST, file_name, read_manifest
-from ._texts import joined
 from ._tools.archive import Unrecognised
 from ._tools.opening import open_archive
 

@@ -16,10 +16,10 @@ from .._engine.group import Group
 from .._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
 from .._state.optim_contents import ParamOwnership, ownership_of
 from .._state.units import units_of
+from .._text import joined
 from ..errors import RuntimeUsageError, UsageError
 from ._named_groups import tensor_parallel_axes
 from ._ranks import Ranks
-from ._texts import joined
 
 
 class SharedOptimizer:

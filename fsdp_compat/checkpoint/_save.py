@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from .._state.units import units_of
+from .._text import joined
 from ..errors import CheckpointError, UsageError
 from . import _background as background
 from . import _directory as directory
@@ -37,7 +38,6 @@ from ._optimizers import SharedOptimizer, joined_param_groups
 from ._progress import progress_bar
 from ._ranks import ranks_of, require_rest
 from ._snapshot import Snapshot, take_snapshot
-from ._texts import joined
 from ._tools.writing import write_file
 
 

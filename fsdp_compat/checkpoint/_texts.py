@@ -7,7 +7,6 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,12 +86,6 @@ def found_in(error: CheckpointError) -> str:
     """Return what an error says was found, as one line of limited length."""
     facts = (line.strip().partition(":") for line in str(error).splitlines())
     return next((text.strip() for name, _, text in facts if name == "got"), brief(error))[:400]
-
-
-def joined(items: Sequence[str], most: int, separator: str) -> str:
-    """Return the first ``most`` items as one text, and the number of the others."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(items[:most]) + more
 
 
 # -- checks of parsed values

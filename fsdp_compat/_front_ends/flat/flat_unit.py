@@ -16,6 +16,7 @@ from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit, UnitOptions
 from ..._state import optimizer_patches
+from ..._state.description import StoreFacts, UnitFacts
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
 from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
@@ -33,6 +34,17 @@ class FlatUnit(ModelUnit):
     @property
     def stores(self) -> list[FlatStore]:
         return [typing.cast(FlatStore, group.store) for group in self.unit.groups]
+
+    def unit_facts(self) -> UnitFacts:
+        """Return what ``describe`` shows of the unit."""
+        ranks, settings = self.mesh.shard.ranks, self.settings
+        return UnitFacts(
+            settings.strategy.name,
+            ranks,
+            self.mesh.replica.ranks,
+            self.unit.options.reshard_after_forward,
+            [StoreFacts(each, ranks, settings.precision(each.dtype)) for each in self.stores],
+        )
 
 
 def is_wrapper(module: object) -> bool:

@@ -15,6 +15,7 @@ from typing_extensions import deprecated
 from ..._engine.behavior import CustomReduceScatter
 from ..._engine.checks import refuse_meta
 from ..._engine.runtime import runtime_of
+from ..._state.description import describe_unit
 from ..._state.model_loading import not_loaded
 from ...errors import (
     AssertedStateError,
@@ -72,6 +73,13 @@ class FSDPModule:
             fix="build a second model, apply fully_shard to it, and load state_dict() of the "
             "first one into it",
         )
+
+    def extra_repr(self) -> str:
+        """Return the module's own line, and one that says how it is sharded."""
+        own: str = super().extra_repr()  # type: ignore[misc]  # nn.Module's
+        state = state_of(typing.cast(nn.Module, self))
+        lines = [own, "" if state is None else str(describe_unit(state.unit_facts()))]
+        return "\n".join(filter(None, lines))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict, of DTensors.

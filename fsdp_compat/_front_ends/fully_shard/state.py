@@ -26,6 +26,7 @@ from ..._engine.group import Group, PartialShard
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizer_patches
+from ..._state.description import StoreFacts, UnitFacts
 from ..._state.units import ModelUnit, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.placement import DataMesh
@@ -264,6 +265,22 @@ class ShardedModules:
                 rename=_NameLike(self.modules, self.stores) if len(self.modules) > 1 else None,
             )
         return self.record
+
+    def unit_facts(self) -> UnitFacts:
+        """Return what ``describe`` shows of the unit, even before it exists."""
+        mesh, policy = self.plan.mesh, self.plan.policy
+        stores = []
+        for own in self.stores:
+            dtype = own.store.sharded_params[0].parameter.dtype
+            precision = precision_of(dtype, own.gather_dtype, policy)
+            stores.append(StoreFacts(own.store, own.store.ranks, precision))
+        return UnitFacts(
+            "fully_shard",
+            mesh.size(mesh.shard_dim),
+            mesh.size(mesh.replicate_dim),
+            self.behavior.reshard_after_forward and not (self.is_auto and self.is_root),
+            stores,
+        )
 
     # -- what users and torch do
 
@@ -549,7 +566,7 @@ def apply(plan: Plan) -> ShardedModules:
     for module in state.modules:
         module.__dict__[_STATE] = state
         _torch_private.note_composable(module, "fully_shard")
-    register(state.modules[0], state.model_unit)
+    register(state.modules[0], state)
     state.plan = plan.without_parameters()  # they hold the memory of whole parameters
     return state
 

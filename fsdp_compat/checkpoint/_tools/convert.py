@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from ..._text import joined
 from ...errors import CheckpointError, UsageError, unusable, wrong_type
 from .._arguments import Rename, renamed, require_arguments, selection
 from .._progress import progress_bar
 from .._publishing import published, require_free
-from .._texts import joined
 from .archive import Archive, StoredTensor
 from .dcp import write_dcp
 from .native import write_native

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..._layout.box import Box
 from ..._layout.spec import FlatLayout, ParamSpec, flat_layout
+from ..._text import joined
 from ...errors import CheckpointError
-from .._texts import joined
 from .archive import Span, StoredPiece, StoredTensor
 from .merging import sample
 from .reading import Files

@@ -7,10 +7,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from ..._text import joined
 from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST
-from .._texts import joined, open_file
+from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors

@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..._text import count_of, nbytes_text
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
 from .inspection import Inspection, TensorFacts
@@ -23,7 +24,6 @@ from .verification import TensorCheck, Verification
 
 _MAX_CELL = 300  # characters in a table; JSON has all of them
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def is_terminal() -> bool:
@@ -228,15 +228,6 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:head]}...{text[head + 3 - most :]}"
 
 
-def nbytes_text(nbytes: float) -> str:
-    """Return a number of bytes in powers of 1000: "1.50 GB"."""
-    number = 0
-    while nbytes >= 999.5 and number + 1 < len(_UNITS):
-        nbytes, number = nbytes / 1000, number + 1
-    digits = 0 if not number or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
-    return f"{nbytes:.{digits}f} {_UNITS[number]}"
-
-
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return numbers as intervals: "0-3, 7"."""
     runs: list[list[int]] = []
@@ -246,8 +237,3 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-
-
-def count_of(number: int, singular: str, plural: str = "") -> str:
-    """Return "1 tensor", "2 tensors"."""
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..._text import joined
 from ...errors import CheckpointError, unusable
 from .._arguments import require_arguments
 from .._blocks import FileFacts, Tick
 from .._manifest import MANIFEST
-from .._texts import brief, joined
+from .._texts import brief
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
 from .arithmetic import count_not_finite, count_unequal
 from .inspection import Facts, relative_name

@@ -20,9 +20,10 @@ from click.testing import Result
 from safetensors.torch import save_file
 
 from fsdp_compat import __main__, checkpoint
+from fsdp_compat._text import nbytes_text
 from fsdp_compat.checkpoint._tools import commands, tables
 from fsdp_compat.checkpoint._tools.shapes import Shapes
-from fsdp_compat.checkpoint._tools.tables import nbytes_text, ranks_text, shortened, shown
+from fsdp_compat.checkpoint._tools.tables import ranks_text, shortened, shown
 from fsdp_compat.errors import CheckpointError, explain
 from tests.checkpoint.tools.archives import archive, opens
 from tests.checkpoint.tools.program import run

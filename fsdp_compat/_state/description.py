@@ -1,0 +1,202 @@
+"""How a model is sharded, for ``describe`` and ``print(model)``, before and after its first use.
+Nothing is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch_private
+from .._engine.dtypes import Precision
+from .._engine.module_view import is_marked
+from .._engine.state_store import StateStore
+from .._text import count_of, dtype_text, joined, nbytes_text, table
+from ..errors import UsageError, require_module
+from .units import ATTRIBUTE, clean_name
+
+_NUM_NAMES = 8  # of tensors that are not sharded, in a line
+_TITLES = (
+    "unit",
+    "strategy",
+    "ranks",
+    "reshards",
+    "elements",
+    "bytes here",
+    "all-gather",
+    "dtypes",
+)
+_NOTE = "reshards: after forward; dtypes: stored/computed/reduced"
+
+
+class StoreFacts(typing.NamedTuple):
+    """Parameters of one dtype, and the ranks that they are cut over."""
+
+    store: StateStore
+    ranks: int
+    precision: Precision
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the sharded parameters; tensor subclasses may send another."""
+        return self.store.sharded_params[0].parameter.dtype
+
+    @property
+    def nbytes(self) -> int:
+        if not self.store.has_extension:
+            return self.store.numel * self.dtype.itemsize
+        return sum(
+            _torch_private.local_part(param).nbytes for param, _ in self.store.sharded_params
+        )
+
+    @property
+    def gathered_nbytes(self) -> int:
+        sent = self.store.dtype if self.store.has_extension else self.precision.gather
+        return self.ranks * self.store.numel * sent.itemsize
+
+    def own_numel(self, index: int) -> int:
+        """Return how many elements of a parameter this rank has."""
+        if self.store.is_flattened:
+            return self.store.part(index, self.store.rank).numel
+        return math.prod(self.store.sharded_shape(index, self.store.rank))
+
+
+class UnitFacts(typing.NamedTuple):
+    """What a registered unit returns from ``unit_facts()``: the fields are UnitDescription's."""
+
+    strategy: str
+    ranks: int
+    replicas: int
+    is_resharded: bool
+    stores: Sequence[StoreFacts]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitDescription:
+    """One unit of a model. Bytes include padding. ``str`` is what ``print(model)`` shows of it."""
+
+    name: str  # of its module before wrapping; "" for the model itself
+    strategy: str  # the name of a ShardingStrategy, or "fully_shard"
+    ranks: int  # that share one copy of the parameters
+    replicas: int  # the number of copies
+    is_resharded: bool  # after forward
+    numel: int  # of the whole parameters
+    own_numel: int  # of these, on this rank
+    shard_nbytes: int  # of the parameters on this rank
+    gathered_nbytes: int  # of the output of an all-gather
+    # stored, computed in, reduced in; each combination once
+    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
+
+    @property
+    def dtypes_text(self) -> str:
+        """The dtypes as "fp32/bf16/fp32", or as "fp32" if all three are."""
+        rows = [each[:1] if len(set(each)) == 1 else each for each in self.dtypes]
+        return ", ".join("/".join(map(dtype_text, row)) for row in rows)
+
+    def __str__(self) -> str:
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        numbers = f"{self.own_numel:,} of {self.numel:,} elements here, {self.dtypes_text}"
+        held = numbers if self.dtypes else "no parameters of its own"
+        return f"{self.strategy} over {count_of(self.ranks, 'rank')}{replicas}, {held}"
+
+
+def describe_unit(facts: UnitFacts, name: str = "") -> UnitDescription:
+    """Return the description of a unit, whose module has this name."""
+    held = [(each, index) for each in facts.stores for index in range(len(each.store.kinds))]
+    dtypes = ((each.dtype, each.precision.gather, each.precision.reduce) for each in facts.stores)
+    return UnitDescription(
+        name,
+        *facts[:4],
+        numel=sum(math.prod(each.store.shape(index)) for each, index in held),
+        own_numel=sum(each.own_numel(index) for each, index in held),
+        shard_nbytes=sum(each.nbytes for each in facts.stores),
+        gathered_nbytes=sum(each.gathered_nbytes for each in facts.stores),
+        dtypes=tuple(dict.fromkeys(dtypes)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Description:
+    """How a model is sharded. ``print`` shows it as a table."""
+
+    units: tuple[UnitDescription, ...]  # outer ones first
+    whole: Mapping[str, Tensor]  # by name: parameters and buffers that every rank has whole
+
+    def __repr__(self) -> str:
+        alike = itertools.groupby(self.units, lambda unit: dataclasses.replace(unit, name=""))
+        rows = [_TITLES, *(_row_of_units(list(units)) for _, units in alike)]
+        totals = [(each.numel, each.shard_nbytes, each.gathered_nbytes) for each in self.units]
+        notes = [_NOTE]
+        for title, is_param in (("other parameters", True), ("buffers", False)):
+            found = {k: v for k, v in self.whole.items() if isinstance(v, nn.Parameter) is is_param}
+            if found:
+                tensors = found.values()
+                totals.append((sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors), 0))
+                dtypes = dict.fromkeys(dtype_text(tensor.dtype) for tensor in tensors)
+                rows.append((title, "", "", "", *_texts(*totals[-1]), ", ".join(dtypes)))
+                notes.append(f"{title} (not sharded): {joined([*found], _NUM_NAMES, ', ')}")
+        total = _texts(*map(sum, zip((0, 0, 0), *totals, strict=True)))
+        return "\n".join([*table([*rows, ("total", "", "", "", *total, "")], 2), *notes])
+
+
+def describe(model: nn.Module) -> Description:
+    """Return how ``model`` is sharded: its units, the bytes that this rank stores of each, those of
+    an all-gather, and what is not sharded. ``print`` shows it as a table.
+
+    It may be called on any rank at any time, even before the first forward. Nothing is sent.
+
+    Raises UsageError for a module inside a unit, which may hold parts of the unit's parameters.
+    """
+    require_module(model, "describe")
+    if is_marked(model) and ATTRIBUTE not in model.__dict__:
+        raise UsageError.of(
+            "The module is a part of a unit.",
+            expected="a sharded module, or a module around sharded ones",
+            got=f"a {type(model).__name__} inside a sharded module",
+            where="describe(model)",
+            fix="pass the whole model",
+        )
+    units, managed = list[UnitDescription](), set[tuple[nn.Module, str]]()
+    for path, child in model.named_modules():
+        if ATTRIBUTE in child.__dict__:
+            facts: UnitFacts = child.__dict__[ATTRIBUTE].unit_facts()
+            units.append(describe_unit(facts, clean_name(path)))
+            slots = (slot for each in facts.stores for slot in each.store.shown(None))
+            managed.update((slot.module, slot.attribute) for slot in slots)
+    return Description(tuple(units), dict(_others_in(model, managed)))
+
+
+def _others_in(
+    model: nn.Module, managed: Collection[tuple[nn.Module, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of parameters and buffers, each once, but for managed attributes."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        named = {**_torch_private.parameters_of(module), **module._buffers}
+        for name, value in named.items():
+            if value is not None and (module, name) not in managed and id(value) not in seen:
+                seen.add(id(value))
+                yield clean_name(f"{path}.{name}".lstrip(".")), value
+
+
+def _row_of_units(units: Sequence[UnitDescription]) -> tuple[str, ...]:
+    """Return one row for consecutive units that differ in their names alone."""
+    unit, num_units = units[0], len(units)
+    return (
+        (unit.name or "(root)") + (f", each of {num_units}" if num_units > 1 else ""),
+        unit.strategy,
+        f"{unit.ranks}" if unit.replicas == 1 else f"{unit.replicas} x {unit.ranks}",
+        "yes" if unit.is_resharded else "no",
+        *_texts(unit.numel, unit.shard_nbytes, unit.gathered_nbytes),
+        unit.dtypes_text,
+    )
+
+
+def _texts(numel: int, nbytes: int, gathered_nbytes: int) -> tuple[str, str, str]:
+    gathered = nbytes_text(gathered_nbytes) if gathered_nbytes else ""
+    return f"{numel:,}", nbytes_text(nbytes), gathered

@@ -1,0 +1,193 @@
+"""``describe`` and ``print(model)``: what they say of units, at any moment and on any rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import (
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    UsageError,
+    describe,
+    fully_shard,
+)
+from tests.support.ranks import on_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    """Three layers of 56 elements, 27 of the root, 4 of a parameter that is ignored, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.head, self.ignored = nn.Linear(7, 3), nn.Parameter(torch.ones(4))
+        self.extra = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x) * self.extra * self.ignored.sum()
+
+
+def flat(model: Net, **given: Any) -> nn.Module:
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
+    wrap: dict[str, Any] = {"auto_wrap_policy": {"Linear"}, "mixed_precision": precision}
+    return FSDP(model, ignored_states=[model.ignored], **wrap, **given)
+
+
+def original(model: Net) -> nn.Module:
+    return flat(model, use_orig_params=True)
+
+
+def rows(model: Net) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for layer in (*model.layers, model.head):
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy, ignored_params={model.ignored})
+
+
+LAYOUTS = {"flat": flat, "original": original, "rows": rows}
+all_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@all_layouts
+@on_ranks(2)
+def test_units_are_counted_before_their_first_use_on_one_rank_alone(layout: str) -> None:
+    model, strategy = LAYOUTS[layout](Net()), "fully_shard" if layout == "rows" else "FULL_SHARD"
+    numels = [("", 3), *((f"layers.{number}", 56) for number in range(3)), ("head", 24)]
+    # of fully_shard the first rank has the first rows of each parameter, and the root is kept
+    first = [2, 4 * 7 + 4, 4 * 7 + 4, 4 * 7 + 4, 2 * 7 + 2]
+
+    found = describe(model) if dist.get_rank() == 0 else None
+    dist.barrier()  # rank 0 gets here although no other rank has made the call
+
+    if found is not None:
+        units = found.units
+        assert [(unit.name, unit.numel) for unit in units] == numels
+        assert {(unit.strategy, unit.ranks, unit.replicas) for unit in units} == {(strategy, 2, 1)}
+        assert {unit.dtypes for unit in units} == {((FP32, BF16, FP32),)}
+        assert [unit.is_resharded for unit in units] == [layout != "rows", *[True] * 4]
+        assert all(unit.gathered_nbytes == unit.shard_nbytes for unit in units)  # half, of 2 ranks
+        assert list(found.whole) == ["ignored", "scale"]
+        if layout == "rows":
+            assert [unit.own_numel for unit in units] == first
+    own = torch.tensor([unit.own_numel for unit in describe(model).units])
+    dist.all_reduce(own)
+    assert own.tolist() == [numel for _, numel in numels]
+
+
+TABLE = """\
+unit                 strategy    ranks  reshards  elements  bytes here  all-gather          dtypes
+(root)               FULL_SHARD      2       yes         3        16 B        16 B  fp32/bf16/fp32
+layers.0, each of 3  FULL_SHARD      2       yes        56       128 B       128 B  fp32/bf16/fp32
+head                 FULL_SHARD      2       yes        24        64 B        64 B  fp32/bf16/fp32
+other parameters                                         4        16 B                        fp32
+buffers                                                  2        16 B                        fp64
+total                                                  201       496 B       464 B
+reshards: after forward; dtypes: stored/computed/reduced
+other parameters (not sharded): ignored
+buffers (not sharded): scale"""
+
+
+@on_ranks(2)
+def test_the_table_shows_units_that_are_alike_once() -> None:
+    assert str(describe(flat(Net()))) == TABLE
+    nothing = str(describe(nn.Linear(2, 2))).splitlines()
+    assert nothing[-2:] == [
+        "reshards: after forward; dtypes: stored/computed/reduced",
+        "other parameters (not sharded): weight, bias",
+    ]
+
+
+@on_ranks(2)
+def test_print_adds_a_line_and_keeps_the_modules_own() -> None:
+    inner, layer = nn.Linear(7, 7), fully_shard(nn.Linear(7, 7))
+    own, added = repr(layer).splitlines()[1:-1]
+    elements = 4 * 7 + 4 if dist.get_rank() == 0 else 3 * 7 + 3
+    assert own.strip() == inner.extra_repr()
+    assert added.strip() == f"fully_shard over 2 ranks, {elements} of 56 elements here, fp32"
+    root = repr(flat(Net())).splitlines()[1].strip()
+    assert root.startswith("FULL_SHARD over 2 ranks, ")
+    assert root.endswith(" of 3 elements here, fp32/bf16/fp32")
+    empty = FSDP(nn.Sequential(nn.Linear(7, 7)), auto_wrap_policy={"Linear"})
+    assert "FULL_SHARD over 2 ranks, no parameters of its own" in repr(empty)
+
+
+@on_ranks(2)
+def test_replicas_and_modules_in_groups_are_named() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = FSDP(
+        nn.Linear(7, 7), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    rest = " over 1 rank, 2 replicas, 56 of 56 elements here, fp32"
+    assert str(describe(hybrid).units[0]) == f"HYBRID_SHARD{rest}"
+    assert f"fully_shard{rest}" in repr(fully_shard(nn.Linear(7, 7), mesh=mesh))
+    assert "2 x 1" in str(describe(hybrid))
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    fully_shard([model[0], model[1]])
+    assert [(unit.name, unit.numel) for unit in describe(model).units] == [("0", 112)]
+    assert describe(model).whole == {}
+
+
+@all_layouts
+@on_ranks(2)
+def test_it_says_the_same_at_any_moment(layout: str) -> None:
+    model = LAYOUTS[layout](Net())
+    expected, found = (repr(model), str(describe(model))), list[tuple[str, str]]()
+
+    def look(*_: Any) -> None:
+        found.append((repr(model), str(describe(model))))
+
+    handles = [each.register_forward_hook(look) for each in (model.layers[1], model.head)]
+    x = torch.ones(2, 7)
+    output = model(x)
+    output.register_hook(look)
+    output.sum().backward()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 8))
+    for handle in handles:  # a local function cannot be pickled
+        handle.remove()
+    look()
+    if layout != "rows":
+        with FSDP.summon_full_params(model):
+            look()
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert (repr(made), str(describe(made))) == expected
+    model(x).sum().backward()
+    look()
+    assert len(found) == (5 if layout == "rows" else 6) and set(found) == {expected}
+
+
+@on_ranks(2)
+def test_parameters_on_meta_and_a_later_dtype_are_described() -> None:
+    with torch.device("meta"):
+        model = rows(Net())
+    assert "of 56 elements here, fp32/bf16/fp32" in repr(model)
+    before = describe(model).units[1]
+    model.to_empty(device="cpu")
+    assert describe(model).units[1] == before
+    model.to(BF16)
+    unit = describe(model).units[1]
+    assert unit.dtypes == ((BF16, BF16, FP32),) and 2 * unit.shard_nbytes == before.shard_nbytes
+
+
+@on_ranks(2)
+def test_parts_of_units_are_refused() -> None:
+    for model, part in ((flat(Net()), "module"), (rows(Net()), "layers")):
+        with pytest.raises(UsageError, match="part of a unit"):
+            describe(getattr(model, part))
+    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
+        describe(3)  # type: ignore[arg-type]
