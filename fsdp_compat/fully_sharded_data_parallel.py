@@ -130,7 +130,7 @@ class FullyShardedDataParallel(ClientAttributes):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -333,7 +333,7 @@ class FullyShardedDataParallel(ClientAttributes):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> _torch_private.IncompatibleKeys:
         """Load a state dict with the names before wrapping. The values may be full, sharded in any
         way, or local; the type is recognized from the values.
 

@@ -58,7 +58,7 @@ from .units import (
 
 def load_state_dict(
     wrapper: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool
-) -> Any:
+) -> _torch_private.IncompatibleKeys:
     """Load a state dict, see ``FullyShardedDataParallel.load_state_dict``."""
     own = registered_unit(wrapper)
     own.runtime.require_idle("load_state_dict")
@@ -78,7 +78,9 @@ def load_state_dict(
     _refuse_values(wrapper, own.unit.label, state_dict, strict)
     rendezvous.require_all_ranks("load_state_dict", _groups_to_gather(wrapper, state_dict))
     try:
-        return nn.Module.load_state_dict(wrapper, state_dict, strict, assign)
+        keys: _torch_private.IncompatibleKeys
+        keys = nn.Module.load_state_dict(wrapper, state_dict, strict, assign)
+        return keys
     except FsdpCompatError:
         raise
     except RuntimeError as error:  # torch says where things are here

@@ -11,7 +11,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,15 @@ from torch.distributed._composable_state import _State
 from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+
+    class IncompatibleKeys(NamedTuple):
+        missing_keys: list[str]
+        unexpected_keys: list[str]
+
+else:  # what load_state_dict returns: torch's class has no types, and no public name
+    IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
 # graph_task(): the number of the graph task, -1 outside backward. No public name distinguishes a
 # recomputation from a forward. This is the C function, because every forward calls it twice.

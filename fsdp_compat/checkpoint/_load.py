@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar
 
 from .. import errors
 from .._state.model_loading import load_unmanaged
@@ -42,6 +43,7 @@ from ._tools.archive import StoredTensor
 from ._tools.shapes import Shape, Shapes
 
 _REQUIRED: Any = object()  # no default: there has to be a checkpoint
+_Extra = TypeVar("_Extra", default=Any)
 
 
 @dataclasses.dataclass
@@ -83,8 +85,8 @@ def load(
     report: LoadReport | None = None,
     ignored: Collection[str] = (),
     progress: bool = False,
-    default: Any = _REQUIRED,
-) -> Any:
+    default: _Extra = _REQUIRED,
+) -> _Extra:
     """Load a checkpoint into the model and the optimizer; return the ``extra`` it was saved with,
     or what else it holds.
 
@@ -140,9 +142,10 @@ def load(
             was checked, or the model or the optimizer refuses a value, the error says that both
             may be partly changed.
     """
-    return _load(
+    extra: _Extra = _load(
         "load", path, model, optimizer, rename, dtype, strict, report, ignored, progress, default
     )
+    return extra
 
 
 def load_safetensors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,7 +39,7 @@ def fully_shard(
 
 @typing.overload
 def fully_shard(
-    module: list[nn.Module],
+    module: Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
@@ -111,17 +111,16 @@ fully_shard.state = state.state_of  # type: ignore[attr-defined]
 
 def register_forward_method(module: FSDPModule, name: str, synced: bool) -> None:
     """See ``register_fsdp_forward_method``."""
-    model = typing.cast(nn.Module, module)
-    method = getattr(model, name, None)
+    method = getattr(module, name, None)
     if not callable(method):
-        raise not_registrable(name, model)
-    own = state.state_of(model)
+        raise not_registrable(name, module)
+    own = state.state_of(module)
     assert own is not None
 
     def locate() -> tuple[Any, Any]:
         return own.ready_runtime(), own.ready_unit()
 
-    setattr(model, name, run_as_forward(locate, method, synced=synced))
+    setattr(module, name, run_as_forward(locate, method, synced=synced))
 
 
 def not_registrable(name: str, module: nn.Module) -> UsageError:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from typing_extensions import deprecated
 
+from ... import _torch_private
 from ..._engine.behavior import CustomReduceScatter
 from ..._engine.checks import refuse_meta
 from ..._engine.runtime import runtime_of
@@ -33,8 +34,13 @@ from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
 
+if typing.TYPE_CHECKING:  # classes of sharded modules have FSDPModule and their own class as bases
+    _Module: typing.TypeAlias = nn.Module
+else:
+    _Module = object
 
-class FSDPModule:
+
+class FSDPModule(_Module):
     """The mixin that ``fully_shard`` adds to the class of a module.
 
     Setters may be called at any time between steps. With ``recurse=True`` they also set the value
@@ -60,9 +66,13 @@ class FSDPModule:
         if state.post_optim_event is not None:
             _wait_for_optimizer(state)
         assert state.unit is not None
-        called = None if len(state.modules) == 1 else typing.cast(nn.Module, self)
-        call: Callable[..., Any] = super().__call__  # type: ignore[misc]  # nn.Module's
-        return runtime.run(state.unit, call, args, kwargs, called)
+        called = None if len(state.modules) == 1 else self
+        return runtime.run(state.unit, super().__call__, args, kwargs, called)
+
+    if typing.TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # the attributes of its own class
+            ...
 
     def __deepcopy__(self, memo: Any) -> typing.NoReturn:
         raise AssertedStateError.of(
@@ -76,29 +86,30 @@ class FSDPModule:
 
     def extra_repr(self) -> str:
         """Return the module's own line, and one that says how it is sharded."""
-        own: str = super().extra_repr()  # type: ignore[misc]  # nn.Module's
-        state = state_of(typing.cast(nn.Module, self))
-        lines = [own, "" if state is None else str(describe_unit(state.unit_facts()))]
+        state = state_of(self)
+        lines = [
+            super().extra_repr(),
+            "" if state is None else str(describe_unit(state.unit_facts())),
+        ]
         return "\n".join(filter(None, lines))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state dict, of DTensors.
 
         After ``FullyShardedDataParallel.set_state_dict_type(model, FULL_STATE_DICT)`` parameters
         are whole tensors instead. Collective then.
         """
-        take: Any = super().state_dict  # type: ignore[misc]  # nn.Module's
         given = {**kwargs, **dict(zip(("destination", "prefix"), args, strict=False))}
         return self._get_fsdp_state().state_dict_of(
-            typing.cast(nn.Module, self),
-            functools.partial(take, *args, **kwargs),
+            self,
+            functools.partial(super().state_dict, *args, **kwargs),
             given.get("destination"),
             given.get("prefix", ""),
         )
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> _torch_private.IncompatibleKeys:
         """Load a state dict of DTensors, or of whole tensors on every rank, see
         ``nn.Module.load_state_dict``. Raises CheckpointError for one that does not fit."""
         state = self._get_fsdp_state()
@@ -106,7 +117,9 @@ class FSDPModule:
         if state.unit is not None and state.unit.runtime is not None:
             runtime_of(state.unit).wait_copies()
         try:
-            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+            keys: _torch_private.IncompatibleKeys
+            keys = super().load_state_dict(state_dict, strict, assign)
+            return keys
         except FsdpCompatError:
             raise
         except RuntimeError as error:
@@ -187,13 +200,13 @@ class FSDPModule:
         for state in self._states(recurse):
             state.behavior.keeps_storage = flag
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose all-gathers start in forward as soon as this module's parameters
         are unsharded, instead of those of the module that came next in the last forward."""
         states = _states_of(modules, "set_modules_to_forward_prefetch")
         self._get_fsdp_state().behavior.forward_prefetch = [each.behavior for each in states]
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose all-gathers start in backward as soon as this module's parameters
         are unsharded, instead of those of the module that came next in the last backward."""
         states = _states_of(modules, "set_modules_to_backward_prefetch")
@@ -367,7 +380,7 @@ class FSDPModule:
         """Accepted for compatibility: buffers are always allocated on the stream that computes."""
 
     def _get_fsdp_state(self) -> ShardedModules:
-        state = state_of(typing.cast(nn.Module, self))
+        state = state_of(self)
         if state is None:
             raise AssertedStateError.of(
                 "The module has the class of a sharded module, but no sharded parameters.",
@@ -384,13 +397,12 @@ class FSDPModule:
         shards = [own.store.shard for each in self._states(recurse) for own in each.stores]
         refuse_meta(fn, shards, state.label)
         state.before_state_dict("Module.to")
-        result = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's
+        result = super()._apply(fn, recurse)
         state.look_again()
         return result
 
     def _states(self, recurse: bool) -> list[ShardedModules]:
-        module = typing.cast(nn.Module, self)
-        return states_in(module.modules() if recurse else [module])
+        return states_in(self.modules() if recurse else [self])
 
 
 # -- checks of arguments and of the moment
@@ -501,7 +513,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         _initialises_new = before
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Accepted for compatibility: all models of a process use the same streams.
 
     Raises UsageError unless ``modules`` are sharded modules.
