@@ -1,5 +1,5 @@
-"""The recipes of the checkpoint tools in examples/README.md: every command runs as it stands there,
-from a checkpoint of the kind that it is for, and does what the text says."""
+"""The recipes of the checkpoint tools in examples/CHECKPOINTS.md: every command runs as it stands
+there, from a checkpoint of the kind that it is for, and does what the text says."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fsdp_compat.checkpoint._tools import commands
 from tests.examples.test_readme import blocks
 from tests.support.checkpoints import make, reference
 
-HEADING = "Checkpoint tools: a recipe per starting point"
+HEADING = "Checkpoint tools"
 
 
 def lines() -> list[str]:
-    return "".join(blocks("examples/README.md", "sh", HEADING)).splitlines()
+    return "".join(blocks("examples/CHECKPOINTS.md", "sh", HEADING)).splitlines()
 
 
 def lay_out(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""README.md and examples/README.md: every line of code in them runs, and does what the text
-says."""
+"""README.md and the pages in examples/: every line of code in them runs, each snippet in a folder
+of its own, and does what the text says. Links and figures are right."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch.optim import AdamW
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Stack
 from tests.support.ranks import run_ranks
@@ -64,42 +65,81 @@ def test_both_commands_are_single_lines() -> None:
     assert "pytest" in commands[1]
 
 
-def _train() -> float:
-    (code,) = blocks("README.md", "python", "Twelve lines that train")
-    assert len([line for line in code.splitlines() if line]) == 12
-    names: dict[str, Any] = {}
-    with patch.object(dist, "init_process_group"):  # these ranks have one already
+PROGRAMS = blocks("README.md", "python")[:2]  # one for each front end
+(RESUMING,) = blocks("README.md", "python", "Checkpoints")
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    """Run code in the names of a module, on ranks that have a process group already."""
+    with patch.object(dist, "init_process_group"):
         exec(code, names)
-    return F.mse_loss(names["model"](names["x"]), names["x"]).item()
 
 
-def test_the_twelve_lines_train() -> None:
-    assert all(loss < 0.8 for loss in run_ranks(2, _train))  # an untrained model's is about 2
-
-
-def _load_and_save(directory: str) -> None:
-    (code,) = blocks("README.md", "python", "Checkpoints")
+def _train(program: str, directory: str) -> float:
     os.chdir(directory)
-    model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    optimizer = AdamW(model.parameters())
-    loss_of(model, batch(1)).backward()
-    optimizer.step()
-    names: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    exec(code, names)
-    assert names["extra"] == {"epoch": 3}
-    assert names["path"].name == "step-00001200"
+    names: dict[str, Any] = {}
+    run(program, names)
+    loss = float(names["loss"])
+    for start in (0, 5):  # before the first save, and after the last one
+        run(program, names)
+        run(RESUMING, names)
+        assert names["start"] == start
+    return loss
 
 
-def test_the_checkpoint_code_saves_and_loads(tmp_path: Path) -> None:
-    run_ranks(2, _load_and_save, str(tmp_path))
+@pytest.mark.parametrize("program", PROGRAMS, ids=["FSDP", "fully_shard"])
+def test_the_first_programs_train_and_resume(program: str, tmp_path: Path) -> None:
+    assert len([line for line in program.splitlines() if line]) <= 13
+    losses = run_ranks(2, _train, program, str(tmp_path))
+    assert all(0.2 < loss < 0.8 for loss in losses)  # an untrained model's is about 2
 
 
-# --- README.md, "From DDP": both sides of the diff do the same ------------------------------------
+def strict_errors(code: str, folder: Path) -> str:
+    (folder / "program.py").write_text(code)
+    options = ("--strict", "--cache-dir", ROOT / ".mypy_cache")
+    command = [sys.executable, "-m", "mypy", *options, folder / "program.py"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
 
 
-def sides() -> tuple[dict[str, str], dict[str, str]]:
+@pytest.mark.slow  # mypy reads torch
+@pytest.mark.parametrize("program", PROGRAMS, ids=["FSDP", "fully_shard"])
+def test_the_first_programs_have_the_right_types(program: str, tmp_path: Path) -> None:
+    assert strict_errors(program + RESUMING, tmp_path).startswith("Success")
+
+
+NUMBER = r"\d+\.\d+"
+
+
+def figures() -> list[list[str]]:
+    """Return the cells of the rows of figures, without those of one process."""
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## Speed and memory\n")
+    speed, memory = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+    rows = [line.split("|")[1:-1] for line in (speed + memory).splitlines()]
+    return [row[2 * (len(row) == 7) :] for row in rows if re.search(NUMBER, "".join(row[1:]))]
+
+
+def test_the_best_figure_of_each_row_is_bold() -> None:
+    rows = figures()
+    assert len(rows) == 6 + 5
+    for row in rows:
+        found = {float(each.group()): cell for cell in row if (each := re.search(NUMBER, cell))}
+        bold = [value for value, cell in found.items() if "**" in cell]
+        assert bold == [min(found)], row
+
+
+def test_every_figure_is_a_result() -> None:
+    results = (ROOT / "tests" / "benchmarks" / "RESULTS.md").read_text()
+    numbers = set(re.findall(NUMBER, results))
+    assert [row for row in figures() if not {*re.findall(NUMBER, "".join(row))} <= numbers] == []
+
+
+# --- examples/MIGRATING.md, "From DDP": both sides of each diff do the same -----------------------
+
+
+def sides(front_end: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the parts of the DDP program, and of the fsdp_compat program, by their heading."""
-    (diff,) = blocks("README.md", "diff", "From DDP")
+    diffs = blocks("examples/MIGRATING.md", "diff", "From DDP")
+    (diff,) = (diff for diff in diffs if f"+model = {front_end}(" in diff)
     programs: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for program, other in zip(programs, "+-", strict=True):
         part = ""
@@ -122,8 +162,8 @@ class Writer(Stack):
 class Session:
     """One side of the diff as a program."""
 
-    def __init__(self, side: int, path: Path) -> None:
-        self.code = sides()[side]
+    def __init__(self, front_end: str, side: int, path: Path) -> None:
+        self.code = sides(front_end)[side]
         self.values: dict[str, Any] = {
             "DDP": DDP,
             "FSDP": FSDP,
@@ -135,6 +175,9 @@ class Session:
             "loss_of": loss_of,
             "path": path,
             "register_fsdp_forward_method": fsdp_compat.register_fsdp_forward_method,
+            "checkpoint": checkpoint,
+            "dist": dist,
+            "fully_shard": fsdp_compat.fully_shard,
             "device": torch.device("cpu"),
             "rank": dist.get_rank(),
             "lr": 0.05,
@@ -149,81 +192,141 @@ class Session:
         exec(self.code[part], self.values)
 
     def results(self) -> dict[str, Tensor]:
-        """Train two steps with an average of the weights; return all that comes out, by name."""
+        """Train two steps with an average of the weights, except with fully_shard, whose models
+        cannot be copied; return all that comes out, by name."""
         model, optimizer = self.values["model"], self.values["optimizer"]
-        average = copy.deepcopy(model.module if isinstance(model, DDP) else model)
+        is_copied = not isinstance(model, fsdp_compat.FSDPModule)
+        whole = model.module if isinstance(model, DDP) else model
+        average = copy.deepcopy(whole) if is_copied else None
         results: dict[str, Tensor] = {}
         for seed in (1, 2):
             self.run("accumulation and clipping", batch1=batch(seed), batch2=batch(seed + 1))
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                means = () if average is None else average.parameters()
+                for mean, parameter in zip(means, model.parameters(), strict=is_copied):
                     mean.lerp_(parameter, 0.01)
                 results[f"loss {seed}"] = loss_of(model, batch(0))
             results[f"norm {seed}"] = self.values["norm"].detach().clone()
-        results["loss of average"] = loss_of(average, batch(0)).detach()
+        if average is not None:
+            results["loss of average"] = loss_of(average, batch(0)).detach()
         self.run("generation")
         results["text"] = self.values["text"]
         return results
 
 
-def _differences(directory: Path) -> dict[str, float]:
+def _differences(front_end: str, directory: Path) -> dict[str, float]:
     """Return the relative difference of each result: before saving, and after loading each
     file."""
-    ddp, fsdp = Session(0, directory / "ddp.pt"), Session(1, directory / "fsdp.pt")
+    ddp = Session(front_end, 0, directory / "ddp.pt")
+    fsdp = Session(front_end, 1, directory / "fsdp.pt")
     pairs = {"": (ddp.results(), fsdp.results())}
     ddp.run("saving")
     fsdp.run("saving")
     dist.barrier()
-    ddp = Session(0, directory / "ddp.pt")
+    ddp = Session(front_end, 0, directory / "ddp.pt")
     ddp.run("loading")
     expected = ddp.results()
     for name in ("ddp.pt", "fsdp.pt"):
-        fsdp = Session(1, directory / name)
+        fsdp = Session(front_end, 1, directory / name)
         fsdp.run("loading")
         pairs[f" after loading {name}"] = expected, fsdp.results()
     return {
         f"{name}{when}": ((one[name] - other[name]).abs().max() / one[name].abs().max()).item()
         for when, (one, other) in pairs.items()
-        for name in one
+        for name in one.keys() & other.keys()
     }
 
 
 @pytest.mark.parametrize("num_ranks", sample([1, 2, 3], 2))
-def test_ddp_and_fsdp_code_compute_the_same(num_ranks: int, tmp_path: Path) -> None:
-    for differences in run_ranks(num_ranks, _differences, tmp_path, timeout=120):
-        assert len(differences) == 3 * 6
+@pytest.mark.parametrize(("front_end", "num_results"), [("FSDP", 6), ("fully_shard", 5)])
+def test_ddp_and_sharded_code_compute_the_same(
+    front_end: str, num_results: int, num_ranks: int, tmp_path: Path
+) -> None:
+    for differences in run_ranks(num_ranks, _differences, front_end, tmp_path, timeout=120):
+        assert len(differences) == 3 * num_results
         assert differences == {name: pytest.approx(0.0, abs=1e-5) for name in differences}
 
 
-# --- examples/README.md ---------------------------------------------------------------------------
+# --- the pages in examples/ -----------------------------------------------------------------------
 
-
+PAGES = ["README.md", "CHECKPOINTS.md", "MIGRATING.md", "TROUBLESHOOTING.md"]
+START = blocks("examples/README.md", "python")[0]
 ALONE = blocks("examples/README.md", "python", "Will it fit?")  # without a process group
+ELSEWHERE = [  # tests/clients/test_recipes.py runs it
+    *ALONE,
+    *blocks("examples/README.md", "python", "A Transformers model"),
+]
 
 
-def _run_recipes(directory: str) -> None:
-    os.chdir(directory)
-    start, *recipes = blocks("examples/README.md", "python")
-    recipes = [each for each in recipes if each not in ALONE]
-    assert len(recipes) > 10
-    for number, recipe in enumerate(recipes):
-        with patch.object(dist, "init_process_group"):  # these ranks have one already
-            names: dict[str, Any] = {}
-            exec(start, names)
-        exec(compile(recipe, f"recipe {number + 1} of examples/README.md", "exec"), names)
+def recipes(page: str) -> list[str]:
+    found = blocks(f"examples/{page}", "python")
+    return [each for each in found if each not in (START, *ELSEWHERE)]
+
+
+def _run_recipes(page: str, directory: str) -> None:
+    for number, recipe in enumerate(recipes(page), 1):
+        folder = Path(directory, str(number))
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        names: dict[str, Any] = {}
+        run(START, names)
+        name = f"recipe {number} of examples/{page}"
+        exec(compile(recipe, name, "exec"), names)
         for parameter in names["model"].parameters() if "model" in names else ():
-            assert parameter.isfinite().all(), f"recipe {number + 1}"
+            assert parameter.isfinite().all(), name
+        dist.barrier()
 
 
-def test_every_recipe_runs(tmp_path: Path) -> None:
-    text = (ROOT / "examples" / "README.md").read_text()
-    languages = ("python", "sh")  # test_checkpoint_recipes.py runs the latter
-    assert text.count("```") == 2 * sum(
-        len(blocks("examples/README.md", language)) for language in languages
-    )
-    run_ranks(2, _run_recipes, str(tmp_path), timeout=180)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_recipe_runs_in_a_clean_folder(page: str, tmp_path: Path) -> None:
+    assert recipes(page)
+    run_ranks(2, _run_recipes, page, str(tmp_path), timeout=180)
+
+
+def test_every_block_has_a_test() -> None:
+    """Those of sh are run by the tests below and by test_checkpoint_recipes.py. Those of bash need
+    SLURM."""
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.md")) == sorted(PAGES)
+    commands = {}
+    for page in (f"examples/{page}" for page in PAGES):
+        text = (ROOT / page).read_text()
+        languages = ("python", "sh", "text", "diff", "bash")
+        assert text.count("```") == 2 * sum(len(blocks(page, each)) for each in languages)
+        headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+        commands |= {each: n for each in headings if (n := len(blocks(page, "sh", each)))}
+    assert {*commands} == {"Checkpoint tools", "A run that hangs", "Several hosts"}
+    assert commands["A run that hangs"] == commands["Several hosts"] == 1
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_link_leads_somewhere() -> None:
+    files = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "examples").glob("*.md")]
+    broken, known = [], {}
+    for file in files:
+        titles = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
+        known[file] = {anchor(title) for title in titles}
+    for file in files:
+        text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]*)\)", text):
+            path, _, fragment = link.partition("#")
+            target = (file.parent / path).resolve() if path else file
+            if not target.exists() or (fragment and fragment not in known[target]):
+                broken.append(f"{file.name}: {link}")
+    assert broken == []
+
+
+def test_the_table_has_all_environment_variables() -> None:
+    text = (ROOT / "examples" / "TROUBLESHOOTING.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)`", text, flags=re.MULTILINE))
+    sources = "".join(path.read_text() for path in (ROOT / "fsdp_compat").rglob("*.py"))
+    read = set(re.findall(r"FSDP_COMPAT_[A-Z_]+\b|FSDP_USE_\w+", sources))
+    assert read <= rows
+    assert len(read) > 7
 
 
 def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +350,7 @@ wait_for_data()
 
 
 def test_a_process_that_waits_shows_its_collectives_and_its_line(tmp_path: Path) -> None:
-    (recipe,) = blocks("examples/README.md", "python", "A run that hangs")
+    (recipe,) = blocks("examples/TROUBLESHOOTING.md", "python", "A run that hangs")
     joins = f"dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=0, world_size=1)\n"
     command = [sys.executable, "-c", WAITS.format(recipe=joins + recipe)]
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
