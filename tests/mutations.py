@@ -537,7 +537,7 @@ def try_break(each: Break, copy: Path) -> str:
 
 
 def run_test(test: str, copy: Path) -> str:
-    command = f'exec "{sys.executable}" -m pytest -n 0 -x -q --tb=no -p no:cacheprovider {test}'
+    command = f'exec "{sys.executable}" -m pytest -x -q --tb=no -p no:cacheprovider {test}'
     with subprocess.Popen(
         ["bash", "-c", command],
         cwd=copy,

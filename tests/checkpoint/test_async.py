@@ -172,7 +172,7 @@ def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-@on_ranks(2, timeout=100, group_timeout=3600)
+@on_ranks(2, group_timeout=3600)
 def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_path: Path) -> None:
     model, optimizer = build(PLAIN)
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()

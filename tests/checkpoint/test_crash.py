@@ -15,13 +15,14 @@ import pytest
 from tests.support.killed_saves import CASES, EVERY
 from tests.support.programs import python
 from tests.support.same_host import NOT_MAPPED
+from tests.support.time_limit import limit_s
 
 
 def _printed(what: str, folder: Path) -> tuple[Any, str]:
     """Return what the program prints last, and its errors."""
     # NOT_MAPPED: each rank has a part of each parameter
     program = ("-m", "tests.support.killed_saves", what, folder)
-    ran = python(*program, timeout=500, **NOT_MAPPED)
+    ran = python(*program, timeout=limit_s(500), **NOT_MAPPED)
     return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
 
 

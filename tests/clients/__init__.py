@@ -1,0 +1,1 @@
+"""Client libraries run on fsdp_compat, and get DDP's results."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import ROOT, python
+from tests.support.time_limit import limit_s
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -32,19 +33,21 @@ TORCHRUN = (*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node"
 INSTALLED = ("-m", "fsdp_compat", "run")
 
 
-def start(*command: str | Path, timeout: float = 600) -> str:
+def start(*command: str | Path) -> str:
     """Run Python with a command, and return what it prints."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
     options = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return python("-W", "ignore", *command, timeout=timeout, PYTHONPATH=paths, **options).stdout
+    return python(
+        "-W", "ignore", *command, timeout=limit_s(600), PYTHONPATH=paths, **options
+    ).stdout
 
 
 def results(
-    folder: Path, program: str, cases: Sequence[str], *before: str, timeout: float = 600
+    folder: Path, program: str, cases: Sequence[str], *before: str
 ) -> dict[str, dict[str, Any]]:
     """Run some cases of a program. before: what stands before the program, such as INSTALLED."""
     path = PROGRAMS / f"{program}.py"
-    printed = start(*(before or TORCHRUN), path, folder, *cases, timeout=timeout)
+    printed = start(*(before or TORCHRUN), path, folder, *cases)
     lines = [line.partition("RESULT ")[2] for line in printed.splitlines() if "RESULT {" in line]
     found = {each.pop("case"): each for each in map(json.loads, lines)}
     assert list(found) == list(cases), printed[-3000:]

@@ -45,7 +45,7 @@ def imported(text: str) -> list[tuple[str, str | None]]:
 def test_sources_are_migrated(client: str) -> None:
     spec = importlib.util.find_spec(client)
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"needs {client}")
+        pytest.skip("needs the client whose source is migrated")
     results = migrated(Path(spec.submodule_search_locations[0]))
     changed = [each for each in results if each.changed]
     assert len(changed) >= USERS.get(client, 0)

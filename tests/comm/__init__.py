@@ -1,0 +1,1 @@
+"""How ranks exchange bytes, and how waits that cannot end are noticed."""

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,8 +27,9 @@ from fsdp_compat.__main__ import main
 from fsdp_compat._engine import black_box, events
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block
+from tests.support.programs import python
+from tests.support.same_host import MESSAGES
 
-ROOT = Path(__file__).parents[2]
 RANKS, UNITS, STEPS, FAULTY_RANK, FAULTY_FORWARD = 3, 5, 6, 1, 4
 
 
@@ -113,10 +113,8 @@ CASES = [
 def test_names_the_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, patterns: list[str]
 ) -> None:
-    environment = {**os.environ, black_box.VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment |= {"FSDP_COMPAT_SAME_HOST": "messages", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.comm.test_black_box", fault, str(tmp_path)]
-    subprocess.run(command, check=True, env=environment, timeout=100)
+    environment = {black_box.VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1", **MESSAGES}
+    python("-m", "tests.comm.test_black_box", fault, tmp_path, **environment)
 
     with pytest.raises(SystemExit) as ended:
         main(["diagnose", str(tmp_path), "--trace", str(tmp_path / "trace.json")])

@@ -110,7 +110,7 @@ def test_ranks_without_files_in_memory_let_all_send_values(ranks: tuple[int, ...
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks", group_timeout=20)
+@on_ranks("ranks")
 def test_a_rank_without_more_shared_memory_names_the_limit_on_all_ranks(ranks: int) -> None:
     """After it has connected."""
     comm = connect()
@@ -168,7 +168,7 @@ def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer(
         (-2, 1 << 40, "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of"),
     ],
 )
-@on_ranks(2, group_timeout=20)
+@on_ranks(2)
 def test_message_described_wrongly_raises_an_error_with_its_rank(
     word: int, value: int, expected: str
 ) -> None:
@@ -313,7 +313,7 @@ def test_error_names_a_rank_that_never_reads_a_message() -> None:
     )
 
 
-@on_ranks(2, group_timeout=20)
+@on_ranks(2)
 def test_memory_of_a_failed_rank_is_not_used() -> None:
     comm = connect()
     own = numbers(comm, NUMEL, comm.rank)

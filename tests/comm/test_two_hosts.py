@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.network import Host, network, why_not
+from tests.support.time_limit import limit_s
 
 _REFUSAL = why_not() if sys.platform == "linux" else "network namespaces need Linux"
 pytestmark = pytest.mark.skipif(bool(_REFUSAL), reason=_REFUSAL)
@@ -98,11 +99,11 @@ def start(hosts: list[Host], places: int, folder: Path) -> list[subprocess.Popen
     ]
 
 
-def wait_for(folder: Path, name: str, ranks: range, limit_s: float) -> list[str]:
+def wait_for(folder: Path, name: str, ranks: range, quiet_s: float) -> list[str]:
     """Return the contents of the files of some ranks, once they exist."""
-    end, files = time.monotonic() + limit_s, [folder / f"{name}{rank}" for rank in ranks]
+    end, files = time.monotonic() + limit_s(quiet_s), [folder / f"{name}{rank}" for rank in ranks]
     while absent := [file.name for file in files if not file.exists()]:
-        assert time.monotonic() < end, f"{absent} were not written within {limit_s:g} s"
+        assert time.monotonic() < end, f"{absent} were not written within the time limit"
         time.sleep(0.02)
     return [file.read_text() for file in files]
 

@@ -3,15 +3,15 @@ FSDP_COMPAT_SAME_HOST=messages."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import ROOT, python
+from tests.support.same_host import MESSAGES
+from tests.support.time_limit import limit_s
+
 SELECTED = (
     "comm/test_backend.py",
     "comm/test_deadlock.py::test_message_that_is_under_way_when_its_connection_closes_fails",
@@ -27,21 +27,6 @@ def test_ranks_that_send_values_need_no_folder_for_ranks_of_one_host(tmp_path: P
     shutil.copytree(ROOT / "fsdp_compat", tmp_path / "fsdp_compat", ignore=ignored)
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=ignored)
     shutil.copy(ROOT / "setup.cfg", tmp_path)
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n0",
-            "-x",
-            *(f"tests/{each}" for each in SELECTED),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"FSDP_COMPAT_SAME_HOST": "messages", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    paths = [f"tests/{each}" for each in SELECTED]
+    environment = {**MESSAGES, "PYTHONPATH": str(tmp_path)}
+    python("-m", "pytest", "-q", "-x", *paths, folder=tmp_path, timeout=limit_s(300), **environment)

@@ -276,7 +276,7 @@ def runs_programs(first: int, num: int, shape: tuple[int, ...]) -> None:
     ids=str,
 )
 def test_random_programs_train_as_unsharded(first: int, num: int, shape: tuple[int, ...]) -> None:
-    run_ranks(math.prod(shape), runs_programs, first, num, shape, timeout=120)
+    run_ranks(math.prod(shape), runs_programs, first, num, shape)
 
 
 # -- parameters that change while they are kept

@@ -126,7 +126,7 @@ def test_an_optimizer_may_step_in_backward(reshard_after_forward: bool | None) -
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_compiled_modules_train(where: str) -> None:
     def shard(model: Any) -> Any:
         if where == "inside":  # as torchtitan does: compiled blocks, then sharded

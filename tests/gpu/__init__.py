@@ -1,0 +1,1 @@
+"""Streams and memory of an accelerator, or of one that is emulated on the CPU."""

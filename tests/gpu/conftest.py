@@ -1,8 +1,8 @@
 """Tests of an accelerator.
 
-    pytest -n 0 tests/gpu                            # on the machine's accelerator
-    pytest -n 0 tests/gpu --gpu-device emulated:0    # on a device that is emulated on the CPU
-    pytest -n 0 tests/gpu --gpu-device cpu           # without streams, to check that the tests run
+    pytest tests/gpu                            # on the machine's accelerator
+    pytest tests/gpu --gpu-device emulated:0    # on a device that is emulated on the CPU
+    pytest tests/gpu --gpu-device cpu           # without streams, to check that the tests run
 
 Without an accelerator they are skipped, except for those with the fixture ``emulated_device``,
 which always run on the emulated device (tests/support/emulated). Where there is no C++ compiler,
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> str:
         return str(request.getfixturevalue("emulated_device"))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not name and accelerator is None:
-        pytest.skip("there is no accelerator")
+        pytest.skip("needs an accelerator, or --gpu-device")
     return name or f"{accelerator}:0"
 
 

@@ -20,7 +20,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import _torch_private
 from fsdp_compat._engine.dtypes import move_to
 from tests.gpu.test_streams import MIXED, streams
-from tests.gpu.test_training import TIMEOUT_S, Wide, checkpointed, wide_stack
+from tests.gpu.test_training import Wide, checkpointed, wide_stack
 from tests.support import emulated
 from tests.support import twin as twins
 from tests.support.emulated.order import HOST, Op
@@ -66,7 +66,7 @@ def in_order(streams: int = 2) -> Iterator[emulated.Recording]:
     assert [str(found) for found in recording.unordered()] == []
 
 
-on_the_device = on_ranks(1, timeout=TIMEOUT_S)
+on_the_device = on_ranks(1)
 both_front_ends = pytest.mark.parametrize("front_end", ["flat", "fully_shard"])
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.gpu.test_training import TIMEOUT_S
 from tests.support.emulated import nccl
 from tests.support.parity import no_sync
 from tests.support.ranks import on_ranks
@@ -260,7 +259,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("front_end", "strategy", "scenario", "options"), CASES, ids=str)
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_ranks_issue_their_collectives_in_one_order(
     emulated_device: str, front_end: str, strategy: str, scenario: str, options: dict[str, Any]
 ) -> None:

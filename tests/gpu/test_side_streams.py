@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.test_training import TIMEOUT_S
 from tests.support.emulated import nccl
 from tests.support.emulated.order import (
     HOST,
@@ -130,7 +129,7 @@ class Step:
     ("front_end", "strategy"),
     [("flat", "NO_SHARD"), ("flat", "HYBRID_SHARD"), ("fully_shard", "HYBRID_SHARD")],
 )
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_all_reduces_over_replicas_start_while_backward_goes_on(
     emulated_device: str, front_end: str, strategy: str
 ) -> None:
@@ -144,7 +143,7 @@ def test_all_reduces_over_replicas_start_while_backward_goes_on(
 @pytest.mark.parametrize(
     ("front_end", "strategy"), [case for case in EVERY if case[1] != "HYBRID_SHARD"]
 )
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_gradients_are_copied_on_another_stream_until_all_is_computed(
     emulated_device: str, front_end: str, strategy: str
 ) -> None:
@@ -157,7 +156,7 @@ def test_gradients_are_copied_on_another_stream_until_all_is_computed(
     assert last == step.computing  # nothing is left to compute, and the activations are gone
 
 
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_what_is_reduced_over_replicas_becomes_the_gradients(emulated_device: str) -> None:
     step = Step("flat", "NO_SHARD")
     (first, *_) = step.places_of(nccl.ALL_REDUCE)
@@ -185,7 +184,7 @@ class Gather(NotedAllGather):
         return super().__call__(**arguments)
 
 
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) -> None:
     gather = Gather()
     step = Step(
@@ -195,7 +194,7 @@ def test_all_gathers_of_the_user_run_beside_computation(emulated_device: str) ->
     assert step.unordered == []
 
 
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str) -> None:
     nccl.use()
     stream = torch.Stream(device=torch.device("emulated", 0))
@@ -231,7 +230,7 @@ def test_hooks_on_streams_of_their_own_run_beside_backward(emulated_device: str)
         ("fully_shard", "FULL_SHARD", False, False),
     ],
 )
-@on_ranks(1, timeout=TIMEOUT_S)
+@on_ranks(1)
 def test_the_host_waits_at_the_end_of_backward_if_at_all(
     emulated_device: str, front_end: str, strategy: str, offload: bool, uses_spare: bool
 ) -> None:

@@ -16,7 +16,6 @@ from fsdp_compat import CPUOffload, MixedPrecision, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.gpu.test_training import TIMEOUT_S
 from tests.support.models import Block, Stack
 from tests.support.parity import assert_close, seeded
 from tests.support.ranks import on_ranks
@@ -35,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 every_option = pytest.mark.parametrize("options", list(OPTIONS))
 
 
-on_the_device = on_ranks(1, timeout=TIMEOUT_S)
+on_the_device = on_ranks(1)
 
 
 @contextlib.contextmanager

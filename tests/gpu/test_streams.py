@@ -22,7 +22,7 @@ from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.mesh import Axis
 from fsdp_compat._engine import group as engine_group
-from tests.gpu.test_training import TIMEOUT_S, Wide, wide_stack
+from tests.gpu.test_training import Wide, wide_stack
 from tests.support import emulated
 from tests.support.live_bytes import LiveBytes
 from tests.support.models import Block, chain
@@ -60,7 +60,7 @@ def streams(
 
 wide_twin = functools.partial(twin_of, build=wide_stack, units=(Wide,))
 
-on_the_device = on_ranks(1, timeout=TIMEOUT_S)
+on_the_device = on_ranks(1)
 both_strategies = pytest.mark.parametrize("strategy", BOTH)
 
 

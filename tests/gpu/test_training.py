@@ -25,7 +25,6 @@ from tests.support.twin import Step, twin_of
 
 pytestmark = pytest.mark.gpu
 
-TIMEOUT_S = 300
 NUM_STEPS = 4
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS = {
@@ -71,7 +70,7 @@ def trains(*arguments: Any, how: Step | None = None, **options: Any) -> None:
 
 
 def train(*arguments: Any, **options: Any) -> None:
-    run_ranks(1, trains, *arguments, timeout=TIMEOUT_S, **options)
+    run_ranks(1, trains, *arguments, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

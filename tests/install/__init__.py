@@ -1,0 +1,1 @@
+"""Programs written for torch's FSDP or DDP run unchanged, or are migrated."""

@@ -59,4 +59,4 @@ def _pipelines() -> None:
 
 
 def test_pipelining_trains_sharded_stages() -> None:
-    run_ranks(4, _pipelines, timeout=120)
+    run_ranks(4, _pipelines)

@@ -1,0 +1,1 @@
+"""Memory and time of a step, predicted without a GPU."""

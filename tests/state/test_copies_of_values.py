@@ -7,8 +7,6 @@ import copy
 import functools
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,13 +42,13 @@ from tests.support.odd_model import (
     train,
     whole,
 )
+from tests.support.programs import python
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sampling import sample
 
 SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 FULL = StateDictType.FULL_STATE_DICT
 State = dict[str, Any]
-ROOT = Path(__file__).parents[2]
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
 ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
@@ -210,9 +208,7 @@ print(json.dumps([[sums_of(state) for state in states], names]))
 
 def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
     expected = run_ranks(2, _write_files, str(tmp_path))
-    command = [sys.executable, "-c", READ, *(str(tmp_path / f"{rank}.pt") for rank in range(2))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", READ, *(tmp_path / f"{rank}.pt" for rank in range(2)))
     found, names = json.loads(done.stdout.splitlines()[-1])
     assert found == expected
     # descriptions that do nothing when they are made, and the function that makes values of them
@@ -265,7 +261,7 @@ def test_training_after_staging_does_not_change_the_saved_values(
     for number, (config, form) in enumerate(FORMS):
         path, kinds = str(tmp_path / str(number)), tuple(SAVES)[(number + world_size) % 2 : 4 : 2]
         kinds += () if number else ("process",)
-        run_ranks(world_size, _async_saves, config, form, path, kinds, timeout=240)
+        run_ranks(world_size, _async_saves, config, form, path, kinds)
 
 
 # --- local shards replaced by user code ------------------------------------------------------

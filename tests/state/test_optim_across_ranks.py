@@ -97,7 +97,7 @@ def loads(full: Any, boxes: Any, path: Any) -> list[Callable[[nn.Module, Any], o
     ]
 
 
-@on_ranks(3, timeout=120)
+@on_ranks(3)
 def test_ranks_may_order_their_optimizers_parameters_differently(tmp_path: Any) -> None:
     for step, config in enumerate(FEW_CONFIGS[:2]):
         groups = config[1]
@@ -148,7 +148,7 @@ def ways(model: nn.Module, optimizer: Any, full: Any, path: Any) -> dict[str, Ca
 
 
 @pytest.mark.parametrize("config", [FEW_CONFIGS[0], ("FULL_SHARD", True, "blocks")])
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_a_unit_missing_or_a_parameter_too_many_on_one_rank_is_an_error_on_all(
     config: Config, tmp_path: Any
 ) -> None:

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import itertools
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -55,6 +54,7 @@ from tests.support.odd_model import (
     shard,
     train,
 )
+from tests.support.programs import python
 from tests.support.ranks import on_ranks
 from tests.support.sampling import sample
 
@@ -409,10 +409,8 @@ if child:
 
 
 def test_the_order_of_imports_does_not_matter() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", BOTH_ORDERS], capture_output=True, text=True, timeout=200
-    )
-    assert (ended.returncode, ended.stdout.split()) == (0, ["right", "right"]), ended.stderr
+    ended = python("-c", BOTH_ORDERS)
+    assert ended.stdout.split() == ["right", "right"], ended.stderr
 
 
 NAME = "torch.distributed.checkpoint.state_dict"

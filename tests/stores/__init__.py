@@ -1,0 +1,1 @@
+"""Layouts of parameters, behind the interface that they share."""

@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tests.support.time_limit import limit_s
+
 INTERFACE = "host0"
 _COMMANDS = "ip", "unshare"
 
@@ -28,7 +30,7 @@ def why_not() -> str:
     try:
         with network(1) as [host]:
             tried = host.start(["true"], {}, stderr=subprocess.PIPE)
-            message = tried.communicate(timeout=60)[1]
+            message = tried.communicate(timeout=limit_s())[1]
             return f"process namespaces are refused: {message}" if tried.returncode else ""
     except subprocess.CalledProcessError as error:
         return f"network namespaces are refused: {error.stderr.strip()}"

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.time_limit import limit_s
+
 ROOT = Path(__file__).parents[2]
 
 # The forked processes leave the loop and end with the interpreter.
@@ -49,14 +51,15 @@ exec(compile(_source, "<program>", "exec"))
 
 
 def python(
-    *command: object, folder: Path = ROOT, timeout: float = 300.0, **environment: str
+    *command: object, folder: Path = ROOT, timeout: float | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with a command in a folder, and assert that it succeeds."""
+    """Run Python with a command in a folder, and assert that it succeeds. timeout: in seconds;
+    default: ``limit_s()``."""
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=limit_s() if timeout is None else timeout,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         check=False,
@@ -94,39 +97,37 @@ class Launcher:
         source: str,
         arguments: Sequence[Sequence[object]],
         folder: Path,
-        timeout: float = 120.0,
     ) -> list[Ended]:
         """Run ``source`` once with each list of arguments, all at once."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = [source, str(folder), [list(map(str, each)) for each in arguments]]
         print(json.dumps(request), file=self._process.stdin, flush=True)
-        killer = threading.Timer(timeout, os.killpg, [self._process.pid, signal.SIGKILL])
+        limit = limit_s()
+        killer = threading.Timer(limit, os.killpg, [self._process.pid, signal.SIGKILL])
         killer.start()
         codes = self._process.stdout.readline().split()
         killer.cancel()
-        assert codes, f"the programs took longer than {timeout} s"
+        assert codes, f"the programs took longer than {limit:.0f} s"
         return [
             Ended(int(code), *((folder / f"{n}.{end}").read_text() for end in ("out", "err")))
             for n, code in enumerate(codes)
         ]
 
     def close(self) -> None:
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=limit_s(20))
 
 
 def run_programs(
     source: str,
     arguments: Sequence[Sequence[object]],
     folder: Path,
-    *,
-    timeout: float = 120.0,
     **environment: str,
 ) -> list[Ended]:
     """Run ``source`` once with each list of arguments, all at once, after an import of the
     package."""
     launcher = Launcher("fsdp_compat", **environment)
     try:
-        return launcher.run(source, arguments, folder, timeout)
+        return launcher.run(source, arguments, folder)
     finally:
         launcher.close()

@@ -55,7 +55,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-START_LIMIT_S = 180.0  # for importing torch, on a busy machine
+from tests.support.time_limit import limit_s
+
+# On a quiet machine: see limit_s.
 GRACE_S = 3.0  # for the other ranks to answer, after one has raised
 DEATH_S = 0.5  # for noticing a death
 RELEASE_LIMIT_S = 20.0  # for cleaning up after a call
@@ -75,7 +77,7 @@ def run_ranks(
     n: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float | None = None,
     group_timeout: float | None = None,
     environment: Mapping[str, str] | None = None,
     **kwargs: Any,
@@ -88,11 +90,13 @@ def run_ranks(
     environment: variables that are set during the call.
 
     Raises RankError when a rank raises (with every traceback), dies (with its exit code or signal),
-    or does not answer within ``timeout`` seconds (with the Python stacks of all ranks).
+    or does not answer within ``timeout`` seconds (with the Python stacks of all ranks). By default
+    that is ``limit_s()``; give it only to test what happens then.
     """
     __tracebackhide__ = True
     call = functools.partial(function, *args, **kwargs)
-    return _pool.run(n, function, call, timeout, group_timeout, dict(environment or {}))
+    limit = limit_s() if timeout is None else timeout
+    return _pool.run(n, function, call, limit, group_timeout, dict(environment or {}))
 
 
 def on_ranks(n: int | str, **limits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -216,7 +220,7 @@ class _Rank:
     def died(self) -> Died:
         when = time.monotonic()
         try:
-            code = self.process.wait(STACK_LIMIT_S)
+            code = self.process.wait(limit_s(STACK_LIMIT_S))
         except subprocess.TimeoutExpired:
             return Died(when, "closed its connection")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -302,7 +306,7 @@ class _Pool:
         new = [_Rank(rank, Path(self._directory.name)) for rank in range(len(self._ranks), n)]
         self._ranks += new  # at once, so that kill() finds them
         for rank in new:
-            ready = rank.receive() if rank.connection.poll(START_LIMIT_S) else "nothing"
+            ready = rank.receive() if rank.connection.poll(limit_s()) else "nothing"
             if not isinstance(ready, int):
                 output = rank.output.read_text(errors="replace")
                 self.kill()
@@ -316,7 +320,7 @@ class _Pool:
         __tracebackhide__ = True
         for rank in ranks:
             rank.send("release")
-        problems = _unreleased(ranks, RELEASE_LIMIT_S)
+        problems = _unreleased(ranks, limit_s(RELEASE_LIMIT_S))
         if problems:
             text = "\n".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
             stacks = self._stacks(ranks, list(problems))
@@ -366,7 +370,7 @@ class _Pool:
         else:
             for rank in returned:
                 ranks[rank].send("release")
-            problems = _unreleased(ranks, GRACE_S)
+            problems = _unreleased(ranks, limit_s(GRACE_S))
             text += _output(ranks)
             if problems:
                 self.kill()
@@ -377,7 +381,7 @@ class _Pool:
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(signal.SIGUSR1)
-        end = time.monotonic() + STACK_LIMIT_S
+        end = time.monotonic() + limit_s(STACK_LIMIT_S)
         for rank in ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.process.wait(max(0.0, end - time.monotonic()))
@@ -410,7 +414,7 @@ def _answers(ranks: list[_Rank], timeout: float) -> dict[int, Any]:
             return answers
         if not grace and any(isinstance(answer, Raised) for answer in answers.values()):
             grace = True
-            end = min(end, time.monotonic() + GRACE_S)
+            end = min(end, time.monotonic() + limit_s(GRACE_S))
     return answers
 
 

@@ -9,6 +9,11 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 TEST_ALL = os.environ.get("FSDP_COMPAT_TEST_ALL") == "1"
+EXTENT = (
+    "All cases of large matrices run, as FSDP_COMPAT_TEST_ALL is 1."
+    if TEST_ALL
+    else "Large matrices are sampled, by .ci/run too; FSDP_COMPAT_TEST_ALL=1 runs all cases."
+)
 
 
 def sample(values: Sequence[Value], *chosen: int) -> list[Value]:

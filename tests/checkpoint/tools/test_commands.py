@@ -28,6 +28,7 @@ from fsdp_compat.errors import CheckpointError, explain
 from tests.checkpoint.tools.archives import archive, opens
 from tests.checkpoint.tools.program import run
 from tests.support.checkpoints import FACTS
+from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "a\x1b[31mred\nmodel/b\r\x9b2J\u202eabc[bold]$\\frac:smile:"
@@ -451,7 +452,12 @@ def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path) -> Non
     command = [sys.executable, "-c", PROGRAM, str(model), "fsdp-compat"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=environment
+        command,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=limit_s(),
+        env=environment,
     )
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -5,7 +5,6 @@ It has 1 GB, and 4 GB with FSDP_COMPAT_TEST_ALL=1."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,9 +22,10 @@ from fsdp_compat.checkpoint._tools.archive import (
 from fsdp_compat.checkpoint._tools.native import write_native
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from tests.support.programs import python
 from tests.support.sampling import at_most
+from tests.support.time_limit import limit_s
 
-ROOT = Path(__file__).parents[3]
 NUM_TENSORS, ROWS, COLUMNS = at_most(4, of_all=17), 10_000, 6_250  # 250 MB each
 NBYTES = 4 * NUM_TENSORS * ROWS * COLUMNS
 LIMIT_NBYTES = 600_000_000
@@ -77,15 +77,7 @@ def test_a_gigabyte_is_merged_within_600_mb(tmp_path: Path) -> None:
     assert at_most(1_000_000_000, of_all=4_000_000_000) <= NBYTES
     on_disk = sum(512 * file.stat().st_blocks for file in path.iterdir())
     assert on_disk >= NBYTES, "no holes"
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path), str(target)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-c", PROGRAM, path, target, timeout=limit_s(900))
     peak = int(ran.stdout.splitlines()[-1])
     assert peak <= LIMIT_NBYTES, f"{peak / 1e6:.0f} MB resident"
     assert diff(path, target).is_same

@@ -773,7 +773,7 @@ def _try_all(name: str, use_orig_params: bool) -> list[Outcome]:
 def test_bad_input_raises_the_same_error_on_every_rank_and_changes_nothing(
     name: str, use_orig_params: bool
 ) -> None:
-    by_rank = run_ranks(2, _try_all, name, use_orig_params, group_timeout=15)
+    by_rank = run_ranks(2, _try_all, name, use_orig_params)
     for case, *found in zip(GROUPS[name].chosen(use_orig_params), *by_rank, strict=True):
         with about(case):
             for outcome in found:
@@ -843,7 +843,7 @@ def _try_all_inside(place: str) -> list[list[Outcome]]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_call_during_forward_or_backward_raises_and_the_pass_completes(place: str) -> None:
-    by_rank = run_ranks(2, _try_all_inside, place, group_timeout=15)
+    by_rank = run_ranks(2, _try_all_inside, place)
     for case, *found in zip(_chosen_inside(place), *by_rank, strict=True):
         for inside, raised in found:
             with about(case):
@@ -926,7 +926,7 @@ AFTER_DESTRUCTION = (
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-@on_ranks(2, timeout=20, group_timeout=5)
+@on_ranks(2, group_timeout=5)
 def test_model_works_or_raises_after_its_process_group_is_destroyed(used_before: bool) -> None:
     model = shard()
     names = {"m": model, "o": adam(model)}

@@ -387,7 +387,7 @@ def test_clipping_takes_one_norm_and_one_product_per_unit(use_orig_params: bool)
 
 @both_forms
 @both_calls
-@on_ranks(2, group_timeout=20)
+@on_ranks(2)
 def test_one_nonfinite_element_makes_norm_and_gradients_nonfinite_everywhere(
     by_torch: bool, use_orig_params: bool
 ) -> None:
@@ -544,7 +544,7 @@ def _by_definition(grads: Sequence[Tensor], max_norm: float, norm_type: float) -
     return norm
 
 
-@on_ranks(2, group_timeout=15)
+@on_ranks(2)
 def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
     model = FSDP(Stack())
     model(_vectors()).pow(2).sum().backward()

@@ -219,7 +219,7 @@ def test_hook_works_with_nested_frozen_and_offloaded_units(
 
 
 @pytest.mark.parametrize(("num_ranks", "use_orig_params"), [(2, True), (3, False)])
-@on_ranks("num_ranks", timeout=20)
+@on_ranks("num_ranks")
 def test_hook_order_is_the_same_on_ranks_that_use_different_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:

@@ -26,6 +26,7 @@ import fsdp_compat
 from fsdp_compat import CPUOffload, FullyShardedDataParallel, MixedPrecision, UsageError
 from fsdp_compat._engine.state_store import store_of
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[3]
 WORLD_SIZES = (8, 16384)
@@ -186,7 +187,11 @@ def found() -> Found:
         "sys.stdout.buffer.write(pickle.dumps(everything()))"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, cwd=ROOT, timeout=200, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        cwd=ROOT,
+        timeout=limit_s(),
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr.decode()
     answer = pickle.loads(ended.stdout)

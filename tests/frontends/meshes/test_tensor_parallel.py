@@ -230,7 +230,7 @@ def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumula
     plan: Plan, use_orig_params: bool
 ) -> None:
     functions = [_trains, _trains_partly_frozen, _accumulates]
-    run_ranks(4, in_one_call, functions, plan, use_orig_params, timeout=120)
+    run_ranks(4, in_one_call, functions, plan, use_orig_params)
 
 
 @on_ranks(2)
@@ -352,7 +352,7 @@ def test_full_states_load_back_and_summon_full_params_writes_back(
 ) -> None:
     functions = [_saves_and_loads, _moves_optimizer_state, _shows_whole_parameters]
     some = functions[::2] if plan is blocks_only else functions[1:2]
-    run_ranks(4, in_one_call, some, plan, use_orig_params, timeout=120)
+    run_ranks(4, in_one_call, some, plan, use_orig_params)
 
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:

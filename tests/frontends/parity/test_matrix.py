@@ -59,7 +59,7 @@ def _draw(num_ranks: int, rng: random.Random) -> list[Case]:
 def test_any_settings_train_as_the_unsharded_model(num_ranks: int) -> None:
     rng = random.Random(num_ranks)
     for _ in range(NUM_CALLS):
-        run_ranks(num_ranks, run_cases, _draw(num_ranks, rng), timeout=180)
+        run_ranks(num_ranks, run_cases, _draw(num_ranks, rng))
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), CHOSEN)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -40,9 +38,10 @@ from tests.support.faults import (
     message_of_first,
     planted,
 )
+from tests.support.programs import ROOT, python
 from tests.support.ranks import on_ranks
+from tests.support.time_limit import limit_s
 
-ROOT = Path(__file__).parents[3]
 HERE = re.escape(str(ROOT / "tests"))
 BOTH_WORLDS = pytest.mark.parametrize("ranks", [2, 3])
 # in_place: the model is sharded with fully_shard
@@ -99,7 +98,7 @@ def called(rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_different_calls_are_refused_and_the_next_step_trains(
     in_place: bool, tmp_path: Path
 ) -> None:
@@ -116,7 +115,7 @@ def test_different_calls_are_refused_and_the_next_step_trains(
 
 
 @ON_FRONT_ENDS
-@on_ranks("ranks", timeout=120)
+@on_ranks("ranks")
 def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
     ranks: int, in_place: bool, tmp_path: Path
 ) -> None:
@@ -131,7 +130,7 @@ def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
             subject.assert_trains()
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_calls_that_an_idle_rank_does_not_make_are_refused_and_the_next_step_trains(
     tmp_path: Path,
 ) -> None:
@@ -164,7 +163,7 @@ WRONG: dict[str, Call] = {
 
 
 @BOTH_WORLDS
-@on_ranks("ranks", timeout=120)
+@on_ranks("ranks")
 def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
     subject = subject_of(tmp_path)
     with limits(idle_s=20):
@@ -176,7 +175,7 @@ def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Pat
 
 
 @ON_FRONT_ENDS
-@on_ranks("ranks", timeout=120)
+@on_ranks("ranks")
 def test_an_exception_on_all_ranks_gives_nothing_up(
     ranks: int, in_place: bool, tmp_path: Path
 ) -> None:
@@ -194,7 +193,7 @@ def test_an_exception_on_all_ranks_gives_nothing_up(
 
 
 @ON_FRONT_ENDS
-@on_ranks("ranks", timeout=120)
+@on_ranks("ranks")
 def test_a_rank_that_raises_alone_in_a_step_fails_all_ranks_for_good(
     ranks: int, in_place: bool, tmp_path: Path
 ) -> None:
@@ -228,7 +227,7 @@ def interrupt() -> None:
 
 
 @BOTH_WORLDS
-@on_ranks("ranks", timeout=120)
+@on_ranks("ranks")
 def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(
     ranks: int, tmp_path: Path
 ) -> None:
@@ -283,12 +282,4 @@ def test_a_wait_beyond_the_time_limit_fails_all_ranks_for_good(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_killed_rank_fails_the_others_for_good_and_a_stopped_one_is_waited_for() -> None:
     """A rank is stopped for 20 s: twice the 10 s after which one that idles is given up."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.faults"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    python("-m", "tests.support.faults", timeout=limit_s(400))

@@ -38,7 +38,7 @@ def _rank_uses(*uses: str) -> list[Step]:
 @each_value
 @both_forms
 @both_strategies
-@on_ranks(2, group_timeout=30)
+@on_ranks(2)
 def test_every_rank_may_use_other_units_in_every_step(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:

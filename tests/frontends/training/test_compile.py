@@ -126,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2, timeout=240)
+@on_ranks(2)
 def test_compiled_modules_train_as_unsharded(name: str) -> None:
     case = CASES[name]
     backend, build = Backend(case.backend), partial(Stack, 2, case.make)
@@ -154,7 +154,7 @@ def test_compiled_modules_train_as_unsharded(name: str) -> None:
         assert backend.num_graphs - first <= 2, "compiled again and again"
 
 
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_a_function_that_calls_the_model_may_be_compiled() -> None:
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x * 2).tanh() + 1).pow(2).mean()
@@ -167,7 +167,7 @@ def test_a_function_that_calls_the_model_may_be_compiled() -> None:
         assert 1 <= backend.num_graphs <= 8, backend.num_graphs
 
 
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_compiled_blocks_compute_in_the_dtype_of_the_unit() -> None:
     found = []
     for prepare in (_unchanged, _blocks):

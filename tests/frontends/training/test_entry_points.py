@@ -161,7 +161,7 @@ CASES = [  # number of ranks, strategy, synced, use_orig_params
 
 
 @pytest.mark.parametrize(("num_ranks", "strategy", "synced", "use_orig_params"), CASES)
-@on_ranks("num_ranks", timeout=120)
+@on_ranks("num_ranks")
 def test_a_registered_method_returns_what_it_returned_unwrapped(
     num_ranks: int, strategy: ShardingStrategy, synced: bool | None, use_orig_params: bool
 ) -> None:
