@@ -66,7 +66,7 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When backward starts to gather the next unit. None instead of a member: when it is needed.
+    """When backward starts to gather the next unit. None in place of a member: when it is needed.
 
     BACKWARD_PRE   before the current unit's gradients are computed: most overlap, two unsharded
                    units in memory

@@ -31,7 +31,7 @@ _NOT_INCLUDED = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a training step of one rank takes. ``print`` shows it as a table."""
+    """What a training step takes on one rank. ``print`` shows it as a table."""
 
     world_size: int
     rank: int
@@ -136,23 +136,30 @@ def plan(
 ) -> Plan:
     """Return the memory and the traffic of a training step of one of ``world_size`` ranks.
 
-    Two steps run on the meta device, with the engine's own schedule, and the second counts. It
-    needs no GPU and no process group; call it before init_process_group. ``model`` stays as it is.
+    Two steps run on the meta device, with the engine's own schedule, and the second one counts. No
+    GPU and no process group are needed; call it before init_process_group. ``model`` is unchanged.
 
-    model: on the meta device, in the mode (train or eval) that is planned. batch: what its forward
-    takes, a dict or a sequence; only shapes and dtypes count. wrap: shards a model in place, or
-    returns it sharded, by either front end (meshes: those of the CPU); by default
-    ``FullyShardedDataParallel(model, **fsdp)``. optimizer: makes one (not fused) from the
-    parameters. loss: of the output, which is held during backward; by default its ``loss``, or the
-    mean of its first tensor. step: runs forward and backward in the place of that. device: of the
-    estimate of the time. reserve: see `Plan`.
+    Args:
+        model: on the meta device, in the mode (train or eval) to plan for.
+        world_size: the number of ranks.
+        batch: the arguments of forward: a dict, a sequence or one tensor. Only shapes and dtypes
+            count.
+        wrap: shards a model in place, or returns it sharded, with either front end (device meshes
+            are those of the CPU). Default: ``FullyShardedDataParallel(model, **fsdp)``.
+        optimizer: makes the optimizer, which must not be fused, from the parameters.
+        loss: returns the loss for the output, which is held during backward. Default: the output's
+            ``loss``, or the mean of its first tensor.
+        step: runs forward and backward itself, in place of ``loss``.
+        rank: the planned rank.
+        device: the accelerator to estimate times for.
+        reserve: bytes that ``Plan.fits`` keeps free for memory that is not simulated.
 
-    On accelerators attention without dropout is taken to be fused. What is asked of values that do
-    not exist (``.item()``) is answered by 1 or True, and listed in ``assumed``. CPU offload and
+    Attention without dropout is taken to be fused, as on accelerators. An operation that needs
+    values, such as ``.item()``, returns 1 or True and is listed in ``assumed``. CPU offload and
     ``allow_unused_units`` cannot be planned.
 
-    Raises UsageError if parameters are not on the meta device, if there is a process group, and
-    what wrapping and the step raise."""
+    Raises UsageError if parameters are not on the meta device or if there is a process group, and
+    whatever wrapping and the step raise."""
     _check(model, world_size, rank, wrap, fsdp)
     machine = machine_named(device)
     batch = map_tensors(batch, lambda tensor: tensor.to("meta"))

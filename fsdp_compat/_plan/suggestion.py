@@ -24,7 +24,7 @@ _SETTINGS: tuple[Mapping[str, Any], ...] = (
 
 
 class Suggestion(NamedTuple):
-    """Arguments of FullyShardedDataParallel, what they take, and what to do if that is too much."""
+    """Arguments of FullyShardedDataParallel, the plan with them, and advice if it does not fit."""
 
     arguments: Mapping[str, Any]
     plan: Plan

@@ -23,11 +23,12 @@ class ShardedEMA:
     def __init__(
         self, model: nn.Module, decay: float = 0.999, dtype: torch.dtype | None = None
     ) -> None:
-        """The averages begin as the parameters are now. decay: from 0 to 1, how much of an average
-        each update keeps. dtype: of the averages, such as fp32 for bf16 parameters; None: the
-        parameters'.
+        """Start the averages at the current parameters.
 
-        Collective if fully_shard was just applied. Raises UsageError."""
+        decay: from 0 to 1, how much of an average each update keeps. dtype: of the averages, such
+        as fp32 for bf16 parameters; None: the parameters'.
+
+        Collective if it is the first use of the model since fully_shard. Raises UsageError."""
         require_module(model, "ShardedEMA")
         if not 0 <= decay <= 1:
             raise UsageError.of(
@@ -58,7 +59,7 @@ class ShardedEMA:
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
-        """A context in which the model has the averages; what is written to it stays in them.
+        """Give the model the averages inside the context; what is written to it changes them.
 
         Raises StateError inside forward or backward."""
         self._exchange()

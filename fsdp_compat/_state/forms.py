@@ -29,7 +29,8 @@ def set_state_dict_type(
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
     """Set the state dict type of all units in ``module``, which need not be a unit itself, and
-    return the previous settings; of a mixed model, those of the wrapped modules."""
+    return the previous settings. If a model mixes both front ends, they are those of the wrapped
+    modules."""
     require_module(module, "set_state_dict_type")
     kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
     if kind is None:
@@ -95,7 +96,7 @@ def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the one state dict type of all units; raises UsageError if there is none."""
+    """Return the state dict type of all units. Raises UsageError if they differ."""
     require_module(module, "get_state_dict_type")
     return _one_form(model_units_in(module), module)
 

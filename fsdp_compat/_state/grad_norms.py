@@ -21,7 +21,8 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
     """Return {name before wrapping: norm of the gradient, 0-d} of all trainable parameters.
 
     The norms are those of the whole gradients, in fp32, and 0 for a parameter without gradient on
-    any rank. Gradients that ShardedGradScaler has scaled are scaled. norm_type: positive, or inf.
+    any rank. Norms of gradients that ShardedGradScaler has scaled include its scale. norm_type:
+    positive, or inf.
 
     Collective: all ranks, with one all-reduce per shard axis, of a number for each parameter.
     Raises StateError inside forward and backward, and for gradients that are not reduced."""

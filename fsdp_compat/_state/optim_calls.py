@@ -66,8 +66,8 @@ def optim_state_dict(
     The optimizers of all ranks must hold the same parameters, in any order, except for parameters
     that a rank has no part of.
 
-    In the sharded form tensors are copies of this rank's boxes. For an optimizer without state, the
-    result is what its first step would create, so that torch.distributed.checkpoint can read a
+    In the sharded form tensors are copies of this rank's shards. For an optimizer without state,
+    the result is what its first step would create, so that torch.distributed.checkpoint can read a
     checkpoint into it.
 
     A state that is neither a number nor has one element per element of its parameter is rank-local:
@@ -99,7 +99,7 @@ def optim_state_dict_to_load(
     with do not matter. ``load_directly`` also loads the result into ``optim``.
 
     Collective: one small exchange, in which ranks agree whether the dict fits. With full values, or
-    boxes of this rank's shards, nothing else is sent; other sharded values are gathered. With
+    this rank's own shards, nothing else is sent; other sharded values are gathered. With
     ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the first may
     pass None; the first rank sends them their state, one unit at a time.
     """

@@ -38,14 +38,15 @@ class ShardParamInfo(typing.NamedTuple):
 
 
 class FlatParameter(nn.Parameter):
-    """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, in one place."""
+    """This rank's shard of a unit's flattened parameters of one dtype, which the optimizer updates:
+    1-D, with padding."""
 
     _fsdp_flattened = _is_flat_param = True  # by which clients recognise a FlatParameter
     _layout: FlatLayout
     _rank: int
 
     def describe(self, layout: FlatLayout, rank: int) -> None:
-        """Set its layout and rank, from which the attributes below follow."""
+        """Set the layout and the rank, which determine the attributes below."""
         self._layout, self._rank = layout, rank
 
     @property

@@ -49,12 +49,12 @@ class MixedPrecisionPolicy:
 
 @dataclasses.dataclass
 class OffloadPolicy:
-    """Nothing is offloaded."""
+    """Keep everything on the device that computes."""
 
 
 @dataclasses.dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, their gradients and optimizer state live on the CPU.
+    """Keep sharded parameters, their gradients and optimizer state on the CPU.
 
     Attributes:
         pin_memory: pin this memory, so that copies to and from the device overlap with computation.
@@ -65,9 +65,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclasses.dataclass
 class DataParallelMeshDims:
-    """The dimensions of a whole mesh that are data-parallel, by name.
+    """The data-parallel dimensions of a mesh, by name.
 
-    Several names are flattened into one dimension. Raises UsageError if neither is given.
+    Several names for one of them are flattened into one dimension. Raises UsageError if neither
+    is given.
 
     Attributes:
         shard: over which parameters are sharded.
@@ -179,7 +180,7 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
 @dataclasses.dataclass
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
-    """A mesh with both dimensions."""
+    """A mesh with a dimension that parameters are sharded over, and one of replicas."""
 
 
 def _no_dimension(names: str, where: str) -> AssertedUsageError:
@@ -194,7 +195,7 @@ def _no_dimension(names: str, where: str) -> AssertedUsageError:
 
 @dataclasses.dataclass
 class ShardPlacementResult:
-    """An answer of ``shard_placement_fn``: the dimension of the parameter to shard (None: 0), and
+    """What ``shard_placement_fn`` may return: the dimension of the parameter to cut (None: 0), and
     the mesh to shard it over."""
 
     placement: Shard | None

@@ -75,14 +75,14 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules whose parameters are unsharded together: until each
-            of them was called, or the outermost forward has ended.
+            of them has been called, or the outermost forward has ended.
         mesh: 1-D: parameters are sharded over its ranks. 2-D with names: replicated over the first
-            dimension, sharded over the second. None: all ranks. Its device type says which device
-            computes.
+            dimension, sharded over the second. None: all ranks. Parameters are computed with on its
+            device type.
         reshard_after_forward: True: free unsharded parameters after forward, and all-gather them
             again in backward. False: keep them, which costs memory. None: True, except for the
-            root. A number: after forward keep the part of one of so many ranks, and all-gather
-            among these in backward; it divides the number of ranks that parameters are sharded
+            root. A number n: after forward each rank keeps 1/n of the parameters, and backward
+            all-gathers among n ranks; n divides the number of ranks that parameters are sharded
             over.
         shard_placement_fn: returns for a parameter the ``Shard(dim)`` to cut it along, a
             ShardPlacementResult with another mesh, or None for ``Shard(0)`` on ``mesh``.
@@ -96,7 +96,7 @@ def fully_shard(
 
     Raises UsageError, with nothing changed, for arguments and modules that cannot be used.
     Collective only where process groups are made: for a number as ``reshard_after_forward``, and
-    for several names of a dimension in ``dp_mesh_dims``.
+    for several names for a dimension in ``dp_mesh_dims``.
     """
     planned = plan(owners=state.owners, **locals())  # there are no other local names yet
     made = state.apply(planned)

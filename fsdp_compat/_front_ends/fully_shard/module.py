@@ -94,7 +94,7 @@ class FSDPModule(_Module):
         return "\n".join(filter(None, lines))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state dict, of DTensors.
+        """Return the state dict; its parameters are DTensors.
 
         After ``FullyShardedDataParallel.set_state_dict_type(model, FULL_STATE_DICT)`` parameters
         are whole tensors instead. Collective then.
@@ -158,7 +158,7 @@ class FSDPModule(_Module):
         ``set_requires_gradient_sync(False)`` included.
 
         Not needed for the next step to work, but it frees memory and drops partial gradients at
-        once. Raises RuntimeError on other modules than the root.
+        once. Raises StateError on any module but the root.
         """
         state = self._get_fsdp_state()
         require_root(state.is_root, state.label, "reset_iter_state()")
