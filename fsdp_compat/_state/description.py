@@ -57,7 +57,7 @@ class StoreFacts(typing.NamedTuple):
     @property
     def gathered_nbytes(self) -> int:
         sent = self.store.dtype if self.store.has_extension else self.precision.gather
-        return self.ranks * self.store.numel * sent.itemsize
+        return self.ranks * self.store.numel * sent.itemsize if self.ranks > 1 else 0
 
     def own_numel(self, index: int) -> int:
         """Return how many elements of a parameter this rank has."""
@@ -88,7 +88,7 @@ class UnitDescription:
     numel: int  # of the whole parameters
     own_numel: int  # of these, on this rank
     shard_nbytes: int  # of the parameters on this rank
-    gathered_nbytes: int  # of the output of an all-gather
+    gathered_nbytes: int  # of the output of an all-gather; 0 with one rank
     # stored, computed in, reduced in; each combination once
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
 

@@ -135,7 +135,7 @@ def test_replicas_and_modules_in_groups_are_named() -> None:
     rest = " over 1 rank, 2 replicas, 56 of 56 elements here, fp32"
     assert str(describe(hybrid).units[0]) == f"HYBRID_SHARD{rest}"
     assert f"fully_shard{rest}" in repr(fully_shard(nn.Linear(7, 7), mesh=mesh))
-    assert "2 x 1" in str(describe(hybrid))
+    assert "2 x 1" in str(describe(hybrid)) and describe(hybrid).units[0].gathered_nbytes == 0
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
     fully_shard([model[0], model[1]])
     assert [(unit.name, unit.numel) for unit in describe(model).units] == [("0", 112)]
