@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import socket
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ._engine import events
 from ._engine.black_box import BlackBox, Record, read
-from ._engine.events import Event
 
 DESCRIPTION = """Compare what the ranks of a run did last. The run must have had
 FSDP_COMPAT_BLACK_BOX=FOLDER in its environment; it may still run, or have been killed."""
 EPILOG = """FSDP_COMPAT_BLACK_BOX=/dev/shm/box torchrun --nproc-per-node 2 train.py
 fsdp-compat diagnose /dev/shm/box --trace out.json"""
-_COMMUNICATIONS = {Event.UNSHARDING: "all-gather", Event.REDUCING: "reduction"}
+_COMMUNICATIONS = {
+    events.UNSHARDING: "all-gather",
+    events.REDUCING: "reduction",
+    events.GATHERING_STATE: "gather of state",
+}
 _MIN_EXCESS_MS = 20.0  # of a slow rank between two units: less is the machine's noise
 _NOTHING = "nothing more"
 
 Boxes = Mapping[int, BlackBox]
+Sequences = Mapping[int, Sequence[Record]]  # of each rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +67,7 @@ def report(boxes: Boxes) -> list[str]:
 
 
 def _fate(box: BlackBox) -> str:
-    if any(record.event is Event.ENDED for record in box.records[-1:]):
+    if box.has_ended:
         return "ended by itself"
     if box.is_running:
         return f"is still running (process {box.pid})"
@@ -71,12 +77,13 @@ def _fate(box: BlackBox) -> str:
 
 
 def _last(box: BlackBox, end: int) -> str:
-    units = [record for record in box.records if record.event is not Event.ENDED]
-    if not units:
-        return "no event"
-    last = units[-1]
+    if not box.records:
+        return "used no unit"
+    last = box.records[-1]
+    is_waiting = last.event == events.WAITING and not last.until
+    waits = ", whose all-gather has not ended" if is_waiting else ""
     return (
-        f"last event {last.event.name} of {last.unit}, forward {last.forwards}, "
+        f"last {_named(last)}{waits}, forward {last.forward}, "
         f"{(end - last.ns) / 1e6:.0f} ms before the last of any rank"
     )
 
@@ -86,46 +93,38 @@ def _last(box: BlackBox, end: int) -> str:
 
 def _differences(boxes: Boxes) -> list[str]:
     """Return the first difference: in the units that ranks use, or in what they communicate."""
-    uses = {rank: _sequence(box, (Event.WAITING,), "uses") for rank, box in boxes.items()}
-    sent = {
-        rank: _sequence(box, tuple(_COMMUNICATIONS), "communications")
+    found = []
+    # Of the same forward, the use of a unit says more than what was sent: prefetching sends ahead.
+    for kinds in ((events.WAITING,), tuple(_COMMUNICATIONS)):
+        sequences = _sequences(boxes, kinds)
+        for number, records in enumerate(itertools.zip_longest(*sequences.values())):
+            if len(set(map(_named, records))) > 1:
+                found.append((min(each.forward for each in records if each), number, sequences))
+                break
+    if not found:
+        return ["All ranks have used the same units, and communicated in the same order."]
+    forward, number, sequences = min(found, key=lambda each: each[0])
+    before = _at(sequences, number - 1) if number else {}
+    where = "".join({f", after the {_named(record)}" for record in before.values()})
+    lines = [f"The ranks part in forward {forward}{where}:"]
+    lines += [f"  rank {rank}: {_named(each)}" for rank, each in _at(sequences, number).items()]
+    return lines + _verdicts(number, sequences)
+
+
+def _sequences(boxes: Boxes, kinds: Collection[int]) -> Sequences:
+    """Return the events of some kinds, from the first that all boxes hold."""
+    start = max(box.records[0].number for box in boxes.values() if box.records)
+    return {
+        rank: [each for each in box.records if each.event in kinds and each.number >= start]
         for rank, box in boxes.items()
     }
-    found = [_first_difference(each) for each in (uses, sent)]
-    parts = [each for each in found if each is not None]
-    if not parts:
-        return ["All ranks have used the same units, and communicated in the same order."]
-    # the use of a unit says more than what was sent: prefetching sends ahead
-    number, records = min(parts, key=lambda part: _forward(part[1]))
-    sequences = uses if found[0] is not None and found[0][1] is records else sent
-    what = "use" if sequences is uses else "communication"
-    lines = [f"The ranks part in forward {_forward(records)}, at {what} {number}:"]
-    lines += [f"  rank {rank}: {_named(record)}" for rank, record in records.items()]
-    lines += _verdicts(number, records, sequences)
-    return lines
 
 
-def _sequence(box: BlackBox, events: Sequence[Event], counter: str) -> dict[int, Record]:
-    return {getattr(each, counter): each for each in box.records if each.event in events}
-
-
-def _first_difference(
-    sequences: Mapping[int, Mapping[int, Record]],
-) -> tuple[int, dict[int, Record | None]] | None:
-    """Return the number of the first place where ranks differ, and what each has there."""
-    if not all(sequences.values()):
-        return None
-    first = max(map(min, sequences.values()))
-    last = max(map(max, sequences.values()))
-    for number in range(first, last + 1):
-        records = {rank: sequence.get(number) for rank, sequence in sequences.items()}
-        if len(set(map(_named, records.values()))) > 1:
-            return number, records
-    return None
-
-
-def _forward(records: Mapping[int, Record | None]) -> int:
-    return min(record.forwards for record in records.values() if record is not None)
+def _at(sequences: Sequences, number: int) -> dict[int, Record | None]:
+    return {
+        rank: sequence[number] if number < len(sequence) else None
+        for rank, sequence in sequences.items()
+    }
 
 
 def _named(record: Record | None) -> str:
@@ -134,12 +133,9 @@ def _named(record: Record | None) -> str:
     return f"{_COMMUNICATIONS.get(record.event, 'use')} of {record.unit}"
 
 
-def _verdicts(
-    number: int,
-    records: Mapping[int, Record | None],
-    sequences: Mapping[int, Mapping[int, Record]],
-) -> list[str]:
+def _verdicts(number: int, sequences: Sequences) -> list[str]:
     """Say of each rank that is not with the most what it did; with two ranks, of the second."""
+    records, later = _at(sequences, number), _at(sequences, number + 1)
     usual = collections.Counter(map(_named, records.values())).most_common(1)[0][0]
     most = next(rank for rank, record in records.items() if _named(record) == usual)
     if usual == _NOTHING:  # those that stopped are to be explained
@@ -149,10 +145,9 @@ def _verdicts(
     for rank, record in records.items():
         if _named(record) == usual:
             continue
-        later = sequences[most].get(number + 1), sequences[rank].get(number + 1)
         if record is None:
             lines.append(f"  Rank {rank} did not come to the {usual}.")
-        elif _named(later[0]) == _named(record) and _named(later[1]) != usual:
+        elif _named(later[most]) == _named(record) and _named(later[rank]) != usual:
             lines.append(f"  Rank {rank} skipped the {usual}, or rank {most} did it once more.")
         else:
             lines.append(
@@ -193,44 +188,38 @@ def _times(
     records: Sequence[Record],
 ) -> tuple[float, dict[tuple[str, str], list[float]]]:
     """Return the share of the time that is spent in waits, and the milliseconds from the end of
-    each wait to the next wait, by the units of both."""
-    waited, since = 0, dict[str, int]()
+    each wait to the next wait of the same forward, by the units of both."""
+    waits = [record for record in records if record.event == events.WAITING and record.until]
     between = collections.defaultdict[tuple[str, str], list[float]](list)
-    last: Record | None = None
-    for record in records:
-        if record.event is Event.WAITING:
-            since[record.unit] = record.ns
-            if last is not None:
-                between[last.unit, record.unit].append((record.ns - last.ns) / 1e6)
-        elif record.event is Event.UNSHARDED and record.unit in since:
-            waited += record.ns - since.pop(record.unit)
-            last = record
-        elif record.event is Event.REDUCED:
-            last = None  # what follows is the user's step
+    for last, record in itertools.pairwise(waits):
+        if last.forward == record.forward:  # else the user's step is between them
+            between[last.unit, record.unit].append((record.ns - last.until) / 1e6)
     span = records[-1].ns - records[0].ns if records else 0
-    return waited / max(span, 1), between
+    return sum(record.until - record.ns for record in waits) / max(span, 1), between
 
 
 # -- the timeline
 
 
 def timeline(boxes: Boxes) -> list[dict[str, Any]]:
-    """Return Chrome trace events: a process for each rank, with rows for all-gathers, for the time
-    in which units are unsharded, and for reductions."""
+    """Return Chrome trace events: a process for each rank, with rows for all-gathers, for the waits
+    for them, and for what else has happened."""
     found: list[dict[str, Any]] = []
     for rank, box in boxes.items():
-        since: dict[str, tuple[str, int]] = {}
+        since: dict[str, int] = {}  # by unit, of its all-gather
         for record in box.records:
-            of_all = {"pid": rank, "ts": record.ns / 1e3}
-            if record.event in (Event.UNSHARDING, Event.UNSHARDED, Event.SHARDED, Event.PARTIAL):
-                if record.unit in since:
-                    row, start = since.pop(record.unit)
-                    took = {"ts": start / 1e3, "dur": (record.ns - start) / 1e3}
-                    found.append({**of_all, "ph": "X", "tid": row, "name": record.unit, **took})
-                if record.event in (Event.UNSHARDING, Event.UNSHARDED):
-                    row = "all-gather" if record.event is Event.UNSHARDING else "unsharded"
-                    since[record.unit] = row, record.ns
+            if record.event == events.UNSHARDING:
+                since[record.unit] = record.ns
+            elif record.until:
+                start = since.pop(record.unit, record.ns)
+                found.append(_span(rank, "all-gather", record.unit, start, record.until))
+                found.append(_span(rank, "wait", record.unit, record.ns, record.until))
             else:
-                name = f"{record.event.name} {record.unit}"
-                found.append({**of_all, "ph": "i", "s": "t", "tid": "events", "name": name})
+                at = {"pid": rank, "tid": "events", "ts": record.ns / 1e3}
+                found.append({**at, "ph": "i", "s": "t", "name": _named(record)})
     return found
+
+
+def _span(rank: int, row: str, name: str, start: int, end: int) -> dict[str, Any]:
+    took = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+    return {"pid": rank, "tid": row, "name": name, "ph": "X", **took}

@@ -29,7 +29,6 @@ from ..errors import StateError
 from . import events, hooks
 from .checks import Checks
 from .device import side_stream
-from .events import Event
 from .gathering import Gathering, Prefetch, RuntimeOptions
 from .gradients import Gradients, InFlightReductions
 from .group import Group
@@ -223,7 +222,7 @@ class BackwardRunner:
 
     def _start(self, unit: Unit, received: list[Gradients]) -> None:
         """Collective."""
-        events.tell(Event.REDUCING, unit.label)
+        events.tell(events.REDUCING, unit.label)
         self.reductions.start(received)
 
     def _stream_of(self, unit: Unit, at_end: bool) -> contextlib.AbstractContextManager[None]:
@@ -265,7 +264,7 @@ class BackwardRunner:
                     gradients.sharded.record()
                     self._has_recorded = True
             self.reductions.finish()
-            events.tell(Event.REDUCED, self._units[0].label)
+            events.tell(events.REDUCED, self._units[0].label)
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False

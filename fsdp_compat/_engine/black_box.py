@@ -2,7 +2,10 @@
 in C++, and a wait inside of a backend, where no Python code runs any more.
 
 ``FSDP_COMPAT_BLACK_BOX=folder`` keeps a file of 130 KiB per rank in that folder, which should be on
-a local disk or in /dev/shm. ``fsdp-compat diagnose FOLDER`` compares those of all ranks."""
+a local disk or in /dev/shm. ``fsdp-compat diagnose FOLDER`` compares those of all ranks.
+
+A record is four 64-bit words, each in a column of its own. Its number is written last: a record cut
+short by a kill still has the number of the one that it replaces, the oldest, which is not read."""
 
 from __future__ import annotations
 
@@ -24,29 +27,26 @@ from .._comm.divergence import progress
 from ..errors import UsageError
 from . import events
 from .device import is_simulated
-from .events import Event
 
 VARIABLE = "FSDP_COMPAT_BLACK_BOX"
 _NUM_RECORDS = 1 << 12
 # mark; rank, process id, wall-clock time minus time.perf_counter, both in ns; host
 _HEAD = struct.Struct("<8siIq64s")
-_MARK = b"fsdpbox1"
-_LINE, _ERROR, _RECORDS = slice(512, 1024), slice(1024, 2048), 2048  # in the file
-# number from 1; ns; event; unit; forwards, communications and uses of units that have begun
-_RECORD = struct.Struct("<QQHHIII")
-_pack, _now = _RECORD.pack_into, time.perf_counter_ns
+_MARK = b"fsdpbox2"
+_ENDED, _LINE, _ERROR, _RECORDS = 511, slice(512, 1024), slice(1024, 2048), 2048  # in the file
+_NBYTES = _RECORDS + 4 * 8 * _NUM_RECORDS
+_FORWARD, _UNIT = 1 << 20, 1 << 4  # in a code: forward, unit, event
 
 
 class Record(NamedTuple):
-    """An event. The counts are those of all that has begun until then."""
+    """An event that all ranks tell in the same order."""
 
-    number: int
-    ns: int  # wall-clock time
-    event: Event
+    number: int  # from 1
+    event: int
     unit: str
-    forwards: int
-    communications: int  # all-gathers and reductions, which all ranks begin in the same order
-    uses: int  # waits for a unit's parameters
+    forward: int  # how many have begun
+    ns: int  # wall-clock time
+    until: int  # when a wait has ended; 0 if it has not
 
 
 class BlackBox(NamedTuple):
@@ -58,80 +58,87 @@ class BlackBox(NamedTuple):
     line: str  # of the user's code that called the model last
     error: str  # the exception that ended the last pass; "" for none
     is_running: bool  # the process holds the file, on this host
+    has_ended: bool  # without being killed
     records: list[Record]  # the oldest first
 
 
-class _Ring:
-    """Writes the events of this process."""
-
-    __slots__ = (
-        "_communications",
-        "_forwards",
-        "_has_raised",
-        "_memory",
-        "_names_path",
-        "_number",
-        "_units",
-        "_uses",
-    )
+class _File:
+    """The file of this process, and what is seldom written to it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         self._names_path = folder / f"rank_{rank}.units"
         self._names_path.write_text("")
-        nbytes = _RECORDS + _NUM_RECORDS * _RECORD.size
         with (folder / f"rank_{rank}.box").open("w+b") as file:
-            file.truncate(nbytes)
+            file.truncate(_NBYTES)
             fcntl.flock(file, fcntl.LOCK_EX)  # until the process ends, as the map keeps it open
-            self._memory = mmap.mmap(file.fileno(), nbytes)
+            self.memory = mmap.mmap(file.fileno(), _NBYTES)
         offset, host = time.time_ns() - time.perf_counter_ns(), socket.gethostname().encode()
-        _HEAD.pack_into(self._memory, 0, _MARK, rank, os.getpid(), offset, host[:64])
-        self._units: dict[str, int] = {}
-        self._has_raised = False
-        self._number = self._forwards = self._communications = self._uses = 0
+        _HEAD.pack_into(self.memory, 0, _MARK, rank, os.getpid(), offset, host[:64])
+        self._num_units, self._has_raised = 0, False
 
-    def tell(self, event: int, label: str, error: BaseException | None = None) -> None:
-        if event == 5:  # numbers: attributes of enums are slow
-            self._uses += 1
-        elif event == 2 or event == 6:  # UNSHARDING, REDUCING
-            self._communications += 1
-        elif event == 8:
-            self._forwards += 1
-            self._write(_LINE, progress.location())
-            if self._has_raised:  # and has gone on
-                self._has_raised = False
-                self._write(_ERROR, "")
-        elif error is not None:
-            self._has_raised = True
-            self._write(_ERROR, _described(error))
-        try:
-            unit = self._units[label]
-        except KeyError:
-            unit = self._add(label)
-        number = self._number
-        self._number = number + 1
-        _pack(
-            self._memory,
-            _RECORDS + (number & (_NUM_RECORDS - 1)) * 32,
-            number + 1,
-            _now(),
-            event,
-            unit,
-            self._forwards,
-            self._communications,
-            self._uses,
-        )
-
-    def _add(self, label: str) -> int:
-        unit = self._units[label] = min(len(self._units), 65535)
+    def add_unit(self, label: str) -> int:
+        """Return what stands for a unit in codes."""
         with self._names_path.open("a", encoding="utf-8") as file:
             file.write(label.replace("\n", " ") + "\n")
-        return unit
+        self._num_units += 1
+        return min(self._num_units - 1, 65535) * _UNIT
+
+    def note(self, event: int, error: BaseException | None) -> None:
+        """Write of an event that has no record."""
+        if event == events.FORWARD:
+            self._write(_LINE, progress.location())
+            if self._has_raised:  # and has gone on
+                self._write(_ERROR, "")
+            self._has_raised = False
+        elif event == events.RAISED and error is not None:
+            self._write(_ERROR, _described(error))
+            self._has_raised = True
+        elif event == events.ENDED:
+            self.memory[_ENDED] = 1
 
     def _write(self, where: slice, text: str) -> None:
         nbytes = where.stop - where.start
-        self._memory[where] = text.encode()[:nbytes].ljust(nbytes, b"\0")
+        self.memory[where] = text.encode()[:nbytes].ljust(nbytes, b"\0")
+
+
+def listener(folder: Path, rank: int) -> events.Listener:
+    """Return what writes events to the file of a rank. Raises OSError."""
+    # A closure, because this runs for each unit several times in a step.
+    file = _File(folder, rank)
+    numbers, codes, times, untils = _columns(file.memory)
+    units: dict[str, int] = {}
+    number = slot = forward = 0
+    now, unsharded, last_of_records = time.perf_counter_ns, events.UNSHARDED, events.GATHERING_STATE
+
+    def tell(event: int, label: str, error: BaseException | None = None) -> None:
+        nonlocal number, slot, forward
+        if event > last_of_records:
+            if event == unsharded:
+                untils[slot] = now()
+                return
+            if event == events.FORWARD:
+                forward += _FORWARD
+            file.note(event, error)
+            return
+        try:
+            unit = units[label]
+        except KeyError:
+            unit = units[label] = file.add_unit(label)
+        number += 1
+        slot = number % _NUM_RECORDS
+        codes[slot] = forward + unit + event
+        times[slot] = now()
+        numbers[slot] = number
+
+    return tell
+
+
+def _columns(data: mmap.mmap | bytes) -> list[memoryview]:
+    """Return the words of all records: numbers, codes, times, and ends of waits."""
+    words = memoryview(data)[_RECORDS:].cast("Q")
+    return [words[start : start + _NUM_RECORDS] for start in range(0, len(words), _NUM_RECORDS)]
 
 
 def _described(error: BaseException) -> str:
@@ -159,7 +166,7 @@ def begin_if_asked() -> None:
         return
     _begun = True
     try:
-        ring = _Ring(Path(folder), dist.get_rank())
+        tell = listener(Path(folder), dist.get_rank())
     except OSError as error:
         raise UsageError.of(
             f"{VARIABLE} cannot be used.",
@@ -168,15 +175,15 @@ def begin_if_asked() -> None:
             where="the environment of this process",
             fix="name another folder, or unset it",
         ) from error
-    events.listen(ring.tell)
+    events.listen(tell)
     os.register_at_fork(after_in_child=lambda: events.listen(None))
-    atexit.register(lambda: events.tell(Event.ENDED, ""))
+    atexit.register(lambda: events.tell(events.ENDED, ""))
     before = sys.excepthook
 
     def note_uncaught(
         kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        events.tell(Event.RAISED, "", error)
+        events.tell(events.RAISED, "", error)
         before(kind, error, trace)
 
     sys.excepthook = note_uncaught
@@ -184,22 +191,36 @@ def begin_if_asked() -> None:
 
 def read(path: Path) -> BlackBox:
     """Read the file of a rank. Raises ValueError if it is none, and OSError."""
+    data, later, is_running = path.read_bytes(), path.read_bytes(), False
     with path.open("rb") as file:
-        data, is_running = file.read(), False
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             is_running = True
-    if len(data) < _RECORDS or not data.startswith(_MARK):
+    if len(data) != _NBYTES or not data.startswith(_MARK):
         raise ValueError(f"{path} is not a black box")
     _, rank, pid, offset, host = _HEAD.unpack_from(data)
     names = path.with_suffix(".units").read_text(encoding="utf-8").splitlines()
-    records = [
-        Record(number, ns + offset, Event(event), names[unit], *counts)
-        for number, ns, event, unit, *counts in _RECORD.iter_unpack(data[_RECORDS:])
-        if number and unit < len(names)
-    ]
-    line, error = (data[where].rstrip(b"\0").decode(errors="replace") for where in (_LINE, _ERROR))
-    return BlackBox(
-        rank, pid, host.rstrip(b"\0").decode(), line, error, is_running, sorted(records)
+    host, line, error = (
+        field.rstrip(b"\0").decode(errors="replace") for field in (host, data[_LINE], data[_ERROR])
+    )
+    records = _records(data, later, offset, names)
+    return BlackBox(rank, pid, host, line, error, is_running, bool(data[_ENDED]), records)
+
+
+def _records(data: bytes, later: bytes, offset: int, names: list[str]) -> list[Record]:
+    """Return the records that are the same in two readings, as the process may still write."""
+    numbers = _columns(later)[0]
+    last_lost = max(*numbers, _NUM_RECORDS - 1) - _NUM_RECORDS + 1  # replaced, or about to be
+    return sorted(
+        Record(
+            number,
+            code % _UNIT,
+            names[code % _FORWARD // _UNIT],
+            code // _FORWARD,
+            ns + offset,
+            until + offset if until > ns else 0,
+        )
+        for number, code, ns, until, number_later in zip(*_columns(data), numbers, strict=True)
+        if last_lost < number == number_later
     )

@@ -18,7 +18,6 @@ from . import events
 from .behavior import Behavior, ReduceAxes
 from .device import ON_DEVICE, OffloadPolicy, OnHost, side_stream
 from .dtypes import ComputeDtype, Precision
-from .events import Event
 from .gradients import Gradients, is_large
 from .storage import GroupMemory, Segments, Storage
 from .store import ParamStore
@@ -275,7 +274,7 @@ class Group:
         """Gather every rank's ``own`` [S], by default the shard; return [ranks * S], in new memory
         unless there is one rank. Collective."""
         own = self.store.shard if own is None else own
-        events.tell(Event.STATE, self.name)
+        events.tell(events.GATHERING_STATE, self.name)
         full = self.shard.gather_now(self.offload.to_compute(own), "a gather of state")
         self.offload.wait_readers()  # the caller may write to the shard as soon as this returns
         return full

@@ -23,7 +23,6 @@ from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
-from .events import Event
 from .gathering import Gathering, RuntimeOptions
 from .group import Communicators, Group
 from .unit import Call, Residency, Unit
@@ -98,7 +97,7 @@ class Runtime:
                 _torch_private.set_compiler(None)
                 if _torch_private.graph_task() == -1:  # a recomputation may end early
                     progress.record_error(error)
-                    events.tell(Event.RAISED, unit.label, error)
+                    events.tell(events.RAISED, unit.label, error)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
                     self.post_forward(call, unit, None, has_raised=True)
@@ -162,7 +161,7 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         """Begin the outermost forward, whatever stale state an exception may have left."""
-        events.tell(Event.FORWARD, self.root.label)
+        events.tell(events.FORWARD, self.root.label)
         if self._streams is not None:
             self._streams.join()
         if self.backward.is_open:

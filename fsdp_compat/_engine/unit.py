@@ -19,7 +19,6 @@ from . import events
 from .behavior import Behavior
 from .buffers import CastBuffers
 from .dtypes import ComputeDtype
-from .events import Event
 from .group import Group
 from .module_view import ModuleView, TensorAttributes
 from .store import ModuleSlot
@@ -27,7 +26,7 @@ from .user_changes import Freshness
 
 
 class Residency(enum.Enum):
-    """What memory the groups of a unit hold. Names and values are those of events."""
+    """What memory the groups of a unit hold."""
 
     SHARDED = enum.auto()  # holds: own shard
     UNSHARDING = enum.auto()  # holds: own shard + all-gather output, not readable yet
@@ -177,9 +176,9 @@ class Unit:
             return ComputeDtype.EVAL
         return ComputeDtype.TRAIN
 
-    def _move(self, to: Residency) -> None:
-        self.residency = to
-        events.tell(to._value_, self.label)
+    def _begin_unshard(self) -> None:
+        self.residency = Residency.UNSHARDING
+        events.tell(events.UNSHARDING, self.label)
 
     def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None:
         """Collective. Start the all-gather, unless it was started in this dtype."""
@@ -190,7 +189,7 @@ class Unit:
             for group in self.groups:
                 group.use_dtype(dtype)
         if self.residency in NOT_UNSHARDED and not self.view.summoned:
-            self._move(Residency.UNSHARDING)
+            self._begin_unshard()
             if self.behavior.freshness is not None:
                 self.behavior.freshness.record()
             if _torch_private.counts_collectives():
@@ -207,10 +206,11 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""
         if self.residency is Residency.UNSHARDING:
-            events.tell(Event.WAITING, self.label)
+            events.tell(events.WAITING, self.label)
             for group in self.groups:
                 group.wait_for_unshard()
-            self._move(Residency.UNSHARDED)
+            self.residency = Residency.UNSHARDED
+            events.tell(events.UNSHARDED, self.label)
 
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded ones; not during a forward call of the
@@ -226,7 +226,7 @@ class Unit:
             is_in_flight = self.residency is Residency.UNSHARDING
             for group in self.groups:
                 group.reshard(is_in_flight)
-            self._move(Residency.SHARDED)
+            self.residency = Residency.SHARDED
 
     def watch_holders(self, in_graph: bool) -> None:
         """Count the holders of unsharded memory after a pass that leaves the unit unsharded. Later
@@ -271,7 +271,7 @@ class Unit:
         assert self.residency is Residency.UNSHARDED
         self.view.show_sharded()
         params = [group.hold_partial() for group in self.groups]
-        self._move(Residency.PARTIAL)
+        self.residency = Residency.PARTIAL
         self.view.show_partial(
             [
                 slot
@@ -299,7 +299,7 @@ class Unit:
 
     def unshard_for_others(self) -> None:
         """Collective. Gather an unsharded unit again for other ranks that gather it."""
-        self._move(Residency.UNSHARDING)
+        self._begin_unshard()
         for group in self.groups:
             group.unshard()
         self.wait_for_unshard()

@@ -13,7 +13,6 @@ from .. import _torch_private
 from .._cost_model import Machine
 from .._engine import events
 from .._engine.dtypes import tensors_in
-from .._engine.events import Event
 from .._engine.group import Group
 from .._engine.runtime import live_runtimes
 from .._state.description import UnitDescription, describe
@@ -124,15 +123,15 @@ class SimulatedStep:
     # -- events
 
     def _tell(self, event: int, label: str, error: BaseException | None = None) -> None:
-        if event == Event.UNSHARDING:
+        if event == events.UNSHARDING:
             self.clock.gathering = label
-        elif event == Event.WAITING:
+        elif event == events.WAITING:
             self.clock.wait_gather(label)
-        elif event == Event.UNSHARDED:
+        elif event == events.UNSHARDED:
             self._enter(self._phase, label)
-        elif event == Event.REDUCING:
+        elif event == events.REDUCING:
             self._reduced.append(label)
-        elif event == Event.REDUCED:
+        elif event == events.REDUCED:
             self.clock.wait_all()
         self._mark_gradients()
 

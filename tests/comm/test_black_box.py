@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def run(fault: str, folder: Path) -> None:
             with contextlib.suppress(ValueError):
                 train(rank, fault, folder)
                 status = 0
-            events.tell(events.Event.ENDED, "")  # atexit does not come before _exit
+            events.tell(events.ENDED, "")  # atexit does not come before _exit
             os._exit(status)
         children.append(child)
     for child in children:
@@ -128,18 +128,41 @@ def test_names_the_fault(
     assert {row["pid"] for row in rows} == set(range(RANKS))
 
 
-def test_an_error_that_a_rank_has_survived_is_forgotten(tmp_path: Path) -> None:
-    ring = black_box._Ring(tmp_path, 0)
-    tell: list[tuple[Any, ...]] = [(8, "root"), (9, "root", ValueError("no")), (3, "root")]
-    for event in tell:
-        ring.tell(*event)
+def test_keeps_the_last_records_and_forgets_an_error_that_a_rank_has_survived(
+    tmp_path: Path,
+) -> None:
+    tell = black_box.listener(tmp_path, 0)
+    tell(events.FORWARD, "root")
+    tell(events.RAISED, "root", ValueError("no"))
     assert black_box.read(tmp_path / "rank_0.box").error == "ValueError: no"
-    for number in range(5000):  # more than the ring holds
-        ring.tell(8, f"unit {number % 7}")
+    tell(events.FORWARD, "root")
+    for number in range(5000):  # more than the file holds
+        tell(events.WAITING, f"unit {number % 7}")
+        if number % 2:
+            tell(events.UNSHARDED, f"unit {number % 7}")
+
     box = black_box.read(tmp_path / "rank_0.box")
-    assert box.error == "" and box.is_running
-    assert [record.number for record in box.records] == list(range(5004 - 4096, 5004))
-    assert box.records[-1].unit == f"unit {4999 % 7}" and box.records[-1].forwards == 5001
+
+    assert box.error == "" and box.is_running and not box.has_ended
+    assert [record.number for record in box.records] == list(range(5001 - 4095, 5001))
+    last, before = box.records[-1], box.records[-2]
+    assert (last.unit, last.forward) == (f"unit {4999 % 7}", 2)
+    assert before.ns < last.ns < last.until and not before.until
+
+
+def test_a_record_that_is_cut_short_is_not_read(tmp_path: Path) -> None:
+    clock = mock.Mock(side_effect=range(1, 4102))  # then it raises, when the event is written
+    with mock.patch.object(time, "perf_counter_ns", clock):
+        tell = black_box.listener(tmp_path, 0)
+    for _ in range(4100):
+        tell(events.WAITING, "unit")
+    with pytest.raises(StopIteration):
+        tell(events.REDUCING, "other unit")
+
+    records = black_box.read(tmp_path / "rank_0.box").records
+
+    assert [record.number for record in records] == list(range(4101 - 4095, 4101))
+    assert {(record.event, record.unit) for record in records} == {(events.WAITING, "unit")}
 
 
 def test_without_a_black_box_nothing_is_to_diagnose(
