@@ -29,7 +29,7 @@ _NOT_INCLUDED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """What a training step takes on one rank. ``print`` shows it as a table."""
 
@@ -67,7 +67,7 @@ class Plan:
         """Return whether a device with ``nbytes`` of memory holds the peak and ``reserve``."""
         return self.peak.nbytes + self.reserve <= nbytes
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         phases, peak = self.phases, self.peak
         head = f"Rank {self.rank} of {self.world_size}: {_gib(peak.nbytes)} GiB in {peak.phase}"
         lines = [f"{head}, at {peak.unit}; units: {len(self.units)}", ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,11 +25,17 @@ _SETTINGS: tuple[Mapping[str, Any], ...] = (
 
 
 class Suggestion(NamedTuple):
-    """Arguments of FullyShardedDataParallel, the plan with them, and advice if it does not fit."""
+    """Arguments of FullyShardedDataParallel, the plan with them, and advice if it does not fit.
+    ``print`` shows all three."""
 
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # including those that suggest_policy was given
     plan: Plan
     advice: str  # "" if the plan fits
+
+    def __repr__(self) -> str:
+        given = "".join(f", {name}={value}" for name, value in self.arguments.items())
+        call = f"FullyShardedDataParallel(model{given})"
+        return "\n".join(filter(None, (call, self.advice, repr(self.plan))))
 
 
 def suggest_policy(
@@ -39,13 +46,14 @@ def suggest_policy(
 
     The other arguments are those of ``plan``; ``auto_wrap_policy`` is "auto" by default. Raises
     what ``plan`` raises."""
-    arguments = {"auto_wrap_policy": "auto", **arguments}
+    arguments, of_plan = {"auto_wrap_policy": "auto", **arguments}, signature(plan).parameters
     for settings in _SETTINGS:
         chosen = {**arguments, **settings}
         made = plan(model, world_size, batch, **chosen)
+        of_wrapper = {name: chosen[name] for name in chosen if name not in of_plan}
         if made.fits(budget_bytes):
-            return Suggestion(settings, made, "")
-    return Suggestion(settings, made, _advice(made, budget_bytes))
+            return Suggestion(of_wrapper, made, "")
+    return Suggestion(of_wrapper, made, _advice(made, budget_bytes))
 
 
 def _advice(made: Plan, budget_bytes: int) -> str:

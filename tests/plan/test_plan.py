@@ -224,11 +224,15 @@ def test_suggestion_takes_the_fastest_that_fits_and_gives_advice() -> None:
 
     for strategy, nbytes in sizes.items():
         suggestion = suggest_policy(model, nbytes, 4, x, reserve=0)
-        assert suggestion.arguments == {"sharding_strategy": strategy}
+        assert suggestion.arguments == {"auto_wrap_policy": "auto", "sharding_strategy": strategy}
+        call = (
+            f"FullyShardedDataParallel(model, auto_wrap_policy=auto, sharding_strategy={strategy})"
+        )
+        assert str(suggestion) == f"{call}\n{suggestion.plan}"
         assert suggestion.plan.fits(nbytes) and not suggestion.advice
     too_small = suggest_policy(model, 10_000, 4, x, reserve=0)
     assert not too_small.plan.fits(10_000)
-    assert "are missing" in too_small.advice
+    assert "are missing" in too_small.advice and too_small.advice in repr(too_small)
 
 
 def offloaded(model: nn.Module) -> nn.Module:
