@@ -1,0 +1,30 @@
+"""The recipe of examples/README.md that needs transformers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.launch import needs
+from tests.examples.test_readme import START, blocks, run
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.clients, needs("clients", "transformers")]
+
+
+def _train_and_export(directory: str) -> list[str]:
+    os.chdir(directory)
+    (recipe,) = blocks("examples/README.md", "python", "A Transformers model")
+    names: dict[str, Any] = {}
+    run(START, names)
+    run(recipe, names)
+    assert names["text"].shape == (4, 12)
+    return sorted(os.listdir("exported"))
+
+
+def test_a_trained_model_is_one_that_from_pretrained_loads(tmp_path: Path) -> None:
+    files = run_ranks(2, _train_and_export, str(tmp_path), timeout=120)
+    assert files == [["config.json", "model.safetensors"]] * 2
