@@ -121,7 +121,7 @@ def figures() -> list[list[str]]:
 
 def test_the_best_figure_of_each_row_is_bold() -> None:
     rows = figures()
-    assert len(rows) == 6 + 5
+    assert len(rows) == 5 + 5
     for row in rows:
         found = {float(each.group()): cell for cell in row if (each := re.search(NUMBER, cell))}
         bold = [value for value, cell in found.items() if "**" in cell]
