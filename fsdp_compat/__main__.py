@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 _TOOLS = {
     "inspect": "show what a checkpoint holds",
+    "list": "list the checkpoints of a run's folder",
     "verify": "check that a checkpoint is complete and undamaged",
     "diff": "compare two checkpoints",
     "convert": "write a checkpoint in another format",

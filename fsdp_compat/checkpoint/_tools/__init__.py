@@ -22,6 +22,6 @@ Readers and writers, by format:
 - torch.distributed.checkpoint: ``dcp``; directories of Accelerate, Lightning and others:
   ``client_directories``
 
-What users call: ``convert``, ``inspection``, ``verification``, ``difference``, the latter two with
-``arithmetic``; from a shell ``commands``, with ``tables``.
+What users call: ``convert``, and with ``arithmetic`` ``inspection``, ``verification`` and
+``difference``; from a shell ``commands``, with ``tables``, ``listing`` and ``modules``.
 """

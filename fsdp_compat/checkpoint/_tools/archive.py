@@ -153,6 +153,7 @@ class Archive:
     # ^ prefixes of the models whose names wrappers may have changed: "" for a single model
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     # ^ everything else: containers of plain values and StoredTensors
+    as_saved: Any = None  # the nested values before they came into sections; None: not known
     world_size: int | None = None  # number of ranks that wrote it, if the files say so
     step: int | None = None
     checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)

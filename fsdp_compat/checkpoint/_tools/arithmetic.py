@@ -1,9 +1,11 @@
-"""Arithmetic on values of any dtype: which are not finite, and how far two tensors are apart."""
+"""Arithmetic on values of any dtype: their range, which are not finite, and how far two tensors are
+apart."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -32,6 +34,17 @@ def count_not_finite(values: torch.Tensor) -> tuple[int, int]:
     if bool(torch.isfinite(values).all()):
         return 0, 0
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+
+
+def extremes_and_mean(parts: Iterable[torch.Tensor]) -> tuple[float, float, float]:
+    """Return the smallest and the largest of real values, and their mean; NaN if one of them is.
+    parts: at least one, none empty, of a dtype that is ``comparable``."""
+    rows = []
+    for part in parts:
+        low, high = torch.aminmax(wide := part.to(torch.float64))
+        rows.append((float(low), float(high), float(wide.sum()), part.numel()))
+    lows, highs, sums, numels = torch.tensor(rows, dtype=torch.float64).T
+    return float(lows.min()), float(highs.max()), float(sums.sum() / numels.sum())
 
 
 def count_unequal(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -66,6 +66,7 @@ def read_client_directory(
     if has_models:
         copies = [file.name for files in plain.values() for file in files]
         archive.left_out += [f"{name}: a further copy of the model" for name in copies]
+    archive.as_saved = None  # the files are several
     archive.kind = "Trainer" if _TRAINER_STATE in names else "Accelerate"
     _add_values(archive, path, names, ignored)
     return archive

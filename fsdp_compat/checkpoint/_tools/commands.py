@@ -4,6 +4,7 @@ click and rich (`tables`) are in the extra ``cli``; nothing but ``__main__`` imp
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import io
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from . import tables
 from .convert import FORMATS, convert
 from .difference import diff
 from .inspection import Facts, inspect
+from .listing import list_checkpoints
 from .shapes import shapes_from_callable
 from .tables import shown
+from .threads import elapsing
 from .verification import verify
 
 STATUS = """\b
@@ -53,7 +56,8 @@ class _Commands(click.Group):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # names have any characters
         try:
-            result = super().invoke(ctx)
+            with _noting():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except FsdpCompatError as error:
@@ -68,6 +72,23 @@ class _Commands(click.Group):
             status = 130
         _say(message)
         ctx.exit(status)
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[None]:
+    """Print warnings in one line each, and once."""
+    said: set[str] = set()
+
+    def note(text: str) -> None:
+        line = text.partition("\n")[0]
+        if line not in said:
+            said.add(line)
+            _say(f"note: {line}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda warning, *_, **__: note(str(warning))
+        yield
 
 
 def _of_system(error: OSError) -> str:
@@ -167,6 +188,14 @@ _COUNT = click.IntRange(min=1)
 _SOURCE = click.Argument(["source"], type=_EXISTING)
 _TARGET = click.Argument(["target"], type=_free)
 _AS_JSON = _option("--json as_json", "Print JSON instead of tables.")
+_IGNORE = _option(
+    "--ignore-class ignored",
+    "Leave out objects of this class in torch.save files: package.module.Class.",
+    str,
+    is_repeatable=True,
+    metavar="NAME",
+)
+_WEIGHTS = _option("--weights", "The model alone: no optimizer state and no other values.")
 _OPENING = [
     _option(
         "--shapes",
@@ -174,13 +203,7 @@ _OPENING = [
         "model, or the JSON that `fsdp-compat shapes` writes.",
         _EXISTING,
     ),
-    _option(
-        "--ignore-class ignored",
-        "Leave out objects of this class in torch.save files: package.module.Class.",
-        str,
-        is_repeatable=True,
-        metavar="NAME",
-    ),
+    _IGNORE,
     _option(
         "--keep-module",
         "Keep a 'module.' that all names begin with. Default: remove it, as it is usually the "
@@ -222,6 +245,7 @@ _CONVERTING = [
         "Require the optimizer state, or leave it out. Default: write it if the format can.",
         default=None,
     ),
+    _WEIGHTS,
     _option(
         "--optimizer-names",
         "Names for numbered parameters of the optimizer, as a list in the order of the numbers. A "
@@ -254,14 +278,48 @@ def _show(found: Facts, as_json: bool, text: Callable[[], str], is_fine: bool = 
 
 @commands.command(
     "inspect",
-    params=[_SOURCE, _AS_JSON, *_OPENING],
-    epilog=_epilog("inspect runs/7/step-00001200", "inspect model.safetensors --json"),
+    params=[
+        _SOURCE,
+        _option("--all lists_all", "List every tensor and every other value."),
+        *_SELECTION,
+        _option("--stats", "Also read the values, for the smallest, the largest and the mean."),
+        _option("-d --depth", "List modules down to so many components of a name.", _COUNT),
+        _AS_JSON,
+        *_READING,
+    ],
+    epilog=_epilog(
+        "inspect runs/7/step-00001200",
+        "inspect model.safetensors --include '^layers\\.0\\.' --stats",
+    ),
 )
-def inspect_command(source: Path, as_json: bool, **given: Any) -> None:
-    """Show what a checkpoint is and holds: tensors with dtype, shape and size, the ranks that wrote
-    them, and totals. No values are read."""
-    found = inspect(source, **given)
-    _show(found, as_json, lambda: tables.of_inspection(found))
+def inspect_command(
+    source: Path, lists_all: bool, depth: int | None, as_json: bool, **given: Any
+) -> None:
+    """Show what a checkpoint is and holds: totals, and a line for each module, or, with --all,
+    --stats or a pattern, for each tensor. No values are read without --stats."""
+    found = inspect(source, progress=_progress(), **given)
+    lists_tensors = lists_all or given["stats"] or given["include"] or given["exclude"]
+    _show(
+        found,
+        as_json,
+        lambda: tables.of_tensors(found) if lists_tensors else tables.of_inspection(found, depth),
+    )
+
+
+@commands.command(
+    "list",
+    params=[
+        click.Argument(["folder"], type=click.Path(exists=True, file_okay=False, path_type=Path)),
+        _AS_JSON,
+        _IGNORE,
+    ],
+    epilog=_epilog("list runs/7"),
+)
+def list_command(folder: Path, as_json: bool, ignored: tuple[str, ...]) -> None:
+    """List the checkpoints in a run's folder: step, format, size, whether each is complete, and
+    which is the latest. No values are read."""
+    found = list_checkpoints(folder, ignored, progress=_progress())
+    _show(found, as_json, lambda: tables.of_listing(found))
 
 
 @commands.command(
@@ -293,13 +351,14 @@ def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> No
         _option("--any-dtype", "Compare values only: dtypes may differ."),
         *_SELECTION,
         _option("--optimizer/--no-optimizer", "Compare the optimizer's state.", default=True),
+        _WEIGHTS,
         _option("--all shows_all", "List equal tensors as well."),
         _AS_JSON,
         *_READING,
     ],
     epilog=_epilog(
         "diff runs/7/step-00001100 runs/7/step-00001200",
-        "diff full.pt exported --no-optimizer --rtol 1e-2 --any-dtype",
+        "diff full.pt exported --weights --rtol 1e-2 --any-dtype",
     ),
 )
 def diff_command(any_dtype: bool, shows_all: bool, as_json: bool, **given: Any) -> None:
@@ -345,8 +404,15 @@ def convert_command(**given: Any) -> None:
 
 @commands.command(
     "merge",
-    params=_CONVERTING,
-    epilog=_epilog("merge fsdp_checkpoint model.safetensors", "merge dcp model.pt"),
+    params=[
+        _option("--as-saved", "Keep nested values and all names as they were saved: .pt only."),
+        *_CONVERTING,
+    ],
+    epilog=_epilog(
+        "merge fsdp_checkpoint model.safetensors",
+        "merge dcp model.pt --weights",
+        "merge dcp everything.pt --as-saved",
+    ),
 )
 def merge_command(target: Path, **given: Any) -> None:
     """Write a checkpoint of many files as one. Its format is that of TARGET's suffix: .safetensors,
@@ -384,11 +450,7 @@ def reshard_command(source: Path, to: str | None, **given: Any) -> None:
 def _convert(rename: Any, rename_file: Any, **given: Any) -> None:
     if rename and rename_file is not None:
         raise click.UsageError("--rename and --rename-file exclude each other")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        path = convert(rename=rename or rename_file, progress=_progress(), **given)
-    for warning in caught:  # what the target does not hold
-        _say(f"note: {warning.message}")
+    path = convert(rename=rename or rename_file, progress=_progress(), **given)
     click.echo(shown(str(path)))
 
 
@@ -403,7 +465,8 @@ def _convert(rename: Any, rename_file: Any, **given: Any) -> None:
 def shapes_command(factory: str, output: Path | None) -> None:
     """Write the shapes of a model's parameters as JSON, for --shapes. FUNCTION takes no
     arguments and returns the model, which is made on the meta device: without memory."""
-    text = shapes_from_callable(factory).as_text()
+    with elapsing(_progress(), f"making {factory}"):
+        text = shapes_from_callable(factory).as_text()
     if output is None:
         sys.stdout.write(text)
         return

@@ -27,7 +27,8 @@ from .optimizer_tree import name_optimizer
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
-from .torch_save import write_torch
+from .threads import elapsing
+from .torch_save import state_dict_of, write_torch
 from .walk import LEFT_OUT, map_leaves
 from .writing import WriteOptions, nbytes_to_write
 
@@ -65,6 +66,8 @@ def convert(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     optimizer: bool | None = None,
+    weights: bool = False,
+    as_saved: bool = False,
     optimizer_names: Sequence[str] | None = None,
     shapes: Shapes | str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
@@ -97,6 +100,9 @@ def convert(
     include, exclude: regular expressions that are searched for in the original names: take the
     parameters that match any of ``include``, and none of ``exclude``.
     optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
+    weights: take the model alone: no optimizer state, and no other values.
+    as_saved: for "torch": keep the nested containers and all names as they were saved. Excludes
+    ``dtype``, ``rename`` and everything that takes a part.
     optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
     order, such as ``[name for name, _ in model.named_parameters()]`` if the optimizer got
     ``model.parameters()``. A "native" target needs names; state with ``param_names`` has them.
@@ -127,11 +133,18 @@ def convert(
         workers=workers,
         step=0 if step is None else step,
     )
+    if as_saved:
+        changes = (dtype, rename, include, exclude, optimizer_names, weights, optimizer is not None)
+        _require_unchanged(to, any(changes))
     is_selected, rename = selection(include, exclude), _renaming(rename)
     require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)
-    archive = open_archive(source, Shapes({}) if shapes is None else shapes, ignored, keep_module)
+    with elapsing(progress, f"reading the headers of {Path(source).name}"):
+        shapes = Shapes({}) if shapes is None else shapes
+        archive = open_archive(source, shapes, ignored, keep_module)
+    if weights:
+        archive.states, archive.param_groups, archive.extra = {}, None, {}
     if optimizer_names is not None:
         _name_optimizer(archive, optimizer_names)
     old_names = (
@@ -140,7 +153,7 @@ def convert(
         *(() if archive.is_by_number else archive.states),
     )
     names = renamed(filter(is_selected, old_names), rename, _CALL)
-    wanted = _selected(archive, names, dtype, to, optimizer)
+    wanted = _as_saved(archive) if as_saved else _selected(archive, names, dtype, to, optimizer)
     _require_complete(wanted)
     by_name = _STEP.fullmatch(path.name)
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
@@ -195,7 +208,9 @@ def _selected(
     optimizer: bool | None,
 ) -> Archive:
     """Return the archive that the target is to hold. names: old names to new ones."""
-    selected = dataclasses.replace(archive, tensors={}, aliases={}, left_out=[*archive.left_out])
+    selected = dataclasses.replace(
+        archive, tensors={}, aliases={}, left_out=[*archive.left_out], as_saved=None
+    )
     names = names | _select_model(archive, selected, names, dtype)
     if to.startswith("safetensors") and selected.aliases:
         left = joined(list(selected.aliases), 5, ", ")
@@ -277,6 +292,20 @@ def _select_optimizer(selected: Archive, names: Mapping[str, str]) -> None:
         ]
 
 
+def _as_saved(archive: Archive) -> Archive:
+    """Return the archive to write with its nested values as they are, equal tensors once."""
+    saved = dataclasses.replace(archive, left_out=[*archive.left_out])
+    firsts: dict[Any, StoredTensor] = {}
+
+    def tied(leaf: Any, _: str) -> Any:
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        return firsts.setdefault((leaf.dtype, leaf.shape, leaf.pieces), leaf)
+
+    saved.as_saved = map_leaves(_data_in(state_dict_of(archive), saved, "torch"), tied)
+    return saved
+
+
 def _data_in(value: Any, selected: Archive, to: str) -> Any:
     """Return values without objects that were not read, which are entered in ``left_out``."""
 
@@ -305,6 +334,17 @@ def _require_complete(archive: Archive) -> None:
 
 
 # -- arguments
+
+
+def _require_unchanged(to: str, has_changes: bool) -> None:
+    if to != "torch" or has_changes:
+        raise UsageError.of(
+            "as_saved keeps everything.",
+            expected="a torch.save file as the target, and nothing that changes or selects tensors",
+            got=f"{to} as the target" if to != "torch" else "dtype, names, patterns or a part",
+            where=f"{_CALL}(..., as_saved=True)",
+            fix="end the target in .pt, and leave the other arguments out",
+        )
 
 
 def _format_of(target: Path, to: str | None) -> str:

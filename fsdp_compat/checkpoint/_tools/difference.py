@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from .._arguments import require_arguments, selection
+from .._arguments import require_arguments
 from .._blocks import Tick
 from .archive import Archive, StoredTensor
 from .arithmetic import Distance, comparable, distance
-from .inspection import Facts, plain_values
+from .inspection import Facts, path_selection, plain_values
 from .opening import open_archive
 from .reading import SLAB_NBYTES, Files, boxes_of, read, read_box
-from .threads import MEMORY, for_each
+from .threads import MEMORY, elapsing, for_each
 
 _CALL = "fsdp_compat.checkpoint.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
@@ -101,6 +101,7 @@ def diff(
     include: Collection[str] = (),
     exclude: Collection[str] = (),
     optimizer: bool = True,
+    weights: bool = False,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
     keep_module: bool = False,
@@ -125,7 +126,7 @@ def diff(
     include, exclude: regular expressions, searched in names of parameters and, for all else, in
     paths. Only names with a match of one in ``include`` (if there is any) and of none in
     ``exclude`` are compared.
-    optimizer: False leaves the optimizer's state out.
+    optimizer: False leaves the optimizer's state out. weights: compare the model alone.
     shapes, ignored, keep_module: as for ``inspect``, for both.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
     workers: threads. progress: draw a bar, with tqdm.
@@ -143,8 +144,15 @@ def diff(
         memory=memory,
         workers=workers,
     )
-    is_wanted = _selection(include, exclude, optimizer)
-    archives = [open_archive(Path(path), shapes, ignored, keep_module) for path in (one, other)]
+    is_selected = path_selection(include, exclude)
+    sections = {"model"} if weights else {"model", "optimizer", "extra"}
+    sections -= set() if optimizer else {"optimizer"}
+
+    def is_wanted(path: str) -> bool:
+        return path.partition("/")[0] in sections and is_selected(path)
+
+    with elapsing(progress, "reading the headers of both"):
+        archives = [open_archive(path, shapes, ignored, keep_module) for path in (one, other)]
     contents = [_content(archive, is_wanted) for archive in archives]
     with Files() as files:
         sides = [_with_numbers(files, *both) for both in (contents, contents[::-1])]
@@ -179,21 +187,6 @@ def _nearness(tensor: TensorDifference) -> tuple[bool, float, float]:
 
 
 # -- what is compared
-
-
-def _selection(
-    include: Collection[str], exclude: Collection[str], optimizer: bool
-) -> Callable[[str], bool]:
-    """Return whether a path is to be compared."""
-    is_selected = selection(include, exclude)
-
-    def is_wanted(path: str) -> bool:
-        section, _, name = path.partition("/")
-        if section == "optimizer":
-            return optimizer and is_selected(name.rpartition("/")[0])
-        return is_selected(path if section == "extra" else name)
-
-    return is_wanted
 
 
 def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:

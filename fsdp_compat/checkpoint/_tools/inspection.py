@@ -1,5 +1,4 @@
-"""What a checkpoint holds, without reading values; and what the results of all tools have in
-common."""
+"""What a checkpoint holds; and what the results of all tools have in common."""
 
 from __future__ import annotations
 
@@ -8,16 +7,24 @@ import dataclasses
 import math
 import os
 import reprlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from .._arguments import require_arguments, selection
+from .._blocks import Tick
 from .._header import dtype_name
 from .archive import Archive, Span, StoredPiece, StoredTensor
+from .arithmetic import comparable, extremes_and_mean
 from .opening import open_archive
+from .reading import SLAB_NBYTES, Files, boxes_of, read_box
+from .threads import MEMORY, elapsing, for_each
 from .walk import leaves
+
+_CALL = "fsdp_compat.checkpoint.inspect"
+_TEMPORARY_NBYTES = 16  # per element: as stored, and in float64
 
 
 class Facts:
@@ -26,7 +33,7 @@ class Facts:
     in_json: ClassVar[tuple[str, ...]] = ()  # fields, properties, methods; empty: the fields
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for ``json.dumps``: dtypes, paths and infinite numbers are strings."""
+        """Return the same for ``json.dumps``: dtypes, paths and not finite numbers are texts."""
         fields: Any = self
         names = self.in_json or [field.name for field in dataclasses.fields(fields)]
         found = {name: getattr(self, name) for name in names}
@@ -43,7 +50,8 @@ def _plain(value: Any) -> Any:
         return [*map(_plain, value)]
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    return "inf" if value == math.inf else str(value) if isinstance(value, Path) else value
+    is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_text else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +76,9 @@ class TensorFacts(Facts):
     shape: tuple[int, ...]
     nbytes: int  # of its values, once
     parts: tuple[Part, ...]  # copies, such as those of replicas, last
+    minimum: float | None = None  # None, as the two below: without ``stats``, values, or an order
+    maximum: float | None = None
+    mean: float | None = None
 
     @property
     def section(self) -> str:
@@ -82,7 +93,7 @@ class TensorFacts(Facts):
 
 @dataclasses.dataclass(frozen=True)
 class Inspection(Facts):
-    """The content of a checkpoint, without its values. ``inspect`` returns it."""
+    """The content of a checkpoint. ``inspect`` returns it."""
 
     path: Path
     kind: str  # the format, for people
@@ -130,9 +141,15 @@ def _totals(items: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 def inspect(
     path: str | os.PathLike[str],
     *,
+    include: Collection[str] = (),
+    exclude: Collection[str] = (),
+    stats: bool = False,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
     keep_module: bool = False,
+    memory: int = MEMORY,
+    workers: int = 1,
+    progress: bool = False,
 ) -> Inspection:
     """Return what a checkpoint of any format holds. Only headers and metadata are read.
 
@@ -140,26 +157,90 @@ def inspect(
             print(tensor.path, tensor.dtype, tensor.shape, tensor.ranks)
 
     path: a file or a directory; its format is recognised.
+    include, exclude: as for ``diff``: of what to return tensors and other values.
+    stats: also read the values of these tensors, for their smallest, largest and mean value.
     shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file or folder of whole
-    tensors, or the JSON file that ``fsdp-compat shapes`` writes.
+    tensors, or the JSON file that ``fsdp-compat shapes`` writes. Without it, parameters stay flat.
     ignored: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
     torch.save files are left out, not refused.
     keep_module: keep a "module." that all names begin with. Without it, it counts as the prefix
     that DistributedDataParallel adds, and is removed; native checkpoints keep it in any case.
+    memory, workers: as for ``verify``. progress: draw a bar, with tqdm.
 
-    Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused; OSError.
+    Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused;
+    UsageError for wrong arguments; OSError.
     """
-    archive = open_archive(Path(path), shapes, ignored, keep_module)
+    require_arguments(
+        _CALL, progress, include=include, exclude=exclude, memory=memory, workers=workers
+    )
+    is_selected = path_selection(include, exclude)
+    with elapsing(progress, f"reading the headers of {Path(path).name}"):
+        archive = open_archive(path, shapes, ignored, keep_module)
+    stored = [each for each in archive.all_tensors() if is_selected(each[0])]
+    tensors = [_facts(path, tensor, archive.path) for path, tensor in stored]
+    if stats:
+        found = _statistics([tensor for _, tensor in stored], memory, workers, progress)
+        tensors = [
+            dataclasses.replace(each, minimum=numbers[0], maximum=numbers[1], mean=numbers[2])
+            for each, numbers in zip(tensors, found, strict=True)
+        ]
     return Inspection(
         path=archive.path,
         kind=archive.kind,
-        tensors=tuple(_facts(path, tensor, archive.path) for path, tensor in archive.all_tensors()),
-        aliases=dict(archive.aliases),
-        values={path: reprlib.repr(value) for path, value in plain_values(archive)},
+        tensors=tuple(tensors),
+        aliases={
+            name: first for name, first in archive.aliases.items() if is_selected(f"model/{name}")
+        },
+        values={
+            path: reprlib.repr(value) for path, value in plain_values(archive) if is_selected(path)
+        },
         world_size=archive.world_size,
         step=archive.step,
         left_out=tuple(archive.left_out),
     )
+
+
+def path_selection(include: Collection[str], exclude: Collection[str]) -> Callable[[str], bool]:
+    """Return whether a path is selected: by the name of the parameter, or in "extra" by itself."""
+    is_selected = selection(include, exclude)
+
+    def is_path_selected(path: str) -> bool:
+        section, _, name = path.partition("/")
+        if section == "optimizer":
+            name = name.rpartition("/")[0]
+        return is_selected(path if section == "extra" else name)
+
+    return is_path_selected
+
+
+_Numbers = tuple[float, float, float] | tuple[None, None, None]
+
+
+def _statistics(
+    tensors: Sequence[StoredTensor], memory: int, workers: int, progress: bool
+) -> list[_Numbers]:
+    """Return the smallest, the largest and the mean value of each, if its dtype has them."""
+    numel = min(memory // workers, SLAB_NBYTES) // _TEMPORARY_NBYTES
+
+    def look_at(tensor: StoredTensor, tick: Tick) -> _Numbers:
+        if tensor.dtype.is_complex or not comparable(tensor.dtype) or not tensor.numel:
+            return None, None, None
+        return extremes_and_mean(parts(tensor, tick))
+
+    def parts(tensor: StoredTensor, tick: Tick) -> Iterator[torch.Tensor]:
+        for box in boxes_of(tensor.shape, numel):
+            yield (values := read_box(tensor, box, files))
+            tick(values.nbytes)
+
+    with Files() as files:
+        return for_each(
+            tensors,
+            look_at,
+            workers=workers,
+            what="inspect",
+            total_nbytes=sum(tensor.nbytes for tensor in tensors),
+            progress=progress,
+        )
 
 
 def _facts(path: str, tensor: StoredTensor, directory: Path) -> TensorFacts:

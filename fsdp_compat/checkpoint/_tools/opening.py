@@ -47,7 +47,7 @@ def open_archive(
     try:
         read = _read_directory if path.is_dir() else _read_file
         archive = read(path, known, ignored)
-        _require_lengths(archive)
+        require_lengths(archive)
     except OSError as error:
         raise CheckpointError.of(
             "A file of the checkpoint cannot be read.",
@@ -133,7 +133,7 @@ def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> A
     return archive_of(path, "torch.save", tree)
 
 
-def _require_lengths(archive: Archive) -> None:
+def require_lengths(archive: Archive) -> None:
     """Raise CheckpointError unless files with checksums have their length; OSError."""
     for file, facts in archive.checksums.items():
         if (nbytes := file.stat().st_size) != facts.nbytes:

@@ -20,9 +20,12 @@ from ..._text import count_of, nbytes_text
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
 from .inspection import Inspection, TensorFacts
+from .listing import Listed, Listing
+from .modules import Module, modules_of
 from .verification import TensorCheck, Verification
 
-_MAX_CELL = 300  # characters in a table; JSON has all of them
+_MAX_CELL = 300  # characters on a terminal
+_MAX_ITEMS = 10  # second names and other values in a summary
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
 
 
@@ -54,6 +57,7 @@ def _printed(*items: RenderableType | None) -> str:
 def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
     """Return a table, or None without rows. titles: between bars; those of numbers end with ">"."""
     rows, has_head = list(rows), bool(titles.strip(" |"))
+    most = _MAX_CELL if is_terminal() else sys.maxsize
     table = Table(
         box=box.SIMPLE_HEAD if has_head and is_terminal() else None,
         show_header=has_head,
@@ -66,17 +70,38 @@ def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table
             Text(text), justify="right" if sign else "left", overflow="fold", no_wrap=bool(sign)
         )
     for row in rows:
-        table.add_row(*(Text(shortened(cell, _MAX_CELL)) for cell in row))
+        table.add_row(*(Text(shortened(cell, most)) for cell in row))
     return table if rows else None
 
 
-def of_inspection(found: Inspection) -> str:
-    by_rank = found.nbytes_by_rank()
+def of_inspection(found: Inspection, depth: int | None) -> str:
+    """Return the facts, and a line for each module, see ``modules_of``."""
+    hint = f"--all lists {count_of(len(found.tensors), 'tensor')} and "
+    hint += f"{count_of(len(found.values), 'other value')}, --include PATTERN some of them"
+    extra = {path: value for path, value in found.values.items() if path.startswith("extra")}
     return _printed(
         _table("|", _facts_of_inspection(found)),
         _table(
-            "tensor | dtype | shape | size> | parts> | ranks", map(_row_of_tensor, found.tensors)
+            "module | tensors> | elements> | dtypes | size> | optimizer> | ranks",
+            map(_row_of_module, modules_of(found.tensors, depth)),
         ),
+        _table("second name | of", _first(found.aliases)),
+        _table("other value |", _first(extra)),
+        _left_out(found),
+        Text(hint),
+    )
+
+
+def of_tensors(found: Inspection) -> str:
+    """Return the facts, and a line for each tensor and value."""
+    has_numbers = any(tensor.mean is not None for tensor in found.tensors)
+    titles = "tensor | dtype | shape | size> | parts> | ranks"
+    titles += " | min> | max> | mean>" * has_numbers
+    rows = (_row_of_tensor(tensor, has_numbers) for tensor in found.tensors)
+    by_rank = found.nbytes_by_rank()
+    return _printed(
+        _table("|", _facts_of_inspection(found)),
+        _table(titles, rows),
         _table("second name | of", found.aliases.items()),
         _table("other value |", found.values.items()),
         _table(
@@ -87,15 +112,27 @@ def of_inspection(found: Inspection) -> str:
                 if by_rank.keys() != {None}
             ],
         ),
-        _table("left out", ([reason] for reason in found.left_out), "yellow"),
+        _left_out(found),
     )
+
+
+def _left_out(found: Inspection) -> Table | None:
+    return _table("left out", ([reason] for reason in found.left_out), "yellow")
+
+
+def _first(items: dict[str, str]) -> list[tuple[str, str]]:
+    more = len(items) - _MAX_ITEMS
+    return [*items.items()][:_MAX_ITEMS] + [("...", f"{more:,} more")] * (more > 0)
 
 
 def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "path", str(found.path)
     yield "kind", found.kind
     if found.world_size is not None:
-        yield "written by", count_of(found.world_size, "rank")
+        by_rank = [nbytes for rank, nbytes in found.nbytes_by_rank().items() if rank is not None]
+        each = dict.fromkeys(nbytes_text(of(by_rank)) for of in (min, max) if by_rank)
+        ranks = count_of(found.world_size, "rank")
+        yield "written by", f"{ranks}, {' to '.join(each)} each" if each else ranks
     if found.step is not None:
         yield "step", str(found.step)
     numbers = collections.Counter(tensor.section for tensor in found.tensors)
@@ -108,14 +145,28 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "files", str(len(found.nbytes_by_file().keys() - {None}))
 
 
-def _row_of_tensor(tensor: TensorFacts) -> tuple[str, ...]:
+def _row_of_module(module: Module) -> tuple[str, ...]:
+    return (
+        module.name,
+        f"{module.num_tensors:,}",
+        f"{module.numel:,}",
+        ", ".join(map(dtype_name, module.dtypes)),
+        nbytes_text(module.nbytes),
+        nbytes_text(module.optimizer_nbytes) if module.optimizer_nbytes else "-",
+        ranks_text(module.ranks),
+    )
+
+
+def _row_of_tensor(tensor: TensorFacts, has_numbers: bool) -> tuple[str, ...]:
     num_copies = sum(part.is_copy for part in tensor.parts)
     copies = f" (+{count_of(num_copies, 'copy', 'copies')})" if num_copies else ""
+    numbers = (tensor.minimum, tensor.maximum, tensor.mean) if has_numbers else ()
     return (
         *_head(tensor),
         nbytes_text(tensor.nbytes),
         f"{len(tensor.parts) - num_copies}{copies}",
         ranks_text(tensor.ranks),
+        *("-" if number is None else f"{number:.4g}" for number in numbers),
     )
 
 
@@ -125,6 +176,23 @@ def _head(tensor: TensorFacts | TensorCheck) -> tuple[str, str, str]:
 
 def _shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) if shape else "-"
+
+
+def of_listing(found: Listing) -> str:
+    """Return a line for each checkpoint."""
+    rows = map(_row_of_listed, found.checkpoints)
+    return _printed(_table("checkpoint | step> | format | ranks> | size> | complete", rows))
+
+
+def _row_of_listed(listed: Listed) -> tuple[str, ...]:
+    return (
+        listed.path.name,
+        "-" if listed.step is None else str(listed.step),
+        listed.kind or "-",
+        "-" if listed.world_size is None else str(listed.world_size),
+        nbytes_text(listed.nbytes),
+        f"no: {listed.problem}" if listed.problem else "yes" + ", latest" * listed.is_latest,
+    )
 
 
 def of_verification(found: Verification) -> str:

@@ -1,9 +1,12 @@
-"""Work on many tensors in several threads, stopped at once by an error or by Ctrl-C."""
+"""Work on many tensors in several threads, stopped at once by an error or by Ctrl-C; and how long
+other work takes."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -12,6 +15,7 @@ from .._progress import progress_bar
 
 MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
 
+_SILENT_S = 2
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -54,3 +58,28 @@ def for_each(
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def elapsing(shown: bool, what: str) -> Iterator[None]:
+    """Show on stderr, while the body runs for longer than two seconds, for how many it has."""
+    ended = threading.Event()
+
+    def show() -> None:
+        number = _SILENT_S
+        while not ended.wait(1 if number > _SILENT_S else _SILENT_S):
+            sys.stderr.write(f"\r{what} ... {number} s")
+            sys.stderr.flush()
+            number += 1
+        if number > _SILENT_S:
+            sys.stderr.write(f"\r{'':{len(what) + 12}}\r")
+
+    thread = threading.Thread(target=show, daemon=True)
+    if shown:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if shown:
+            thread.join()

@@ -338,8 +338,11 @@ def _add(target: zipfile.ZipFile, name: str, content: bytes) -> None:
         record.write(content)
 
 
-def state_dict_of(archive: Archive) -> dict[str, Any]:
-    """Return the model's state dict, or {"model": ..., "optimizer": ..., **others}."""
+def state_dict_of(archive: Archive) -> Any:
+    """Return the values as they were saved, if the archive says so; or else the model's state dict,
+    or {"model": ..., "optimizer": ..., **others}."""
+    if archive.as_saved is not None:
+        return archive.as_saved
     model: OrderedDict[str, Any] = OrderedDict(archive.tensors)
     model.update((name, archive.tensors[first]) for name, first in archive.aliases.items())
     if archive.param_groups is None and not archive.states and not archive.extra:

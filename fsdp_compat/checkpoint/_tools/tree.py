@@ -38,8 +38,8 @@ def archive_of(
     Several models keep their keys as prefixes, as does the optimizer of that number. Unnamed
     optimizer state stays numbered. The rest is in ``extra``. Raises CheckpointError for too many
     containers."""
+    archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out], as_saved=tree)
     tree = _unshared(tree, path)
-    archive = Archive(path, kind, {}, world_size=world_size, left_out=[*left_out])
     if not isinstance(tree, dict):
         archive.extra = {"value": tree}
     else:

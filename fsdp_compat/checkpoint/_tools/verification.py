@@ -25,7 +25,7 @@ from .native import files_of_native, is_native
 from .opening import open_archive
 from .paths import require_inside
 from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
-from .threads import MEMORY, for_each
+from .threads import MEMORY, elapsing, for_each
 
 _CALL = "fsdp_compat.checkpoint.verify"
 _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
@@ -132,7 +132,8 @@ def verify(
         raise unusable("finite", expected, finite, _CALL)
     problems: tuple[Problem, ...] = ()
     try:
-        archive = open_archive(Path(path), shapes, ignored, keep_module)
+        with elapsing(progress, f"reading the headers of {Path(path).name}"):
+            archive = open_archive(path, shapes, ignored, keep_module)
     except NotRead:
         raise
     except CheckpointError as error:

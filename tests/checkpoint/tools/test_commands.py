@@ -32,7 +32,7 @@ from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "a\x1b[31mred\nmodel/b\r\x9b2J\u202eabc[bold]$\\frac:smile:"
-NAMES = ("inspect", "verify", "diff", "convert", "merge", "reshard", "shapes")
+NAMES = ("inspect", "list", "verify", "diff", "convert", "merge", "reshard", "shapes")
 
 
 @pytest.fixture
@@ -53,17 +53,35 @@ def other(tmp_path: Path) -> Path:
 # -- output
 
 
-def test_inspect_prints_facts_and_a_line_for_each_tensor(model: Path) -> None:
+def test_inspect_prints_facts_and_a_line_for_each_module(model: Path) -> None:
     result = run("inspect", model)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["total", "3", "tensors,", "48", "B"] in lines
+    assert ["a", "1", "6", "float32", "24", "B", "-"] in lines
+    assert ["b", "1", "4", "bfloat16", "8", "B", "-"] in lines
+    assert lines[-1][:4] == ["--all", "lists", "3", "tensors"]
+
+
+def test_inspect_prints_a_line_for_each_tensor_on_demand(model: Path) -> None:
+    result = run("inspect", model, "--all")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["total", "3", "tensors,", "48", "B"] in lines
     assert ["model/a.weight", "float32", "2", "x", "3", "24", "B", "1"] in lines
     assert ["model/b", "bfloat16", "4", "8", "B", "1"] in lines
+    (line,) = run("inspect", model, "--include", r"\.weight", "--stats").stdout.splitlines()[-1:]
+    assert line.split()[-4:] == ["1", "0", "5", "2.5"]
+    assert "model/b " not in run("inspect", model, "--exclude", "^b$").stdout
 
 
 def test_names_from_files_neither_move_the_cursor_nor_make_lines(model: Path, other: Path) -> None:
-    for arguments in (["inspect", model], ["diff", model, other], ["diff", other, model, "--all"]):
+    for arguments in (
+        ["inspect", model],
+        ["inspect", model, "--all"],
+        ["diff", model, other],
+        ["diff", other, model, "--all"],
+    ):
         result = run(*arguments)
         text = result.stdout
         assert "a\\x1b[31mred\\nmodel/b\\r\\x9b2J\\u202eabc[bold]$\\frac:smile:" in text
@@ -83,6 +101,7 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     assert f"model/{HOSTILE}" in tensors, "JSON has names as they are"
     (part,) = tensors["model/a.weight"].pop("parts")
     expected = {"path": "model/a.weight", "dtype": "float32", "shape": [2, 3], "nbytes": 24}
+    expected |= {"minimum": None, "maximum": None, "mean": None}
     assert tensors["model/a.weight"] == expected
     start = part.pop("start")
     assert model.read_bytes()[start + 4 : start + 8] == b"\0\0\x80?"
@@ -119,10 +138,10 @@ def test_ranks_copies_and_other_values_are_listed(
         left_out=["rng: refused"],
     )
     opens(monkeypatch, made)
-    text = run("inspect", made.path).stdout
+    text = run("inspect", made.path, "--all").stdout
     lines = [line.split() for line in text.splitlines()]
     assert ["model/w", "float32", "4", "x", "2", "32", "B", "2", "0-1"] in lines
-    assert ["written", "by", "2", "ranks"] in lines and ["step", "12"] in lines
+    assert "written by  2 ranks, 16 B to 20 B each\n" in text and ["step", "12"] in lines
     assert ["head", "w"] in lines and ["extra/epoch", "7"] in lines and ["1", "16", "B"] in lines
     assert "rng: refused" in text and "\x1b" not in text
 
@@ -303,6 +322,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     },
     "merge m t.pt --rename a=>b --rename ^x=>": {"rename": (("a", "b"), ("^x", ""))},
     "merge m t.safetensors --rename-file names.json": {"rename": {"a": "b"}},
+    "merge m t.pt --as-saved": {"as_saved": True},
+    "merge m t.pt --weights": {"weights": True},
     "reshard m t --world-size 4 --unit b --workers 3 --step 0": {
         **{"to": "native", "world_size": 4, "unit": "b", "step": 0, "workers": 3}
     },
@@ -333,13 +354,10 @@ def test_arguments_reach_convert(
     result = run(*shlex.split(program))
     assert result.stdout == f"{target}\n", result.output
     expected = {"source": Path(source), "target": Path(target), "memory": 256 << 20}
-    expected |= {
-        "workers": min(4, os.cpu_count() or 1),
-        "progress": False,
-        "keep_module": False,
-        **PROGRAMS[program],
-    }
-    assert {key: value for key, value in got.items() if value not in (None, ())} == expected
+    expected |= {"workers": min(4, os.cpu_count() or 1), **PROGRAMS[program]}
+    unused = ("progress", "keep_module", "weights", "as_saved")
+    given = {key: value for key, value in got.items() if key not in unused or value}
+    assert {key: value for key, value in given.items() if value not in (None, ())} == expected
 
 
 def test_shapes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

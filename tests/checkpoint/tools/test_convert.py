@@ -15,6 +15,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fsdp_compat
 from fsdp_compat import checkpoint
@@ -142,6 +144,35 @@ def test_what_is_taken_and_how_it_is_called(tmp_path: Path) -> None:
     expected = made["model"]["blocks.1.up.weight"].to(torch.float16)
     assert_same(values_of(half)["model/layers.1.in.weight"], expected, "values")
     assert [sorted(group["params"]) for group in half.param_groups or []] == [sorted(half.states)]
+
+
+def test_weights_are_the_model_alone(tmp_path: Path) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    written = to("torch", made["path"], tmp_path / "weights", weights=True)
+    found = torch.load(written, weights_only=True)
+    assert found.keys() == made["model"].keys()
+    assert all(torch.equal(found[name], values) for name, values in made["model"].items())
+
+
+def test_what_torchs_converter_writes_keeps_its_containers_and_names(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    app = {"model": {"_orig_mod.a": weight, "_orig_mod.b": weight}, "seen": [torch.ones(2), 7]}
+    saved = {"app": app, "step": 12, "module.w": torch.arange(3)}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "theirs.pt")
+    written = to("torch", tmp_path / "dcp", tmp_path / "ours", as_saved=True)
+    ours, theirs = (
+        torch.load(path, weights_only=True) for path in (written, tmp_path / "theirs.pt")
+    )
+    assert json.dumps(ours, default=torch.Tensor.tolist) == json.dumps(
+        theirs, default=torch.Tensor.tolist
+    )
+    torch.save(saved, tmp_path / "tied.pt")
+    again = torch.load(
+        to("torch", tmp_path / "tied.pt", tmp_path / "again", as_saved=True), weights_only=True
+    )
+    one, other = again["app"]["model"].values()
+    assert one.data_ptr() == other.data_ptr()
 
 
 def test_large_models_get_several_files_and_what_is_not_written_is_named(tmp_path: Path) -> None:
@@ -276,6 +307,9 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         ({"rename": lambda name: 3}, "rename"),
         ({"rename": lambda name: "same"}, "same name"),
         ({"to": "safetensors", "optimizer": True}, "cannot be converted"),
+        ({"to": "torch", "optimizer": True, "weights": True}, "cannot be converted"),
+        ({"to": "torch", "as_saved": True, "weights": True}, "as_saved keeps everything"),
+        ({"to": "dcp", "as_saved": True}, "dcp as the target"),
     ]
     before = sorted(tmp_path.iterdir())
     for settings, said in wrong:

@@ -1,4 +1,4 @@
-"""Work in threads: one error for all, and no work after it."""
+"""Work in threads: one error for all, and no work after it. Other work shows its seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from fsdp_compat.checkpoint._blocks import Tick
-from fsdp_compat.checkpoint._tools.threads import for_each
+from fsdp_compat.checkpoint._tools import threads
+from fsdp_compat.checkpoint._tools.threads import elapsing, for_each
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -30,3 +31,18 @@ def test_an_error_stops_the_others_at_their_next_tick_and_is_raised(
     with pytest.raises(error, match="of item 1"):
         for_each(list(range(50)), work, workers=2)
     assert len(begun) < 50
+
+
+def test_only_long_work_shows_its_seconds_and_leaves_an_empty_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with elapsing(True, "reading"):
+        pass
+    assert capsys.readouterr().err == ""
+    flushed = threading.Event()
+    monkeypatch.setattr(threads, "_SILENT_S", 0)
+    monkeypatch.setattr("sys.stderr.flush", flushed.set)
+    with elapsing(True, "reading"):
+        assert flushed.wait(20)
+    shown = capsys.readouterr().err
+    assert shown.startswith("\rreading ... 0 s") and shown.endswith(f"\r{'':19}\r")

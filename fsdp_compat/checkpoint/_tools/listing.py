@@ -1,0 +1,119 @@
+"""The checkpoints in a run's folder, of any format."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from ...errors import CheckpointError
+from .._blocks import Tick, damaged
+from .._directory import STEP, steps_in
+from .._manifest import MANIFEST
+from .._texts import brief, found_in
+from .archive import Archive, Unrecognised
+from .inspection import Facts
+from .native import NativeCheckpoint
+from .opening import open_archive, problems_of, require_lengths
+from .rank_files import TORCH_SUFFIXES
+from .threads import for_each
+
+_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
+_NUMBER = re.compile(r"(\d+)\D*$")
+_UNFINISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")  # as `_publishing` names hidden directories
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Facts):
+    """One checkpoint of a run."""
+
+    path: Path
+    kind: str  # the format, for people; empty if it is not known
+    step: int | None  # as the checkpoint says, or else its name
+    world_size: int | None  # ranks that wrote it; None if the files do not say so
+    nbytes: int  # of its files
+    problem: str  # why it is not complete, or not read; empty: none was found
+    is_latest: bool = False  # the highest step without a problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing(Facts):
+    """The checkpoints of a folder, by step. ``list_checkpoints`` returns it."""
+
+    path: Path
+    checkpoints: tuple[Listed, ...]
+
+
+def list_checkpoints(
+    folder: Path, ignored: Collection[str] = (), *, progress: bool = False
+) -> Listing:
+    """Return the checkpoints in a folder, or the folder itself if its files are one. No values are
+    read: headers, metadata and the lengths of files. Raises CheckpointError if there are none."""
+    paths = [path for path in sorted(folder.iterdir()) if path.is_dir() or _is_file(path)]
+    if _is_checkpoint(folder, ignored):
+        paths = [folder, *(path for path in paths if path.is_dir())]
+
+    def look_at(path: Path, tick: Tick) -> Listed | None:
+        found = _listed(path, ignored)
+        tick(0 if found is None else found.nbytes)
+        return found
+
+    found = filter(None, for_each(paths, look_at, workers=1, what="list", progress=progress))
+    listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
+    if not listed:
+        open_archive(folder, ignored=ignored)  # raises
+    complete = [number for number, each in enumerate(listed) if not each.problem]
+    for number in complete[-1:]:
+        listed[number] = dataclasses.replace(listed[number], is_latest=True)
+    return Listing(folder, tuple(listed))
+
+
+def _is_file(path: Path) -> bool:
+    return path.suffix in _SUFFIXES and not path.name.startswith(".")
+
+
+def _is_checkpoint(folder: Path, ignored: Collection[str]) -> bool:
+    """Return whether the files in a folder are one checkpoint."""
+    if (folder / MANIFEST).is_file():
+        return True
+    try:
+        return not steps_in(folder) and open_archive(folder, ignored=ignored).path == folder
+    except CheckpointError:
+        return False
+
+
+def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
+    """Return what a path holds, or None if nothing says that it is a checkpoint."""
+    archive, problem, name = Archive(path, "", {}), "", path.stem
+    if path.name.startswith("."):
+        unfinished = _UNFINISHED.fullmatch(path.name)
+        if unfinished is None:
+            return None
+        name, problem = unfinished[1], "a save that is running, or was killed"
+    else:
+        try:
+            archive = _opened(path, ignored)
+            problem = "; ".join(problems_of(archive)[:1])
+        except Unrecognised:
+            return None
+        except CheckpointError as error:
+            problem = f"{str(error).splitlines()[0].rstrip('.')}: {found_in(error)}"
+        except OSError as error:
+            problem = brief(error)
+    number = _NUMBER.search(name)
+    step = int(number[1]) if archive.step is None and number else archive.step
+    files = path.rglob("*") if path.is_dir() else [path]
+    nbytes = sum(file.stat().st_size for file in files if file.is_file())
+    return Listed(path, archive.kind, step, archive.world_size, nbytes, problem)
+
+
+def _opened(path: Path, ignored: Collection[str]) -> Archive:
+    """Return what a checkpoint holds; of a native one without the heads of the ranks' files."""
+    if not (path / MANIFEST).is_file():
+        return open_archive(path, ignored=ignored)
+    archive = NativeCheckpoint(path).outline()
+    require_lengths(archive)
+    if re.fullmatch(STEP, path.name) and int(path.name.removeprefix("step-")) != archive.step:
+        raise damaged(path, "the manifest of this step", f"that of step {archive.step}")
+    return dataclasses.replace(archive, tensors={})  # the manifest has a place for every element

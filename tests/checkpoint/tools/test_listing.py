@@ -1,0 +1,96 @@
+"""list: what a run's folder holds, of any format, and which checkpoint is the latest to use."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from fsdp_compat.checkpoint import convert
+from fsdp_compat.checkpoint._tools.listing import list_checkpoints
+from tests.checkpoint.tools.program import run
+from tests.support import checkpoints
+
+UNFINISHED = f".step-00000004-{'0' * 32}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 to 3, the last two damaged, an unfinished save, and other things."""
+    folder = tmp_path / "run 7"
+    folder.mkdir()
+    (tmp_path / "made").mkdir()
+    made = checkpoints.make("ours-native", 2, tmp_path / "made")["path"]
+    for step in (1, 2, 3):
+        convert(made, folder / f"step-0000000{step}", to="native", world_size=2)
+    (folder / "step-00000003" / "rank-00001.safetensors").unlink()
+    (folder / "step-00000002").rename(folder / "step-00000005")
+    (folder / UNFINISHED).mkdir()
+    (folder / ".git").mkdir()
+    (folder / "logs").mkdir()
+    (folder / "log.txt").write_text("step 1")
+    return folder
+
+
+def test_each_step_is_listed_with_what_is_wrong_and_the_latest_complete_one(runs: Path) -> None:
+    found = list_checkpoints(runs).checkpoints
+    assert [(each.path.name, each.step, each.is_latest) for each in found] == [
+        ("step-00000001", 1, True),
+        ("step-00000003", 3, False),
+        (UNFINISHED, 4, False),
+        ("step-00000005", 5, False),
+    ]
+    whole, missing, unfinished, renamed = found
+    files = [*whole.path.iterdir()]
+    assert (whole.problem, whole.world_size) == ("", 2)
+    assert whole.nbytes == sum(file.stat().st_size for file in files)
+    assert "rank-00001.safetensors" in missing.problem and "killed" in unfinished.problem
+    assert "step 2" in renamed.problem
+
+
+def test_the_command_prints_a_line_for_each_and_json(runs: Path) -> None:
+    result = run("list", runs)
+    assert (result.exit_code, result.stderr) == (0, "")
+    head, first, *others = result.stdout.splitlines()
+    assert head.split() == ["checkpoint", "step", "format", "ranks", "size", "complete"]
+    assert first.startswith("step-00000001") and first.endswith("yes, latest")
+    assert len(others) == 3 and all(" no: " in line for line in others)
+    content = json.loads(run("list", runs, "--json").stdout)
+    assert list(content) == ["path", "checkpoints"]
+    assert list(content["checkpoints"][0]) == [
+        *("path", "kind", "step", "world_size", "nbytes", "problem", "is_latest")
+    ]
+
+
+def test_other_formats_are_found_by_what_they_hold_and_numbered_by_their_names(
+    tmp_path: Path,
+) -> None:
+    for number in (9, 10):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"epoch_{number}.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "best.pt")
+    (tmp_path / "torn.pt").write_bytes((tmp_path / "best.pt").read_bytes()[:-9])
+    made = [(each.path.name, each.step) for each in list_checkpoints(tmp_path).checkpoints]
+    assert made == [("best.pt", None), ("torn.pt", None), ("epoch_9.pt", 9), ("epoch_10.pt", 10)]
+    assert list_checkpoints(tmp_path).checkpoints[-1].is_latest
+
+
+def test_a_checkpoint_is_listed_as_one_and_an_empty_folder_is_3(runs: Path, tmp_path: Path) -> None:
+    (itself,) = list_checkpoints(runs / "step-00000001").checkpoints
+    assert itself.path == runs / "step-00000001" and itself.is_latest
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = run("list", empty)
+    assert result.exit_code == 3 and "No checkpoint was recognised" in result.stderr
+    assert os.listdir(empty) == []
+
+
+def test_a_runs_folder_is_answered_with_the_command_that_lists_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-500").mkdir()
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 3 and f"fsdp-compat list {tmp_path}" in result.stderr
