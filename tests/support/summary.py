@@ -32,7 +32,8 @@ def shown(
     for reason, number in sorted(reasons.items()):
         yield f"{number:6}  {reason}"
     run, possible = COMBINATIONS["run"], COMBINATIONS["possible"]
-    yield f"Of {possible:,} combinations of settings {run:,} ran: each value, or any two, in one."
+    if possible:
+        yield f"Of {possible:,} combinations of settings {run:,} ran, with each value or any two."
     yield EXTENT
 
 
