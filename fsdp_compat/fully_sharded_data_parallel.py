@@ -20,7 +20,7 @@ from ._engine.state_store import FLAT_PARAM
 from ._engine.unit import Unit
 from ._front_ends.flat import calls, construction, conversion, copying
 from ._front_ends.flat.client_attributes import ClientAttributes
-from ._front_ends.flat.flat_unit import require_root
+from ._front_ends.flat.flat_unit import flat_units_in, is_wrapper, require_root
 from ._front_ends.fully_shard.fully_shard import not_registrable, register_forward_method
 from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_loading, model_state
@@ -202,14 +202,14 @@ class FullyShardedDataParallel(ClientAttributes):
         return unit.runtime.run(unit, unit.module, args, kwargs)
 
     def extra_repr(self) -> str:
-        """Return how the unit is sharded, for ``print(model)``."""
-        return str(describe_unit(self._fsdp_model_unit.unit_facts()))
+        """Return how the unit is sharded, for ``print(model)``; "" if construction has failed."""
+        return str(describe_unit(self._fsdp_model_unit.unit_facts())) if is_wrapper(self) else ""
 
     def __repr__(self) -> str:
         """Like nn.Module's, with the shapes of the unsharded parameters."""
         with contextlib.ExitStack() as stack:
-            for instance in FullyShardedDataParallel.fsdp_modules(self):
-                stack.enter_context(instance._unit.view.described())
+            for own in flat_units_in(self):
+                stack.enter_context(own.unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:

@@ -126,6 +126,14 @@ def test_print_adds_a_line_and_keeps_the_modules_own() -> None:
     assert "FULL_SHARD over 2 ranks, no parameters of its own" in repr(empty)
 
 
+@on_ranks(1)
+def test_debuggers_can_show_a_wrapper_whose_construction_failed() -> None:
+    with pytest.raises(UsageError) as caught:
+        FSDP(nn.Linear(7, 7), keep_units_below=-1)
+    constructor = next(entry for entry in caught.traceback if entry.name == "__init__")
+    assert repr(constructor.locals["self"]) == "FullyShardedDataParallel()"
+
+
 @on_ranks(2)
 def test_replicas_and_modules_in_groups_are_named() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
