@@ -1,4 +1,4 @@
-"""Numbers, names and tables as people read them, without colours and other libraries."""
+"""Numbers and names as people read them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-SHORT_DTYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Return "bf16", "fp32" and the like, or torch's name of other dtypes."""
-    return SHORT_DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+    """Return "bf16", "fp32", "int8" and the like."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def nbytes_text(nbytes: float) -> str:
@@ -38,16 +32,3 @@ def joined(items: Sequence[str], most: int, separator: str) -> str:
     """Return the first ``most`` items as one text, and the number of the others."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
-
-
-def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """Return the lines of a table: the first ``num_left`` columns to the left, others to the
-    right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if number < num_left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

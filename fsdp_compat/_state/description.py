@@ -16,64 +16,24 @@ from .. import _torch_private
 from .._engine.dtypes import Precision
 from .._engine.module_view import is_marked
 from .._engine.state_store import StateStore
-from .._text import count_of, dtype_text, joined, nbytes_text, table
+from .._text import count_of, dtype_text, joined, nbytes_text
 from ..errors import UsageError, require_module
 from .units import ATTRIBUTE, clean_name
 
 _NUM_NAMES = 8  # of tensors that are not sharded, in a line
-_TITLES = (
-    "unit",
-    "strategy",
-    "ranks",
-    "reshards",
-    "elements",
-    "bytes here",
-    "all-gather",
-    "dtypes",
-)
+_TITLES = "unit|strategy|ranks|reshards|elements|bytes here|all-gather|dtypes"
+_ROW = "{:{}}  {:{}} {:>6} {:>8} {:>13} {:>10} {:>10}  {}"
 _NOTE = "reshards: after forward; dtypes: stored/computed/reduced"
 
 
-class StoreFacts(typing.NamedTuple):
-    """Parameters of one dtype, and the ranks that they are cut over."""
-
-    store: StateStore
-    ranks: int
-    precision: Precision
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the sharded parameters; tensor subclasses may send another."""
-        return self.store.sharded_params[0].parameter.dtype
-
-    @property
-    def nbytes(self) -> int:
-        if not self.store.has_extension:
-            return self.store.numel * self.dtype.itemsize
-        return sum(
-            _torch_private.local_part(param).nbytes for param, _ in self.store.sharded_params
-        )
-
-    @property
-    def gathered_nbytes(self) -> int:
-        sent = self.store.dtype if self.store.has_extension else self.precision.gather
-        return self.ranks * self.store.numel * sent.itemsize if self.ranks > 1 else 0
-
-    def own_numel(self, index: int) -> int:
-        """Return how many elements of a parameter this rank has."""
-        if self.store.is_flattened:
-            return self.store.part(index, self.store.rank).numel
-        return math.prod(self.store.sharded_shape(index, self.store.rank))
-
-
 class UnitFacts(typing.NamedTuple):
-    """What a registered unit returns from ``unit_facts()``: the fields are UnitDescription's."""
+    """What ``unit_facts()`` of a registered unit returns; the fields are UnitDescription's."""
 
     strategy: str
     ranks: int
     replicas: int
     is_resharded: bool
-    stores: Sequence[StoreFacts]
+    stores: Sequence[tuple[StateStore, Precision]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +65,30 @@ class UnitDescription:
         return f"{self.strategy} over {count_of(self.ranks, 'rank')}{replicas}, {held}"
 
 
+def stored_dtype(store: StateStore) -> torch.dtype:
+    """Return the dtype of the sharded parameters; tensor subclasses may send another."""
+    return store.sharded_params[0].parameter.dtype
+
+
 def describe_unit(facts: UnitFacts, name: str = "") -> UnitDescription:
     """Return the description of a unit, whose module has this name."""
-    held = [(each, index) for each in facts.stores for index in range(len(each.store.kinds))]
-    dtypes = ((each.dtype, each.precision.gather, each.precision.reduce) for each in facts.stores)
-    return UnitDescription(
-        name,
-        *facts[:4],
-        numel=sum(math.prod(each.store.shape(index)) for each, index in held),
-        own_numel=sum(each.own_numel(index) for each, index in held),
-        shard_nbytes=sum(each.nbytes for each in facts.stores),
-        gathered_nbytes=sum(each.gathered_nbytes for each in facts.stores),
-        dtypes=tuple(dict.fromkeys(dtypes)),
-    )
+    numel = own_numel = shard_nbytes = gathered_nbytes = 0
+    dtypes = dict[tuple[torch.dtype, torch.dtype, torch.dtype], None]()
+    for store, precision in facts.stores:
+        stored, indices = stored_dtype(store), range(len(store.kinds))
+        own = (
+            sum(store.part(index, store.rank).numel for index in indices)
+            if store.is_flattened
+            else sum(_torch_private.local_part(p).numel() for p, _ in store.sharded_params)
+        )
+        held, sent = (own, store.dtype) if store.has_extension else (store.numel, precision.gather)
+        numel += sum(math.prod(store.shape(index)) for index in indices)
+        own_numel += own
+        shard_nbytes += held * stored.itemsize
+        gathered_nbytes += store.ranks * store.numel * sent.itemsize if store.ranks > 1 else 0
+        dtypes[stored, precision.gather, precision.reduce] = None
+    numbers = numel, own_numel, shard_nbytes, gathered_nbytes
+    return UnitDescription(name, *facts[:4], *numbers, tuple(dtypes))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -129,7 +100,7 @@ class Description:
 
     def __repr__(self) -> str:
         alike = itertools.groupby(self.units, lambda unit: dataclasses.replace(unit, name=""))
-        rows = [_TITLES, *(_row_of_units(list(units)) for _, units in alike)]
+        rows = [(*_TITLES.split("|"),), *(_row_of_units(list(units)) for _, units in alike)]
         totals = [(each.numel, each.shard_nbytes, each.gathered_nbytes) for each in self.units]
         notes = [_NOTE]
         for title, is_param in (("other parameters", True), ("buffers", False)):
@@ -141,7 +112,8 @@ class Description:
                 rows.append((title, "", "", "", *_texts(*totals[-1]), ", ".join(dtypes)))
                 notes.append(f"{title} (not sharded): {joined([*found], _NUM_NAMES, ', ')}")
         total = _texts(*map(sum, zip((0, 0, 0), *totals, strict=True)))
-        return "\n".join([*table([*rows, ("total", "", "", "", *total, "")], 2), *notes])
+        rows.append(("total", "", "", "", *total, ""))
+        return "\n".join([*_aligned(rows), *notes])
 
 
 def describe(model: nn.Module) -> Description:
@@ -166,7 +138,7 @@ def describe(model: nn.Module) -> Description:
         if ATTRIBUTE in child.__dict__:
             facts: UnitFacts = child.__dict__[ATTRIBUTE].unit_facts()
             units.append(describe_unit(facts, clean_name(path)))
-            slots = (slot for each in facts.stores for slot in each.store.shown(None))
+            slots = (slot for store, _ in facts.stores for slot in store.shown(None))
             managed.update((slot.module, slot.attribute) for slot in slots)
     return Description(tuple(units), dict(_others_in(model, managed)))
 
@@ -195,6 +167,11 @@ def _row_of_units(units: Sequence[UnitDescription]) -> tuple[str, ...]:
         *_texts(unit.numel, unit.shard_nbytes, unit.gathered_nbytes),
         unit.dtypes_text,
     )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    names, strategies = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [_ROW.format(row[0], names, row[1], strategies, *row[2:]).rstrip() for row in rows]
 
 
 def _texts(numel: int, nbytes: int, gathered_nbytes: int) -> tuple[str, str, str]:

@@ -90,13 +90,13 @@ def test_units_are_counted_before_their_first_use_on_one_rank_alone(layout: str)
 
 
 TABLE = """\
-unit                 strategy    ranks  reshards  elements  bytes here  all-gather          dtypes
-(root)               FULL_SHARD      2       yes         3        16 B        16 B  fp32/bf16/fp32
-layers.0, each of 3  FULL_SHARD      2       yes        56       128 B       128 B  fp32/bf16/fp32
-head                 FULL_SHARD      2       yes        24        64 B        64 B  fp32/bf16/fp32
-other parameters                                         4        16 B                        fp32
-buffers                                                  2        16 B                        fp64
-total                                                  201       496 B       464 B
+unit                 strategy    ranks reshards      elements bytes here all-gather  dtypes
+(root)               FULL_SHARD      2      yes             3       16 B       16 B  fp32/bf16/fp32
+layers.0, each of 3  FULL_SHARD      2      yes            56      128 B      128 B  fp32/bf16/fp32
+head                 FULL_SHARD      2      yes            24       64 B       64 B  fp32/bf16/fp32
+other parameters                                            4       16 B             fp32
+buffers                                                     2       16 B             fp64
+total                                                     201      496 B      464 B
 reshards: after forward; dtypes: stored/computed/reduced
 other parameters (not sharded): ignored
 buffers (not sharded): scale"""

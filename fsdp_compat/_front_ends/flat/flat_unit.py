@@ -16,7 +16,7 @@ from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit, UnitOptions
 from ..._state import optimizer_patches
-from ..._state.description import StoreFacts, UnitFacts
+from ..._state.description import UnitFacts
 from ..._state.units import ATTRIBUTE, FSDP_WRAPPED_MODULE, ModelUnit, clean_name, register
 from ..._stores.flat_store import FlatParameter, FlatStore
 from ...errors import StateError
@@ -37,13 +37,13 @@ class FlatUnit(ModelUnit):
 
     def unit_facts(self) -> UnitFacts:
         """Return what ``describe`` shows of the unit."""
-        ranks, settings = self.mesh.shard.ranks, self.settings
+        settings = self.settings
         return UnitFacts(
             settings.strategy.name,
-            ranks,
+            self.mesh.shard.ranks,
             self.mesh.replica.ranks,
             self.unit.options.reshard_after_forward,
-            [StoreFacts(each, ranks, settings.precision(each.dtype)) for each in self.stores],
+            [(store, settings.precision(store.dtype)) for store in self.stores],
         )
 
 

@@ -102,7 +102,7 @@ def reshard_of(given: Any, mesh: DataMesh) -> tuple[bool | None, int]:
         return given, 0
     if not isinstance(given, int):
         raise wrong_type("reshard_after_forward", "True, False, None or a number", given, WHERE)
-    ranks = shard_ranks(mesh)
+    ranks = mesh.size(mesh.shard_dim)
     if mesh.spmd is not None:
         raise NotImplementedUsageError.of(
             "reshard_after_forward as a number does not work with dp_mesh_dims.",
@@ -349,11 +349,6 @@ def data_mesh_of(info: Any) -> DataMesh:
         replicate = tuple(names.index(name) for name in info.dp_mesh_dims.replicate_names)
         spmd = SpmdMesh(info.spmd_mesh, (*shard, *replicate), shard)
     return DataMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim, spmd)
-
-
-def shard_ranks(mesh: DataMesh) -> int:
-    """Return the number of ranks that parameters on ``mesh`` are sharded over."""
-    return 1 if mesh.shard_dim is None else mesh.mesh.size(mesh.shard_dim)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

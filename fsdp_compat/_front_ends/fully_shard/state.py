@@ -26,7 +26,7 @@ from ..._engine.group import Group, PartialShard
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit, UnitOptions
 from ..._state import optimizer_patches
-from ..._state.description import StoreFacts, UnitFacts
+from ..._state.description import UnitFacts, stored_dtype
 from ..._state.units import ModelUnit, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.placement import DataMesh
@@ -269,11 +269,10 @@ class ShardedModules:
     def unit_facts(self) -> UnitFacts:
         """Return what ``describe`` shows of the unit, even before it exists."""
         mesh, policy = self.plan.mesh, self.plan.policy
-        stores = []
-        for own in self.stores:
-            dtype = own.store.sharded_params[0].parameter.dtype
-            precision = precision_of(dtype, own.gather_dtype, policy)
-            stores.append(StoreFacts(own.store, own.store.ranks, precision))
+        stores = [
+            (store, precision_of(stored_dtype(store), gather_dtype, policy))
+            for store, _, gather_dtype in self.stores
+        ]
         return UnitFacts(
             "fully_shard",
             mesh.size(mesh.shard_dim),
