@@ -312,6 +312,11 @@ class Runtime:
 
     def require_parts(self, what: str) -> None:
         """Raise StateError inside summon_full_params, or after parameters were replaced."""
+        self.require_not_summoned(what)
+        require_own(self.units)
+
+    def require_not_summoned(self, what: str) -> None:
+        """Raise StateError inside summon_full_params."""
         if any(unit.view.summoned for unit in self.units):
             raise StateError.of(
                 f"{what} was called inside summon_full_params, where all parameters are whole.",
@@ -320,7 +325,6 @@ class Runtime:
                 where=self.root.label,
                 fix="leave the context first",
             )
-        require_own(self.units)
 
 
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()

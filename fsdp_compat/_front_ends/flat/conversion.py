@@ -90,7 +90,10 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
     if device == store.shard.device:
         return
     runtime.require_idle("flat_param_to", ValueStateError)
-    runtime.require_parts("flat_param_to")
+    runtime.require_not_summoned("flat_param_to")
+    own.unit.view.require_own()
+    if store.shard.device == own.settings.home:
+        store.check(group.name)  # not those of other groups, which may have been moved before
     if group.gradients.received:
         raise ValueStateError.of(
             "Accumulated gradients that are not reduced yet cannot be moved.",
