@@ -4,6 +4,9 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt --resume --steps 400
     python examples/train_gpt.py --steps 20      # one process, the same losses
 
+With --resume, a command line starts a run and goes on with it: torchrun --max-restarts 9 runs it
+again after a worker is lost, with the same losses.
+
 It learns the bytes of pydoc_data.topics, Python's own documentation, on CPU with gloo, or on GPUs
 with nccl, one per process. It shows how to wrap a model, how to keep the loss independent of the
 number of processes, how to save checkpoints that another number of processes, or another strategy,
@@ -106,23 +109,24 @@ class Record:
 
 
 def start(args: argparse.Namespace, model: FSDP, optimizer: AdamW) -> Record:
-    """Return the record of a new run, or load the newest checkpoint, which any number of ranks has
-    saved with any strategy. Exit, on all ranks, if it does not fit. Collective."""
+    """Load the newest checkpoint, saved by any number of ranks with any strategy, and return its
+    record; that of a new run if there is none. Exit, on all ranks, if it does not fit. Collective.
+    """
     names = ("dim", "layers", "heads", "context", "batch", "seed")
     folder, record = args.checkpoint_dir, Record({name: getattr(args, name) for name in names})
-    newest = None if folder is None else checkpoint.latest(folder, model)
-    if args.resume != (newest is not None):
-        expected = "a complete checkpoint to resume" if args.resume else "none for a new run"
-        sys.exit(
-            f"--checkpoint-dir {folder}: expected {expected}, got {newest}. "
-            f"{'Leave out' if args.resume else 'Add'} --resume, or choose another directory."
-        )
-    if newest is None:
+    if folder is None:
+        return record
+    if not args.resume:
+        if newest := checkpoint.latest(folder, model):
+            sys.exit(
+                f"--checkpoint-dir {folder}: expected none for a new run, got {newest}. "
+                "Add --resume, or choose another directory."
+            )
         return record
     try:
-        saved = Record(**checkpoint.load(newest, model, optimizer))
+        saved = Record(**checkpoint.load(folder, model, optimizer, default=asdict(record)))
     except CheckpointError as error:
-        sys.exit(f"--resume: {newest} cannot be loaded.\n{error}")
+        sys.exit(f"--resume: {folder} cannot be loaded.\n{error}")
     if saved.settings != record.settings:
         sys.exit(f"--resume: expected {saved.settings} as before, got {record.settings}.")
     return saved
@@ -255,7 +259,10 @@ def train_steps(args: argparse.Namespace, model: FSDP, optimizer: AdamW, record:
                 record.validation.append((step, validate(model, validation_batch)))
             save = status or last or (args.save_every and step % args.save_every == 0)
             if save and args.checkpoint_dir is not None:
-                checkpoint.save(args.checkpoint_dir, model, optimizer, asdict(record), step=step)
+                extra = asdict(record)
+                checkpoint.save(
+                    args.checkpoint_dir, model, optimizer, extra, step=step, keep_last=2
+                )
             if status:
                 return status
     return 0
@@ -301,7 +308,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--use-orig-params", False, "give the optimizer the model's own parameters")
     add("--checkpoint-dir", None, "directory of the checkpoints; without it nothing is saved")
     add("--save-every", 50, "steps from one checkpoint to the next; 0: only at the end")
-    add("--resume", False, "go on from the newest checkpoint in --checkpoint-dir")
+    add("--resume", False, "go on from the newest checkpoint in --checkpoint-dir, if there is one")
     add("--seed", 0, "of the initial model, the batches and the sample")
     add("--dim", 128, "width of the model")
     add("--layers", 4, "number of blocks")

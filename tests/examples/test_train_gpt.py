@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from examples import train_gpt
+from tests.examples.test_readme import blocks
+from tests.support.programs import python
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
 
@@ -208,27 +211,33 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         found = [each for each in losses["validation"] if each[0] % 4 == 0]
         assert_same_curve(found, expected)
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == [f"step-{step:08d}" for step in (2, 4, 6, 8, 10)]
+    assert names == [f"step-{step:08d}" for step in (8, 10)]  # the last two
     assert losses["starts"] == [[0, 2], [2, 3], [4, 1], [6, 2]]
 
 
+def test_resume_starts_a_run_if_there_is_no_complete_checkpoint(
+    one_process: dict[str, Losses], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "step-00000009").mkdir(parents=True)  # a save that did not finish
+    losses = trained(2, tmp_path, "--steps", "2", "--checkpoint-dir", str(run), "--resume")
+    assert_same_curve(losses["train"], one_process["train"][:2])
+    assert losses["starts"] == [[0, 2]]
+
+
 def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: Path) -> None:
-    run, none = four_steps, tmp_path / "none"
-    incomplete = tmp_path / "incomplete"
-    (incomplete / "step-00000009").mkdir(parents=True)
+    run = four_steps
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
     for file in (damaged / "step-00000004").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     cases = (
-        (["--checkpoint-dir", str(none), "--resume"], f"{none}: expected a complete checkpoint"),
-        (["--checkpoint-dir", str(incomplete), "--resume"], "expected a complete checkpoint"),
         (
             ["--checkpoint-dir", str(damaged), "--resume", "--steps", "5"],
-            f"--resume: {damaged}/step-00000004 cannot be loaded.",
+            f"--resume: {damaged} cannot be loaded.",
         ),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
-            "step-00000004 cannot be loaded",
+            f"--resume: {run} cannot be loaded.",
         ),
         (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "'seed': 0} as before, got"),
         (["--checkpoint-dir", str(run)], f"none for a new run, got {run}/step-00000004"),
@@ -300,6 +309,44 @@ def test_python_alone_trains_plots_and_samples(
     assert len(sampled) == 5
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert_same_curve(losses["train"], one_process["train"][:3])
+
+
+# rank 1 of the first attempt is killed in step 7
+DIES = """
+import os, signal, sys
+from examples import train_gpt
+right = train_gpt.learning_rate
+def learning_rate(step, peak):
+    if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (7, "1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return right(step, peak)
+train_gpt.learning_rate = learning_rate
+sys.exit(train_gpt.main())
+"""
+
+
+def test_a_killed_worker_is_replaced_and_the_losses_stay_the_same(
+    one_process: dict[str, Losses], tmp_path: Path
+) -> None:
+    """It is torchrun's command in examples/README.md."""
+    [(export, torchrun)] = [
+        block.splitlines()
+        for block in blocks("examples/README.md", "sh", "A worker or a node that is lost")
+    ]
+    (tmp_path / "dies.py").write_text(DIES)
+    torchrun = torchrun.replace("torchrun", "-m torch.distributed.run")
+    python(
+        *shlex.split(torchrun.replace("examples/train_gpt.py", "dies.py")),
+        *(*SMALL, *VALIDATE, "--steps", NUM_STEPS),
+        *("--save-every", "5", "--losses", "losses.json"),
+        folder=tmp_path,
+        OMP_NUM_THREADS="1",
+        **dict([export.removeprefix("export ").split("=")]),
+    )
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses["starts"] == [[0, 2], [5, 2]]
+    assert_same_curve(losses["train"], one_process["train"])
+    assert_same_curve(losses["validation"], one_process["validation"])
 
 
 def test_torchrun_trains_and_saves_when_it_is_terminated(

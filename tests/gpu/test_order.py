@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import _torch_private
 from fsdp_compat._engine.dtypes import move_to
+from tests.examples.test_readme import blocks
 from tests.gpu.test_streams import MIXED, streams
 from tests.gpu.test_training import Wide, checkpointed, wide_stack
 from tests.support import emulated
@@ -170,6 +171,31 @@ def test_an_all_reduce_hook_on_a_stream_of_its_own(emulated_device: str) -> None
 
 
 # -- the host
+
+
+@every_front_end
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_the_device
+def test_the_recipe_moves_shards_and_optimizer_state_to_the_host_and_back(
+    emulated_device: str, strategy: str, front_end: str
+) -> None:
+    names: dict[str, Any] = {"torch": torch, "FSDP": FSDP}
+    [recipe] = [
+        each for each in blocks("examples/README.md", "python") if "def move(model, optim" in each
+    ]
+    exec(recipe.partition("\n\n\n")[0], names)
+    with twin_of(emulated_device, front_end, strategy) as twin, in_order():
+        twin.step()
+        for place in ("cpu", twin.device):
+            names["move"](twin.model, twin.optim, place)
+            held = [
+                *twin.model.parameters(),
+                *torch.utils._pytree.tree_leaves(dict(twin.optim.state)),
+            ]
+            assert {each.device.type for each in held if torch.is_tensor(each)} == {
+                torch.device(place).type
+            }
+        twin.step()
 
 
 @every_front_end
