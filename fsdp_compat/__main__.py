@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any
 
 __all__ = ["main"]
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser = argparse.ArgumentParser(
             prog=f"{_program()} {name}", formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        file = importlib.import_module(_FILES[name], __package__)
+        file = _imported(_FILES[name])
         file.add_arguments(parser)
         sys.exit(file.main(_parsed(parser, arguments[1:])))
     if name in ("-h", "--help"):
@@ -91,20 +91,24 @@ def _help() -> str:
     )
 
 
-def _use_tool(arguments: list[str]) -> NoReturn:
+def _use_tool(arguments: list[str]) -> None:
     """Run a checkpoint command and exit with its status."""
     if not all(map(_is_installed, _NEEDED)):
         print(
             f"{_program()} {arguments[0]} needs {' and '.join(_NEEDED)}: "
-            f"pip install {' '.join(_NEEDED)}",
+            f"pip install {' '.join(_NEEDED)} tqdm",
             file=sys.stderr,
         )
         sys.exit(2)
+    _imported(".checkpoint._tools.commands").commands.main(arguments, prog_name=_program())
+
+
+def _imported(file: str) -> Any:
+    """Import a file of the package. That may take seconds: Ctrl-C leaves no traceback."""
     try:
-        from .checkpoint._tools.commands import commands
-    except KeyboardInterrupt:  # while modules are imported, which takes seconds
+        return importlib.import_module(file, __package__)
+    except KeyboardInterrupt:
         sys.exit(130)
-    commands.main(arguments, prog_name=_program())
 
 
 def _is_installed(package: str) -> bool:

@@ -299,11 +299,13 @@ def inspect_command(
     --stats or a pattern, for each tensor. No values are read without --stats."""
     found = inspect(source, progress=_progress(), **given)
     lists_tensors = lists_all or given["stats"] or given["include"] or given["exclude"]
-    _show(
-        found,
-        as_json,
-        lambda: tables.of_tensors(found) if lists_tensors else tables.of_inspection(found, depth),
-    )
+
+    def text() -> str:
+        if lists_tensors:
+            return tables.of_tensors(found, given["stats"])
+        return tables.of_inspection(found, depth)
+
+    _show(found, as_json, text)
 
 
 @commands.command(

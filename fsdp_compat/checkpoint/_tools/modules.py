@@ -19,8 +19,7 @@ class Module:
     """What a checkpoint holds of one module, and of the modules in it."""
 
     name: str
-    num_tensors: int = 0  # of the model
-    numel: int = 0  # of these
+    numel: int = 0  # of the model's tensors
     nbytes: int = 0  # of these
     optimizer_nbytes: int = 0
     dtypes: dict[torch.dtype, None] = dataclasses.field(default_factory=dict)
@@ -31,7 +30,6 @@ class Module:
         if tensor.section == "optimizer":
             self.optimizer_nbytes += tensor.nbytes
             return
-        self.num_tensors += 1
         self.numel += math.prod(tensor.shape)
         self.nbytes += tensor.nbytes
         self.dtypes[tensor.dtype] = None

@@ -58,17 +58,18 @@ def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table
     """Return a table, or None without rows. titles: between bars; those of numbers end with ">"."""
     rows, has_head = list(rows), bool(titles.strip(" |"))
     most = _MAX_CELL if is_terminal() else sys.maxsize
+    frame = box.SIMPLE_HEAD if has_head and is_terminal() else None
     table = Table(
-        box=box.SIMPLE_HEAD if has_head and is_terminal() else None,
+        box=frame,
         show_header=has_head,
+        show_edge=False,
         pad_edge=False,
+        collapse_padding=frame is not None,
         style=style,
     )
     for title in titles.split("|"):
         text, sign, _ = title.strip().partition(">")
-        table.add_column(
-            Text(text), justify="right" if sign else "left", overflow="fold", no_wrap=bool(sign)
-        )
+        table.add_column(Text(text), justify="right" if sign else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(shortened(cell, most)) for cell in row))
     return table if rows else None
@@ -82,7 +83,7 @@ def of_inspection(found: Inspection, depth: int | None) -> str:
     return _printed(
         _table("|", _facts_of_inspection(found)),
         _table(
-            "module | tensors> | elements> | dtypes | size> | optimizer> | ranks",
+            "module | elements> | dtypes | size> | optimizer> | ranks",
             map(_row_of_module, modules_of(found.tensors, depth)),
         ),
         _table("second name | of", _first(found.aliases)),
@@ -92,16 +93,14 @@ def of_inspection(found: Inspection, depth: int | None) -> str:
     )
 
 
-def of_tensors(found: Inspection) -> str:
+def of_tensors(found: Inspection, has_stats: bool) -> str:
     """Return the facts, and a line for each tensor and value."""
-    has_numbers = any(tensor.mean is not None for tensor in found.tensors)
-    titles = "tensor | dtype | shape | size> | parts> | ranks"
-    titles += " | min> | max> | mean>" * has_numbers
-    rows = (_row_of_tensor(tensor, has_numbers) for tensor in found.tensors)
+    titles = "min> | max> | mean>" if has_stats else "size> | parts> | ranks"
+    row_of = _row_of_stats if has_stats else _row_of_tensor
     by_rank = found.nbytes_by_rank()
     return _printed(
         _table("|", _facts_of_inspection(found)),
-        _table(titles, rows),
+        _table(f"tensor | dtype | shape | {titles}", map(row_of, found.tensors)),
         _table("second name | of", found.aliases.items()),
         _table("other value |", found.values.items()),
         _table(
@@ -148,7 +147,6 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
 def _row_of_module(module: Module) -> tuple[str, ...]:
     return (
         module.name,
-        f"{module.num_tensors:,}",
         f"{module.numel:,}",
         ", ".join(map(dtype_name, module.dtypes)),
         nbytes_text(module.nbytes),
@@ -157,16 +155,19 @@ def _row_of_module(module: Module) -> tuple[str, ...]:
     )
 
 
-def _row_of_tensor(tensor: TensorFacts, has_numbers: bool) -> tuple[str, ...]:
+def _row_of_stats(tensor: TensorFacts) -> tuple[str, ...]:
+    numbers = (tensor.minimum, tensor.maximum, tensor.mean)
+    return (*_head(tensor), *("-" if number is None else f"{number:.4g}" for number in numbers))
+
+
+def _row_of_tensor(tensor: TensorFacts) -> tuple[str, ...]:
     num_copies = sum(part.is_copy for part in tensor.parts)
     copies = f" (+{count_of(num_copies, 'copy', 'copies')})" if num_copies else ""
-    numbers = (tensor.minimum, tensor.maximum, tensor.mean) if has_numbers else ()
     return (
         *_head(tensor),
         nbytes_text(tensor.nbytes),
         f"{len(tensor.parts) - num_copies}{copies}",
         ranks_text(tensor.ranks),
-        *("-" if number is None else f"{number:.4g}" for number in numbers),
     )
 
 
