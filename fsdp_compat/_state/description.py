@@ -76,10 +76,11 @@ def describe_unit(facts: UnitFacts, name: str = "") -> UnitDescription:
     dtypes = dict[tuple[torch.dtype, torch.dtype, torch.dtype], None]()
     for store, precision in facts.stores:
         stored, indices = stored_dtype(store), range(len(store.kinds))
-        own = (
-            sum(store.part(index, store.rank).numel for index in indices)
+        own = sum(
+            store.part(index, store.rank).numel
             if store.is_flattened
-            else sum(_torch_private.local_part(p).numel() for p, _ in store.sharded_params)
+            else math.prod(store.sharded_shape(index, store.rank))
+            for index in indices
         )
         held, sent = (own, store.dtype) if store.has_extension else (store.numel, precision.gather)
         numel += sum(math.prod(store.shape(index)) for index in indices)
