@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the arguments of fsdp_compat.plan as a dict",
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N")
-    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--device", default="H100", help="of the estimate of the time")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw memory over the step")
 
@@ -44,7 +43,7 @@ def main(given: argparse.Namespace) -> int:
     try:
         with torch.device("meta"):
             arguments = function()
-        made = plan(world_size=given.world_size, rank=given.rank, device=given.device, **arguments)
+        made = plan(world_size=given.world_size, device=given.device, **arguments)
     except FsdpCompatError as error:
         print(error, file=sys.stderr)
         return 1

@@ -16,7 +16,7 @@ from .._torch_private import simulation
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "reducing", "activations")
 Sizes = dict[str, int]
-_LEFT_OUT = "left out"
+LEFT_OUT = "left out"  # a kind that is not counted
 
 
 class Memory(simulation.DispatchMode):
@@ -80,42 +80,36 @@ class Memory(simulation.DispatchMode):
             if each.device.type == self._device:
                 self._follow(each, kind)
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count the storages of some tensors."""
-        for each in tensors:
-            storage = _torch_private.local_part(each).untyped_storage()
-            self._follow(storage, _LEFT_OUT)
-            self.nbytes -= self.by_kind.pop(_LEFT_OUT)
-
     def restart(self) -> None:
         """Look for a new peak from now on."""
         self.most = 0
         self._rise()
 
     def _follow(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
-        key, now = simulation.key_of(storage), storage.nbytes()
-        found = self._followed.get(key)
-        if found is None:
+        key, nbytes = simulation.key_of(storage), storage.nbytes()
+        if key not in self._followed:
             reference = weakref.ref(storage, lambda _: self._forget(key))
-            found = kind or self.default, 0, reference
-        its_kind, before, reference = found
-        if its_kind == _LEFT_OUT or (now == before and kind in (None, its_kind) and before):
-            return
-        self.by_kind[its_kind] -= before
-        self.by_kind[kind or its_kind] += now
-        self._followed[key] = kind or its_kind, now, reference
-        self.nbytes += now - before
-        self._rise()
+            self._followed[key] = kind or self.default, 0, reference
+        before, nbytes_before, reference = self._followed[key]
+        now = kind or before
+        if now == LEFT_OUT:
+            nbytes = 0
+        if (now, nbytes) != (before, nbytes_before):
+            self._count(before, -nbytes_before)
+            self._count(now, nbytes)
+            self._followed[key] = now, nbytes, reference
+            self._rise()
 
     def _forget(self, key: int) -> None:
         kind, nbytes, _ = self._followed.pop(key)
-        if kind == _LEFT_OUT:
-            return
-        self.by_kind[kind] -= nbytes
-        self.nbytes -= nbytes
+        self._count(kind, -nbytes)
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self.by_kind[kind] += nbytes
+        self.nbytes += nbytes
 
     def _rise(self) -> None:
         if self.nbytes > self.most:
             self.most = self.nbytes
             if self._on_peak is not None:
-                self._on_peak(self.nbytes, dict(self.by_kind))
+                self._on_peak(self.nbytes, dict(+self.by_kind))

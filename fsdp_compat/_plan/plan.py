@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ class Plan:
     """What a training step takes on one rank. ``print`` shows it as a table."""
 
     world_size: int
-    rank: int
     units: tuple[UnitDescription, ...]
     timeline: tuple[Moment, ...]
     # {"shard" or "replica": {kind: (collectives, bytes sent by this rank)}}, in one step
@@ -49,19 +49,15 @@ class Plan:
     @property
     def peak(self) -> Moment:
         """The moment with the most memory."""
-        return max(self.timeline, key=lambda moment: moment.nbytes)
+        return max(self.timeline, key=_nbytes)
 
     @property
     def phases(self) -> dict[str, Moment]:
         """The peak of each phase."""
-        return {
-            phase: max(
-                (each for each in self.timeline if each.phase == phase),
-                key=lambda moment: moment.nbytes,
-            )
-            for phase in PHASES
-            if any(each.phase == phase for each in self.timeline)
-        }
+        moments = collections.defaultdict[str, list[Moment]](list)
+        for moment in self.timeline:
+            moments[moment.phase].append(moment)
+        return {phase: max(moments[phase], key=_nbytes) for phase in PHASES if phase in moments}
 
     def fits(self, nbytes: int) -> bool:
         """Return whether a device with ``nbytes`` of memory holds the peak and ``reserve``."""
@@ -69,18 +65,18 @@ class Plan:
 
     def __repr__(self) -> str:
         phases, peak = self.phases, self.peak
-        head = f"Rank {self.rank} of {self.world_size}: {_gib(peak.nbytes)} GiB in {peak.phase}"
-        lines = [f"{head}, at {peak.unit}; units: {len(self.units)}", ""]
-        lines.append(f"{'GiB':12}" + "".join(f"{phase:>11}" for phase in phases))
+        head = f"One of {self.world_size} ranks: {_gib(peak.nbytes)} GiB in {peak.phase}"
+        rows = [["GiB", *phases]]
         for kind in KINDS:
-            row = [phases[phase].by_kind.get(kind, 0) for phase in phases]
-            lines.append(f"{kind:12}" + "".join(f"{_gib(nbytes):>11}" for nbytes in row))
-        total = [_gib(moment.nbytes) for moment in phases.values()]
-        lines += [f"{'peak':12}" + "".join(f"{each:>11}" for each in total), ""]
+            rows.append([kind, *(_gib(each.by_kind.get(kind, 0)) for each in phases.values())])
+        rows.append(["peak", *(_gib(each.nbytes) for each in phases.values())])
+        lines = [f"{head}, at {peak.unit}; units: {len(self.units)}", ""]
+        lines += [f"{kind:12}" + "".join(f"{cell:>11}" for cell in cells) for kind, *cells in rows]
+        lines.append("")
         for axis, kinds in self.traffic.items():
             for kind, (number, nbytes) in kinds.items():
                 lines.append(f"{axis}: {number} x {kind}, {_gib(nbytes)} GiB sent in a step")
-        lines.append(f"{self.flops / 1e12:.3f} TFLOP in a step of this rank")
+        lines.append(f"{self.flops / 1e12:.3f} TFLOP in a step")
         lines.append(
             f"An estimate for {self.device}, not a measurement: {self.seconds:.3f} s a step, "
             f"{self.exposed_s:.3f} s of them waiting for communication"
@@ -112,8 +108,12 @@ class Plan:
         axes.set_xticks(named, names, rotation=40, ha="right")
         axes.set(ylabel="GiB", xlim=(0, len(moments) - 1))
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-        figure.suptitle(f"Memory of rank {self.rank} of {self.world_size}, planned")
+        figure.suptitle(f"Memory of one of {self.world_size} ranks, planned")
         figure.savefig(path)
+
+
+def _nbytes(moment: Moment) -> int:
+    return moment.nbytes
 
 
 def _gib(nbytes: int) -> str:
@@ -127,9 +127,7 @@ def plan(
     *,
     wrap: Callable[[nn.Module], nn.Module | None] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
-    loss: Callable[[Any], Tensor] | None = None,
     step: Callable[[nn.Module, Any], object] | None = None,
-    rank: int = 0,
     device: str = "H100",
     reserve: int = 2 * _GIB,
     **fsdp: Any,
@@ -147,10 +145,8 @@ def plan(
         wrap: shards a model in place, or returns it sharded, with either front end (device meshes
             are those of the CPU). Default: ``FullyShardedDataParallel(model, **fsdp)``.
         optimizer: makes the optimizer, which must not be fused, from the parameters.
-        loss: returns the loss for the output, which is held during backward. Default: the output's
-            ``loss``, or the mean of its first tensor.
-        step: runs forward and backward itself, in place of ``loss``.
-        rank: the planned rank.
+        step: runs forward and backward of a sharded model with a batch. Default: backward starts
+            from the output's ``loss``, or from the mean of its first tensor.
         device: the accelerator to estimate times for.
         reserve: bytes that ``Plan.fits`` keeps free for memory that is not simulated.
 
@@ -160,19 +156,18 @@ def plan(
 
     Raises UsageError if parameters are not on the meta device or if there is a process group, and
     whatever wrapping and the step raise."""
-    _check(model, world_size, rank, wrap, fsdp)
+    _check(model, world_size, wrap, fsdp)
     machine = machine_named(device)
     batch = map_tensors(batch, lambda tensor: tensor.to("meta"))
-    with simulation.one_of(world_size, rank):
+    with simulation.one_of(world_size):
         copied = copy.deepcopy(model)
         wrapped = wrap(copied) if wrap is not None else FullyShardedDataParallel(copied, **fsdp)
         wrapped = copied if wrapped is None else wrapped  # sharded in place
-        run = step or functools.partial(_forward_and_backward, loss=loss or _loss_of)
+        run = functools.partial(step or _forward_and_backward, wrapped, batch)
         simulated = SimulatedStep(wrapped, optimizer(wrapped.parameters()), run, machine)
-        simulated.run(batch, 2)
+        simulated.run_twice(batch)
         return Plan(
             world_size=world_size,
-            rank=rank,
             units=simulated.units,
             timeline=tuple(simulated.timeline),
             traffic=simulated.traffic,
@@ -185,9 +180,7 @@ def plan(
         )
 
 
-def _check(
-    model: nn.Module, world_size: int, rank: int, wrap: object, fsdp: Mapping[str, Any]
-) -> None:
+def _check(model: nn.Module, world_size: int, wrap: object, fsdp: Mapping[str, Any]) -> None:
     def refuse(first: str, expected: str, got: str, fix: str) -> UsageError:
         return UsageError.of(first, expected=expected, got=got, where="plan(...)", fix=fix)
 
@@ -206,27 +199,21 @@ def _check(
             f"both, with {', '.join(fsdp)}",
             "pass the arguments inside of wrap",
         )
-    if not 0 <= rank < world_size:
+    if world_size < 1:
         raise refuse(
-            "There is no such rank.",
-            f"rank from 0 to {world_size - 1}",
-            f"rank={rank}, world_size={world_size}",
-            "pass one of these ranks",
+            "A plan needs a rank.",
+            "a positive world_size",
+            f"world_size={world_size}",
+            "pass the number of ranks",
         )
 
 
-def _forward_and_backward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor]) -> None:
-    output = model(**batch) if isinstance(batch, Mapping) else model(*_as_arguments(batch))
-    loss(output).backward()
-
-
-def _as_arguments(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, (tuple, list)) else (batch,)
-
-
-def _loss_of(output: Any) -> Tensor:
+def _forward_and_backward(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    first = next(tensor for tensor in tensors_in(output) if tensor.is_floating_point())
-    return first.float().mean()
+    if not isinstance(loss, Tensor):
+        loss = next(filter(Tensor.is_floating_point, tensors_in(output))).float().mean()
+    loss.backward()

@@ -17,8 +17,9 @@ from ..errors import UsageError
 
 
 @contextlib.contextmanager
-def one_of(world_size: int, rank: int) -> Iterator[None]:
-    """A context with a fake process group, in which both front ends compute on meta."""
+def one_of(world_size: int) -> Iterator[None]:
+    """A context for rank 0, whose shards are the largest, of a fake process group, in which both
+    front ends compute on meta."""
     if dist.is_initialized():
         raise UsageError.of(
             "A plan needs a process without a process group.",
@@ -27,7 +28,7 @@ def one_of(world_size: int, rank: int) -> Iterator[None]:
             where="plan(...)",
             fix="call plan() first, or run fsdp-compat plan",
         )
-    simulation.join_fake_group(rank, world_size)
+    simulation.join_fake_group(world_size)
     try:
         with device.simulated():
             yield

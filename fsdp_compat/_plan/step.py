@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import _torch_private
 from .._cost_model import Machine
@@ -18,7 +18,7 @@ from .._engine.runtime import live_runtimes
 from .._state.description import UnitDescription, describe
 from . import simulation
 from .clock import Clock
-from .memory import Memory, Sizes
+from .memory import LEFT_OUT, Memory, Sizes
 
 PHASES = ("forward", "backward", "optimizer", "between")
 Traffic = Mapping[str, Mapping[str, tuple[int, int]]]
@@ -34,13 +34,13 @@ class Moment(NamedTuple):
 
 
 class SimulatedStep:
-    """A sharded model, its optimizer, and what runs forward and backward."""
+    """A sharded model, its optimizer, and what runs its forward and backward."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        run: Callable[[nn.Module, Any], object],
+        run: Callable[[], object],
         machine: Machine,
     ) -> None:
         self._model, self._optimizer, self._run = model, optimizer, run
@@ -52,47 +52,48 @@ class SimulatedStep:
         self._reduced = collections.deque[str]()  # units whose gradients are to be marked
         self._groups = dict[str, list[Group]]()  # by unit
 
-    def run(self, batch: Any, steps: int) -> None:
-        self._find_groups()
+    def run_twice(self, batch: Any) -> None:
+        """Run two steps with a batch, and keep what the second takes: in the first, fully_shard
+        makes its groups, and memory that is kept over steps is allocated."""
         before = events.listen(self._tell)
         try:
             with self._memory, simulation.fused_attention():
-                self._mark_state(batch)
-                for _ in range(steps):
-                    self._restart()
-                    self._step(batch)
+                for _ in range(2):
+                    self._restart(batch)
+                    self._step()
                     self._close()
         finally:
             events.listen(before)
 
-    def _step(self, batch: Any) -> None:
+    def _step(self) -> None:
         memory = self._memory
         self._enter("forward")
-        self._run(self._model, batch)
-        parameters = list(self._model.parameters())
-        memory.mark("gradients", (each.grad for each in parameters if each.grad is not None))
+        self._run()
+        grads = (each.grad for each in self._model.parameters())
+        memory.mark("gradients", (each for each in grads if each is not None))
         self._enter("optimizer")
         memory.default = "optimizer"
         self._optimizer.step()
         memory.default = "activations"
-        for state in self._optimizer.state.values():
-            memory.mark("optimizer", (x for x in state.values() if isinstance(x, Tensor)))
         self._optimizer.zero_grad()
         self._enter("between")
 
-    def _restart(self) -> None:
-        """fully_shard has made its groups at the first use, and reduce buffers are made then."""
+    def _restart(self, batch: Any) -> None:
+        """Say of what kind all memory is, and drop what was counted."""
         self._find_groups()
+        mark = self._memory.mark
+        mark("parameters", self._model.parameters())
+        mark("buffers", self._model.buffers())
+        mark("activations", tensors_in(batch))
         for group in self._all_groups():
-            buffer = group.gradients.buffer
-            shard = group.store.shard
-            self._memory.mark("parameters", [shard])
+            buffer, shard = group.gradients.buffer, group.store.shard
+            mark("parameters", [shard])
             # On meta, the parameters of fully_shard do not view the shard.
             shown = [param for param, _ in group.store.sharded_params]
-            self._memory.leave_out(x for x in shown if not _torch_private.same_storage(x, shard))
+            mark(LEFT_OUT, (x for x in shown if not _torch_private.same_storage(x, shard)))
             for each in group.memories:
-                self._memory.mark("gathered", each.storages)
-            self._memory.mark("reducing", [] if buffer is None else [buffer])
+                mark("gathered", each.storages)
+            mark("reducing", [] if buffer is None else [buffer])
         for communicator in self._communicators():
             self.clock.follow(communicator)
         self.clock.restart()

@@ -20,12 +20,12 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def join_fake_group(rank: int, world_size: int) -> None:
-    """Make the default process group the fake one, in which nothing is sent."""
+def join_fake_group(world_size: int) -> None:
+    """Become rank 0 of a fake default process group, in which nothing is sent."""
     # Its backend is registered by the module that has its store.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
 def key_of(storage: torch.UntypedStorage) -> int:

@@ -342,7 +342,7 @@ def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -
     (code,) = ALONE
     exec(code, {})
     assert re.search(
-        r"Rank 0 of 8: .*; units: 9\n.*\nTrue \d+\n", capsys.readouterr().out, re.DOTALL
+        r"One of 8 ranks: .*; units: 9\n.*\nTrue \d+\n", capsys.readouterr().out, re.DOTALL
     )
 
 
