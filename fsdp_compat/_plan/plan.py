@@ -87,7 +87,7 @@ class Plan:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw memory over the step, stacked by kind, to an image file, with the unit that ran.
 
-        Needs the extra ``plot``. Raises ModuleNotFoundError without it."""
+        Requires matplotlib: raises ModuleNotFoundError without it."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 6), layout="constrained")

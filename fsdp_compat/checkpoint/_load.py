@@ -158,7 +158,7 @@ def load_safetensors(
     report: LoadReport | None = None,
     progress: bool = False,
 ) -> None:
-    """Load weights from safetensors files into the model: ``load`` without an optimizer.
+    """Load weights from safetensors files, as ``load`` without an optimizer does. Collective.
 
     path: a file, an index (``model.safetensors.index.json``), or a directory with an index or with
     files. The other arguments, and what is raised, are those of ``load``.
