@@ -19,6 +19,7 @@ from .bulk_dict import BulkDict, DictEntry, make_swap
 from .dtypes import ComputeDtype
 from .placeholders import Placeholders
 from .store import ModuleSlot
+from .user_changes import values_lost
 
 
 class ModuleView:
@@ -224,6 +225,8 @@ class ModuleView:
     def _refuse_foreign(self, slot: _Slot) -> typing.NoReturn:
         module, parameters, attribute, _, expected = slot
         found = parameters.get(attribute)
+        if found is not None and found.is_meta:
+            raise values_lost(f"{type(module).__name__}.{attribute}", self._label)
         raise StateError.of(
             "A managed parameter was replaced by another object.",
             expected="the parameter that FSDP put there"

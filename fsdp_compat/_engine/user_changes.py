@@ -183,3 +183,15 @@ def follow_toggles(sharded_param: nn.Parameter, toggled: Sequence[bool], where: 
             fix="set requires_grad before wrapping, or pass use_orig_params=True",
         )
     sharded_param.requires_grad_(not before)
+
+
+def values_lost(name: str, where: str) -> StateError:
+    """Return the error of a parameter that was moved to the meta device with a module inside the
+    sharded one."""
+    return StateError.of(
+        "A module inside a sharded one was moved to the meta device, and its values are lost.",
+        expected="a device with memory",
+        got=f"{name!r} on 'meta'",
+        where=where,
+        fix="build the model again and load a checkpoint; to free memory, delete the whole model",
+    )

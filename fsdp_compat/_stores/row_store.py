@@ -27,7 +27,7 @@ from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
 from .._engine.store import ModuleSlot, ParamKind, PartialRows, ShardedParam
-from .._engine.user_changes import Addresses
+from .._engine.user_changes import Addresses, values_lost
 from .._layout.rows import Cut
 from .._layout.spec import Section, aligned
 from .._torch_private import dtensor as torch_dtensor
@@ -218,7 +218,11 @@ class RowStore(StateStore):
         for param, parameter, member in zip(self._params, present, self.orig_params, strict=True):
             param.require_fit(parameter, self.rank, member.name)
         values = [_torch_private.local_part(parameter) for parameter in present]
-        if any(value.is_meta for value in values):
+        on_meta = [i for i, value in enumerate(values) if value.is_meta]
+        if on_meta and not self.shard.is_meta:
+            name = self.orig_params[on_meta[0]].name
+            raise values_lost(name, f"parameter {name!r}")
+        if on_meta:
             return False
         require_one_kind(values, [member.name for member in self.orig_params])
         dtype, device = values[0].dtype, values[0].device

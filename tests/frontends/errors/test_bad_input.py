@@ -529,6 +529,9 @@ summon(m, offload_to_cpu="cpu") | offload_to_cpu; 'cpu'
 summon(m, with_grads="1") | with_grads; '1'
 summon(m, rank0_only=True) | writeback=False | UsageError NotImplementedError
 m.apply(3) | apply; 3
+m.to("meta") | meta device; 'cpu' to 'meta' | StateError
+m.to_empty(device="meta") | meta device; 'cpu' to 'meta' | StateError
+nn.Sequential(m).to("meta") | meta device; 'cpu' to 'meta' | StateError
 FSDP.fsdp_modules(3) | fsdp_modules; int
 FSDP.fsdp_modules(m, "yes") | root_only; 'yes'
 """

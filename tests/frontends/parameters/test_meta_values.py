@@ -420,3 +420,20 @@ def test_a_sharded_model_is_not_moved_to_the_meta_device(kind: str, is_used: boo
         assert "'cpu' to 'meta'" in str(raised.value)
     model.to("cpu").float()
     pair.step()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("kind", SHARD)
+@on_ranks(2)
+def test_a_module_inside_that_was_moved_to_the_meta_device_is_named(
+    kind: str, is_used: bool
+) -> None:
+    model = SHARD[kind](nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2))))
+    x = torch.ones(2, DIM)
+    if is_used:
+        model(x).sum().backward()
+    inside = nn.Sequential(*model) if kind == "in place" else model.module
+    inside.to("meta")
+    with pytest.raises(StateError, match="its values are lost") as raised:
+        model(x)
+    assert "weight' on 'meta'" in str(raised.value) or "_flat_param' on" in str(raised.value)
