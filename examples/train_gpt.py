@@ -15,7 +15,7 @@ can resume, and how to stop cleanly.
 Ctrl-C and SIGTERM save a checkpoint at the end of the step; a second one ends the process at once.
 The exit status is then 130 or 143 (torchrun's: 1).
 
-It needs tqdm and matplotlib: pip install 'fsdp_compat[examples]'."""
+It needs tqdm and matplotlib: pip install tqdm matplotlib."""
 
 from __future__ import annotations
 

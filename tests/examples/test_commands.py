@@ -16,6 +16,7 @@ import pytest
 
 from tests.examples.test_checkpoint_recipes import lay_out
 from tests.examples.test_readme import PROGRAMS, blocks
+from tests.support.time_limit import limit_s
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def start(script: str, folder: Path) -> subprocess.Popen[str]:
 def said(process: subprocess.Popen[str]) -> str:
     """Return what a script prints."""
     try:
-        return process.communicate(timeout=300)[0]
+        return process.communicate(timeout=limit_s())[0]
     finally:
         process.kill()
 

@@ -28,6 +28,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Stack
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
+from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +107,9 @@ def strict_errors(code: str, folder: Path) -> str:
     # torch's own backward() is untyped
     options = ("--strict", "--allow-untyped-calls", "--follow-imports", "silent")
     command = [sys.executable, "-m", "mypy", *options, folder / "program.py"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s()
+    ).stdout
 
 
 @pytest.mark.slow  # mypy reads torch
@@ -252,7 +255,7 @@ def _differences(front_end: str, directory: Path) -> dict[str, float]:
 def test_ddp_and_sharded_code_compute_the_same(
     front_end: str, num_results: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    for differences in run_ranks(num_ranks, _differences, front_end, tmp_path, timeout=120):
+    for differences in run_ranks(num_ranks, _differences, front_end, tmp_path):
         assert len(differences) == 3 * num_results
         assert differences == {name: pytest.approx(0.0, abs=1e-5) for name in differences}
 
@@ -290,7 +293,7 @@ def _run_recipes(page: str, directory: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_recipe_runs_in_a_clean_folder(page: str, tmp_path: Path) -> None:
     assert recipes(page)
-    run_ranks(2, _run_recipes, page, str(tmp_path), timeout=180)
+    run_ranks(2, _run_recipes, page, str(tmp_path))
 
 
 def test_every_block_has_a_test() -> None:
@@ -368,7 +371,7 @@ def test_a_process_that_waits_shows_its_collectives_and_its_line(tmp_path: Path)
         assert process.stdout is not None
         said = process.stdout.readline()
         pyspy = [str(Path(sys.executable).parent / "py-spy"), "dump", "--pid", str(process.pid)]
-        dump = subprocess.run(pyspy, capture_output=True, text=True, timeout=60)
+        dump = subprocess.run(pyspy, capture_output=True, text=True, timeout=limit_s())
         process.kill()
     assert "gloo:all_reduce" in said and "<module>" in said
     assert "wait_for_data" in dump.stdout, dump.stderr

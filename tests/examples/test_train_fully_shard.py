@@ -32,7 +32,7 @@ def _main(arguments: list[str]) -> int:
 def trained(num_ranks: int, folder: Path, *arguments: str) -> Losses:
     """Train with SMALL sizes, and return the losses, which are the same on all ranks."""
     options = [*SMALL, "--folder", str(folder), *arguments]
-    first, *others = run_ranks(num_ranks, _train, options, timeout=240)
+    first, *others = run_ranks(num_ranks, _train, options)
     assert all(losses == first for losses in others)
     return first
 
@@ -72,5 +72,5 @@ def test_resuming_without_a_checkpoint_says_so(tmp_path: Path, file_format: str)
 
 def test_the_whole_program(tmp_path: Path) -> None:
     arguments = [*SMALL, "--folder", str(tmp_path), "--steps", "2"]
-    assert run_ranks(2, _main, arguments, timeout=240) == [0, 0]
+    assert run_ranks(2, _main, arguments) == [0, 0]
     assert example.checkpoint.latest(tmp_path) == tmp_path / "step-00000002"

@@ -26,6 +26,7 @@ from tests.examples.test_readme import blocks
 from tests.support.programs import python
 from tests.support.ranks import run_ranks
 from tests.support.sampling import sample
+from tests.support.time_limit import limit_s
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -161,7 +162,7 @@ def trained(num_ranks: int, directory: Path, *arguments: str) -> dict[str, Losse
     directory.mkdir(exist_ok=True)
     losses = directory / "losses.json"
     options = [*SMALL, "--losses", str(losses), *arguments]
-    assert run_ranks(num_ranks, _train, options, timeout=120) == [0] * num_ranks
+    assert run_ranks(num_ranks, _train, options) == [0] * num_ranks
     return json.loads(losses.read_text())
 
 
@@ -302,7 +303,7 @@ def test_python_alone_trains_plots_and_samples(
     one_process: dict[str, Losses], tmp_path: Path
 ) -> None:
     options = ["--steps", "3", "--losses", "losses.json"]
-    ((code, printed),) = run_ranks(1, _python_alone, tmp_path, options, timeout=120)
+    ((code, printed),) = run_ranks(1, _python_alone, tmp_path, options)
     assert code == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sampled = printed.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
@@ -372,7 +373,7 @@ def test_torchrun_trains_and_saves_when_it_is_terminated(
                 assert read, f"it ended:\n{seen.decode()}"
                 seen += read
             process.send_signal(signal.SIGTERM)
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=limit_s())
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
