@@ -99,10 +99,6 @@ class Gradients:
         return self._buffer.views.buffer if isinstance(self._buffer, ReduceBuffer) else None
 
     @property
-    def resident_nbytes(self) -> int:
-        return self._buffer.resident_nbytes if self._buffer is not None else 0
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of reduced gradients."""
         return self._grad_dtype or self._store.dtype

@@ -49,10 +49,6 @@ class PartialShard:
     def is_held(self) -> bool:
         return self._held is not None
 
-    @property
-    def resident_nbytes(self) -> int:
-        return (0 if self._held is None else self._held.nbytes) + self._storage.resident_nbytes
-
     def hold(self) -> list[nn.Parameter]:
         """Copy this rank's rows of the unsharded parameters. Return parameters to show."""
         full, ranks = self._rows.full, self.communicator.ranks
@@ -294,15 +290,6 @@ class Group:
                     where=self.name,
                     fix="change it in place inside summon_full_params; this change was dropped",
                 )
-
-    @property
-    def resident_nbytes(self) -> int:
-        """Bytes held now, beyond shard, gradients and optimizer state."""
-        return (
-            sum(memory.resident_nbytes for memory in self.memories)
-            + self.gradients.resident_nbytes
-            + (0 if self.partial is None else self.partial.resident_nbytes)
-        )
 
 
 def _gather_by_custom(behavior: Behavior, own: Tensor, memory: GroupMemory, rank: int) -> None:

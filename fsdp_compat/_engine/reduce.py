@@ -89,10 +89,6 @@ class ReduceBuffer:
 
     # -- memory
 
-    @property
-    def resident_nbytes(self) -> int:
-        return self._storage.resident_nbytes if self._block is None else self._block.nbytes
-
     def _allocate(self) -> None:
         if self._axes.keep_buffers:
             self._storage.allocate()
@@ -370,10 +366,6 @@ class DirectGradBuffer:
         self.indices = frozenset(self.form.indices)
         self._sharded_params, self._grads = store.sharded_params, dict[int, Tensor]()
         self.received = self._grads.keys()
-
-    @property
-    def resident_nbytes(self) -> int:
-        return sum(grad.nbytes for grad in self._grads.values())
 
     def put(self, indices: Sequence[int], grads: list[Tensor]) -> None:
         for index, grad in zip(indices, grads, strict=True):

@@ -291,9 +291,3 @@ class GroupMemory:
         if not self.keeps_storage:
             for storage in self._own_storages:
                 storage.free()
-
-    @property
-    def resident_nbytes(self) -> int:
-        """Bytes held now, beyond the shard."""
-        storages = () if self.aliased else (self._buffer, *self._own_storages)
-        return sum(storage.resident_nbytes for storage in storages)

@@ -31,6 +31,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.engine.test_counts import Operations, counting_sends
 from tests.frontends.parity import test_random_programs
 from tests.frontends.training import test_calls, test_entry_points
+from tests.support.memory import gathered_nbytes
 from tests.support.models import Block
 from tests.support.parity import Pair, make_pair, trains
 from tests.support.ranks import body_of, on_ranks, run_ranks
@@ -175,7 +176,7 @@ def test_forward_sends_copies_and_holds_nothing() -> None:
         sent.clear()
         with counting_sends(sent), Operations() as seen:
             output = model(torch.ones(2, WIDTH))
-        held = sum(group.memory.resident_nbytes for group in model._runtime.groups)
+        held = sum(gathered_nbytes(group.memory) for group in model._runtime.groups)
         output.sum().backward()
     assert (sum(sent), held, max(seen.written["copy_"], default=0)) == (0, 0, 0)
 

@@ -11,6 +11,7 @@ from fsdp_compat._engine.dtypes import Precision
 from fsdp_compat._engine.storage import GroupMemory, Storage
 from fsdp_compat._engine.unit import Residency, Unit
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, make_unit, members_of
+from tests.support.memory import gathered_nbytes, group_nbytes
 
 # Gathered in another dtype, so that one rank gathers too.
 HALF = Precision(torch.bfloat16, torch.float32)
@@ -61,7 +62,7 @@ def test_memory_follows_residency_and_no_version_counter_moves(kind: str) -> Non
     for _ in range(3):
         for call, held in (("unshard", 2), ("wait_for_unshard", 2), ("reshard", 0)):
             getattr(unit, call)()
-            assert group.resident_nbytes == held * numel
+            assert group_nbytes(group) == held * numel
     assert [param._version for param in group.unsharded_params] == before
 
 
@@ -128,14 +129,14 @@ def test_group_memory_starts_empty_and_counts_its_bytes(kind: str, ranks: int) -
         kind, members_of(module), rank=0, ranks=ranks, flat_slot=(module, "_flat_param")
     )
     memory = GroupMemory(store, ranks, torch.bfloat16, CPU)
-    assert memory.resident_nbytes == 0
+    assert gathered_nbytes(memory) == 0
     memory.allocate()
-    assert memory.resident_nbytes == 2 * ranks * store.numel
+    assert gathered_nbytes(memory) == 2 * ranks * store.numel
     memory.all_gather_output.data.zero_()
     memory.fill_unsharded_params()
     copied = kind == "row" and ranks > 1
     own = memory.unsharded_params[0].untyped_storage().nbytes()  # of all; the buffer is freed
-    assert memory.resident_nbytes == (own if copied else 2 * ranks * store.numel)
+    assert gathered_nbytes(memory) == (own if copied else 2 * ranks * store.numel)
     assert own >= 2 * 14  # elements
     memory.free()
-    assert memory.resident_nbytes == 0
+    assert gathered_nbytes(memory) == 0

@@ -19,7 +19,7 @@ from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageErr
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.checkpoint._full import iter_full_state_dict
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.memory import NewBytes
+from tests.support.memory import NewBytes, group_nbytes
 from tests.support.models import Lora
 from tests.support.odd_model import assert_identical, assert_same, local_tensors, stack
 from tests.support.parity import local, seeded
@@ -257,4 +257,4 @@ def test_streaming_holds_one_unit_and_stopping_frees_it() -> None:
         gc.collect()
         del _
         assert new.now == 0, "nothing is left of an iteration that stopped"
-    assert all(group.resident_nbytes == 0 for group in model._runtime.groups)
+    assert all(group_nbytes(group) == 0 for group in model._runtime.groups)

@@ -1,4 +1,4 @@
-"""Bytes of living tensors: of those created inside a block, and of all."""
+"""Bytes of living tensors: of those created inside a block, of all, and of those of the engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fsdp_compat._engine.gradients import Gradients
+from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.reduce import GradBuffer, ReduceBuffer
+from fsdp_compat._engine.storage import GroupMemory
 
 _PLAIN = torch.nn.Parameter.__torch_function__
 
@@ -61,3 +66,30 @@ def allocated_nbytes() -> int:
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def group_nbytes(group: Group) -> int:
+    """Bytes that a group holds beyond its shard, gradients and optimizer state."""
+    found = sum(map(gathered_nbytes, group.memories)) + gradients_nbytes(group.gradients)
+    partial = group.partial
+    if partial is None:
+        return found
+    held = 0 if partial._held is None else partial._held.nbytes
+    return found + held + partial._storage.untyped.nbytes()
+
+
+def gathered_nbytes(memory: GroupMemory) -> int:
+    """Bytes of the all-gather output, and of parameters that are copied out of it."""
+    return sum(storage.nbytes() for storage in memory.storages)
+
+
+def gradients_nbytes(gradients: Gradients) -> int:
+    """Bytes of received gradients that are not reduced."""
+    return 0 if gradients._buffer is None else buffer_nbytes(gradients._buffer)
+
+
+def buffer_nbytes(buffer: GradBuffer) -> int:
+    if isinstance(buffer, ReduceBuffer):
+        tensor = buffer.views.buffer  # it may be freed, or a part of shared memory
+        return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+    return sum(grad.nbytes for grad in buffer._grads.values())

@@ -33,6 +33,7 @@ from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat._state.units import clean_name, model_unit_of
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.memory import group_nbytes
 from tests.support.models import DIM, NUM_TOKENS, Block
 from tests.support.sampling import sample
 
@@ -281,9 +282,7 @@ def assert_idle(runtime: Runtime) -> None:
         assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
         assert not unit.calls and not unit.running, f"{unit.label} is marked as running"
         for group in unit.groups:
-            assert group.resident_nbytes == 0, (
-                f"{group.name}: {group.resident_nbytes} bytes were left"
-            )
+            assert group_nbytes(group) == 0, f"{group.name}: {group_nbytes(group)} bytes were left"
             assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
             assert not any(
                 comm.ranks > 1 and hasattr(comm, "connections") and comm.connections.sent

@@ -23,6 +23,7 @@ from fsdp_compat._comm.transport import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.beside_torch import assert_as_torch, trained
+from tests.support.memory import group_nbytes
 from tests.support.models import (
     DIM,
     Block,
@@ -755,7 +756,7 @@ def _unsharded(model: FSDP, build: Callable[[], nn.Module]) -> nn.Module:
 
 def _assert_at_rest(model: FSDP) -> None:
     for group in model._runtime.groups:
-        assert group.resident_nbytes == 0, f"{group.name} holds {group.resident_nbytes} bytes"
+        assert group_nbytes(group) == 0, f"{group.name} holds {group_nbytes(group)} bytes"
 
 
 @pytest.mark.parametrize(
