@@ -45,7 +45,7 @@ class FlatParameter(nn.Parameter):
     _layout: FlatLayout
     _rank: int
 
-    def describe(self, layout: FlatLayout, rank: int) -> None:
+    def set_layout(self, layout: FlatLayout, rank: int) -> None:
         """Set the layout and the rank, which determine the attributes below."""
         self._layout, self._rank = layout, rank
 
@@ -148,7 +148,7 @@ class FlatStore(StateStore, ReduceForm):
         if self.is_flattened:
             [flat] = params
             flat.__class__ = FlatParameter  # pickle restores it as an nn.Parameter
-            typing.cast(FlatParameter, flat).describe(self.layout, self.rank)
+            typing.cast(FlatParameter, flat).set_layout(self.layout, self.rank)
             self.sharded_params = [ShardedParam(flat, range(len(self.orig_params)))]
         else:
             self.sharded_params = [ShardedParam(p, (index,)) for index, p in enumerate(params)]

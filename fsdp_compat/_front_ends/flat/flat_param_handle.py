@@ -101,7 +101,7 @@ class FlatParamHandle:
             return store.flat_parameter
         if self._stand_in is None:
             self._stand_in = FlatParameter(self._memory)
-            self._stand_in.describe(store.layout, store.rank)
+            self._stand_in.set_layout(store.layout, store.rank)
         flat = self._stand_in
         if flat.requires_grad is not self.is_trainable:
             flat.requires_grad_(self.is_trainable)
