@@ -4,7 +4,6 @@ click and rich (`tables`) are in the extra ``cli``; nothing but ``__main__`` imp
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.util
 import io
@@ -13,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,9 @@ class _Commands(click.Group):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # names have any characters
         try:
-            with _noting():
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", UserWarning)
+                warnings.showwarning = lambda warning, *_, **__: _note(str(warning))
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -74,21 +75,9 @@ class _Commands(click.Group):
         ctx.exit(status)
 
 
-@contextlib.contextmanager
-def _noting() -> Iterator[None]:
-    """Print warnings in one line each, and once."""
-    said: set[str] = set()
-
-    def note(text: str) -> None:
-        line = text.partition("\n")[0]
-        if line not in said:
-            said.add(line)
-            _say(f"note: {line}")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda warning, *_, **__: note(str(warning))
-        yield
+def _note(warning: str) -> None:
+    """Print the first line of a warning."""
+    _say(f"note: {warning.splitlines()[0]}")
 
 
 def _of_system(error: OSError) -> str:
@@ -298,14 +287,8 @@ def inspect_command(
     """Show what a checkpoint is and holds: totals, and a line for each module, or, with --all,
     --stats or a pattern, for each tensor. No values are read without --stats."""
     found = inspect(source, progress=_progress(), **given)
-    lists_tensors = lists_all or given["stats"] or given["include"] or given["exclude"]
-
-    def text() -> str:
-        if lists_tensors:
-            return tables.of_tensors(found, given["stats"])
-        return tables.of_inspection(found, depth)
-
-    _show(found, as_json, text)
+    lists_all = lists_all or bool(given["stats"] or given["include"] or given["exclude"])
+    _show(found, as_json, lambda: tables.of_inspection(found, lists_all, given["stats"], depth))
 
 
 @commands.command(

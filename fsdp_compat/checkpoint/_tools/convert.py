@@ -27,7 +27,6 @@ from .optimizer_tree import name_optimizer
 from .reading import SLAB_NBYTES, Files
 from .safetensors_files import write_safetensors, write_safetensors_file
 from .shapes import Shapes
-from .threads import elapsing
 from .torch_save import state_dict_of, write_torch
 from .walk import LEFT_OUT, map_leaves
 from .writing import WriteOptions, nbytes_to_write
@@ -133,16 +132,23 @@ def convert(
         workers=workers,
         step=0 if step is None else step,
     )
-    if as_saved:
-        changes = (dtype, rename, include, exclude, optimizer_names, weights, optimizer is not None)
-        _require_unchanged(to, any(changes))
+    changes = (dtype, rename, include, exclude, optimizer_names, weights, optimizer is not None)
+    if as_saved and (to != "torch" or any(changes)):
+        got = f"a target of {to}, or another of these arguments"
+        fix = "end the target in .pt; leave out names, patterns, dtype, optimizer and weights"
+        raise UsageError.of(
+            "as_saved keeps everything as it is.",
+            expected="a target of torch, and no change",
+            got=got,
+            where=_CALL,
+            fix=fix,
+        )
     is_selected, rename = selection(include, exclude), _renaming(rename)
     require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)
-    with elapsing(progress, f"reading the headers of {Path(source).name}"):
-        shapes = Shapes({}) if shapes is None else shapes
-        archive = open_archive(source, shapes, ignored, keep_module)
+    shapes = Shapes({}) if shapes is None else shapes
+    archive = open_archive(source, shapes, ignored, keep_module, progress)
     if weights:
         archive.states, archive.param_groups, archive.extra = {}, None, {}
     if optimizer_names is not None:
@@ -334,17 +340,6 @@ def _require_complete(archive: Archive) -> None:
 
 
 # -- arguments
-
-
-def _require_unchanged(to: str, has_changes: bool) -> None:
-    if to != "torch" or has_changes:
-        raise UsageError.of(
-            "as_saved keeps everything.",
-            expected="a torch.save file as the target, and nothing that changes or selects tensors",
-            got=f"{to} as the target" if to != "torch" else "dtype, names, patterns or a part",
-            where=f"{_CALL}(..., as_saved=True)",
-            fix="end the target in .pt, and leave the other arguments out",
-        )
 
 
 def _format_of(target: Path, to: str | None) -> str:

@@ -20,7 +20,7 @@ from .arithmetic import Distance, comparable, distance
 from .inspection import Facts, path_selection, plain_values
 from .opening import open_archive
 from .reading import SLAB_NBYTES, Files, boxes_of, read, read_box
-from .threads import MEMORY, elapsing, for_each
+from .threads import MEMORY, for_each
 
 _CALL = "fsdp_compat.checkpoint.diff"
 _TEMPORARY_NBYTES = 96  # per element: both values in float64, and what is computed from them
@@ -151,8 +151,8 @@ def diff(
     def is_wanted(path: str) -> bool:
         return path.partition("/")[0] in sections and is_selected(path)
 
-    with elapsing(progress, "reading the headers of both"):
-        archives = [open_archive(path, shapes, ignored, keep_module) for path in (one, other)]
+    opening = shapes, ignored, keep_module, progress
+    archives = [open_archive(path, *opening) for path in (one, other)]
     contents = [_content(archive, is_wanted) for archive in archives]
     with Files() as files:
         sides = [_with_numbers(files, *both) for both in (contents, contents[::-1])]

@@ -20,7 +20,7 @@ from .archive import Archive, Span, StoredPiece, StoredTensor
 from .arithmetic import comparable, extremes_and_mean
 from .opening import open_archive
 from .reading import SLAB_NBYTES, Files, boxes_of, read_box
-from .threads import MEMORY, elapsing, for_each
+from .threads import MEMORY, for_each
 from .walk import leaves
 
 _CALL = "fsdp_compat.checkpoint.inspect"
@@ -174,20 +174,16 @@ def inspect(
         _CALL, progress, include=include, exclude=exclude, memory=memory, workers=workers
     )
     is_selected = path_selection(include, exclude)
-    with elapsing(progress, f"reading the headers of {Path(path).name}"):
-        archive = open_archive(path, shapes, ignored, keep_module)
+    archive = open_archive(path, shapes, ignored, keep_module, progress)
     stored = [each for each in archive.all_tensors() if is_selected(each[0])]
-    tensors = [_facts(path, tensor, archive.path) for path, tensor in stored]
+    numbers: Sequence[_Numbers] = [(None, None, None)] * len(stored)
     if stats:
-        found = _statistics([tensor for _, tensor in stored], memory, workers, progress)
-        tensors = [
-            dataclasses.replace(each, minimum=numbers[0], maximum=numbers[1], mean=numbers[2])
-            for each, numbers in zip(tensors, found, strict=True)
-        ]
+        numbers = _statistics([tensor for _, tensor in stored], memory, workers, progress)
+    found = zip(stored, numbers, strict=True)
     return Inspection(
         path=archive.path,
         kind=archive.kind,
-        tensors=tuple(tensors),
+        tensors=tuple(_facts(*each, archive.path, of_each) for each, of_each in found),
         aliases={
             name: first for name, first in archive.aliases.items() if is_selected(f"model/{name}")
         },
@@ -243,10 +239,10 @@ def _statistics(
         )
 
 
-def _facts(path: str, tensor: StoredTensor, directory: Path) -> TensorFacts:
+def _facts(path: str, tensor: StoredTensor, directory: Path, numbers: _Numbers) -> TensorFacts:
     parts = [_part(piece, False, tensor.dtype, directory) for piece in tensor.pieces]
     parts += [_part(piece, True, tensor.dtype, directory) for piece in tensor.copies]
-    return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts))
+    return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts), *numbers)
 
 
 def _part(piece: StoredPiece, is_copy: bool, dtype: torch.dtype, directory: Path) -> Part:

@@ -34,7 +34,6 @@ class Listed(Facts):
     world_size: int | None  # ranks that wrote it; None if the files do not say so
     nbytes: int  # of its files
     problem: str  # why it is not complete, or not read; empty: none was found
-    is_latest: bool = False  # the highest step without a problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +42,12 @@ class Listing(Facts):
 
     path: Path
     checkpoints: tuple[Listed, ...]
+    in_json = ("path", "checkpoints", "latest")
+
+    @property
+    def latest(self) -> Path | None:
+        """Return the path of the highest step without a problem."""
+        return next((each.path for each in reversed(self.checkpoints) if not each.problem), None)
 
 
 def list_checkpoints(
@@ -50,7 +55,7 @@ def list_checkpoints(
 ) -> Listing:
     """Return the checkpoints in a folder, or the folder itself if its files are one. No values are
     read: headers, metadata and the lengths of files. Raises CheckpointError if there are none."""
-    paths = [path for path in sorted(folder.iterdir()) if path.is_dir() or _is_file(path)]
+    paths = [path for path in sorted(folder.iterdir()) if _is_candidate(path)]
     if _is_checkpoint(folder, ignored):
         paths = [folder, *(path for path in paths if path.is_dir())]
 
@@ -63,14 +68,13 @@ def list_checkpoints(
     listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
     if not listed:
         open_archive(folder, ignored=ignored)  # raises
-    complete = [number for number, each in enumerate(listed) if not each.problem]
-    for number in complete[-1:]:
-        listed[number] = dataclasses.replace(listed[number], is_latest=True)
     return Listing(folder, tuple(listed))
 
 
-def _is_file(path: Path) -> bool:
-    return path.suffix in _SUFFIXES and not path.name.startswith(".")
+def _is_candidate(path: Path) -> bool:
+    if path.name.startswith("."):
+        return _UNFINISHED.fullmatch(path.name) is not None
+    return path.is_dir() or path.suffix in _SUFFIXES
 
 
 def _is_checkpoint(folder: Path, ignored: Collection[str]) -> bool:
@@ -85,23 +89,19 @@ def _is_checkpoint(folder: Path, ignored: Collection[str]) -> bool:
 
 def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
     """Return what a path holds, or None if nothing says that it is a checkpoint."""
-    archive, problem, name = Archive(path, "", {}), "", path.stem
-    if path.name.startswith("."):
-        unfinished = _UNFINISHED.fullmatch(path.name)
+    archive, problem = Archive(path, "", {}), "a save that is running, or was killed"
+    unfinished = _UNFINISHED.fullmatch(path.name)
+    try:
         if unfinished is None:
-            return None
-        name, problem = unfinished[1], "a save that is running, or was killed"
-    else:
-        try:
             archive = _opened(path, ignored)
             problem = "; ".join(problems_of(archive)[:1])
-        except Unrecognised:
-            return None
-        except CheckpointError as error:
-            problem = f"{str(error).splitlines()[0].rstrip('.')}: {found_in(error)}"
-        except OSError as error:
-            problem = brief(error)
-    number = _NUMBER.search(name)
+    except Unrecognised:
+        return None
+    except CheckpointError as error:
+        problem = f"{str(error).splitlines()[0].rstrip('.')}: {found_in(error)}"
+    except OSError as error:
+        problem = brief(error)
+    number = _NUMBER.search(unfinished[1] if unfinished else path.stem)
     step = int(number[1]) if archive.step is None and number else archive.step
     files = path.rglob("*") if path.is_dir() else [path]
     nbytes = sum(file.stat().st_size for file in files if file.is_file())

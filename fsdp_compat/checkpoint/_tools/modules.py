@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterable, Sequence
-
-import torch
 
 from .inspection import TensorFacts
 
-_MAX_ROWS = 40  # unless a depth is asked for
-_BY_NUMBER = "optimizer, by number"
+_MAX_MODULES = 40  # unless a depth is asked for
 
 
-@dataclasses.dataclass
-class Module:
-    """What a checkpoint holds of one module, and of the modules in it."""
-
-    name: str
-    numel: int = 0  # of the model's tensors
-    nbytes: int = 0  # of these
-    optimizer_nbytes: int = 0
-    dtypes: dict[torch.dtype, None] = dataclasses.field(default_factory=dict)
-    ranks: set[int] = dataclasses.field(default_factory=set)  # that wrote it, as far as is known
-
-    def add(self, tensor: TensorFacts) -> None:
-        self.ranks.update(tensor.ranks)
-        if tensor.section == "optimizer":
-            self.optimizer_nbytes += tensor.nbytes
-            return
-        self.numel += math.prod(tensor.shape)
-        self.nbytes += tensor.nbytes
-        self.dtypes[tensor.dtype] = None
-
-
-def modules_of(tensors: Iterable[TensorFacts], depth: int | None) -> list[Module]:
-    """Return the modules in the order of the tensors. depth: the most components of a name;
-    default: as many as give few modules."""
+def modules_of(tensors: Iterable[TensorFacts], depth: int | None) -> dict[str, list[TensorFacts]]:
+    """Return the tensors of each module, with the optimizer states of its parameters. depth: the
+    most components of a module's name; default: as many as give few modules."""
     owners = [(tensor, _owner(tensor)) for tensor in tensors if tensor.section != "extra"]
     depth = depth or _depth_for([owner for _, owner in owners])
-    found: dict[str, Module] = {}
+    found: dict[str, list[TensorFacts]] = {}
     for tensor, owner in owners:
-        name = ".".join(owner[:depth])
-        found.setdefault(name, Module(name)).add(tensor)
-    return list(found.values())
+        found.setdefault(".".join(owner[:depth]), []).append(tensor)
+    return found
 
 
 def _owner(tensor: TensorFacts) -> Sequence[str]:
@@ -53,13 +26,13 @@ def _owner(tensor: TensorFacts) -> Sequence[str]:
     if tensor.section == "optimizer":
         name = name.rpartition("/")[0]
         if name.isdecimal():
-            return (_BY_NUMBER,)
+            return ("optimizer, by number",)
     parts = name.split(".")
     return parts[:-1] or parts
 
 
 def _depth_for(owners: Sequence[Sequence[str]]) -> int:
     for depth in range(max(map(len, owners), default=1), 1, -1):
-        if len({tuple(owner[:depth]) for owner in owners}) <= _MAX_ROWS:
+        if len({tuple(owner[:depth]) for owner in owners}) <= _MAX_MODULES:
             return depth
     return 1

@@ -69,28 +69,23 @@ _ALIGN_NBYTES = 16
 _COMMON = 0  # of an archive: the file with what is the same on all ranks
 
 
-def is_native(path: Path) -> bool:
-    """Return whether a directory is a native checkpoint, or a folder of native checkpoints."""
-    return (path / MANIFEST).is_file() or latest(path) is not None
+def native_in(path: Path) -> Path | None:
+    """Return a directory if it is a native checkpoint, or the latest in a run's folder."""
+    return path if (path / MANIFEST).is_file() else latest(path)
 
 
 def read_native(path: Path) -> Archive:
-    """Return the content of a native checkpoint, or of the latest in a folder."""
-    return NativeCheckpoint(_in_folder(path)).archive()
+    """Return the content of a native checkpoint."""
+    return NativeCheckpoint(path).archive()
 
 
 def files_of_native(path: Path) -> Archive:
     """Return only the checksums of a checkpoint that may be damaged; none without a manifest."""
-    path = _in_folder(path)
     archive = Archive(path, KIND, {})
     with contextlib.suppress(CheckpointError):
         files = read_manifest(path).files
         archive.checksums = {path / file_name(number): each for number, each in enumerate(files)}
     return archive
-
-
-def _in_folder(path: Path) -> Path:
-    return path if (path / MANIFEST).is_file() else latest(path) or path
 
 
 # (group, index of a parameter, file) -> the tensor that holds it; None: no state, so zeros.

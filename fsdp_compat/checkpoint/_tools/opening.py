@@ -15,12 +15,13 @@ from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
-from .native import is_native, read_native
+from .native import native_in, read_native
 from .paths import require_inside
 from .rank_files import TORCH_SUFFIXES, rank_files_in, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import RankPart
+from .threads import elapsing
 from .torch_save import is_torch_file, read_torch_file
 from .tree import archive_of, without_ddp
 from .walk import leaves
@@ -37,17 +38,19 @@ def open_archive(
     shapes: Shapes | str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
     keep_module: bool = False,
+    progress: bool = False,
 ) -> Archive:
     """Return what a checkpoint of any format holds, without values. shapes: for files without
     (FSDP1's LOCAL), from ``fsdp-compat shapes`` or another checkpoint; None: their parameters stay
-    flat. ignored, keep_module: as for ``inspect``. Raises CheckpointError if it is unknown, damaged
-    or refused."""
+    flat. ignored, keep_module: as for ``inspect``. progress: show how long it takes. Raises
+    CheckpointError if it is unknown, damaged or refused."""
     path = Path(path)
     known = _shapes_in(shapes)
     try:
-        read = _read_directory if path.is_dir() else _read_file
-        archive = read(path, known, ignored)
-        require_lengths(archive)
+        with elapsing(progress, f"reading the headers of {path.name}"):
+            read = _read_directory if path.is_dir() else _read_file
+            archive = read(path, known, ignored)
+            require_lengths(archive)
     except OSError as error:
         raise CheckpointError.of(
             "A file of the checkpoint cannot be read.",
@@ -81,8 +84,8 @@ def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
 
 
 def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
-    if is_native(path):
-        return read_native(path)
+    if native := native_in(path):
+        return read_native(native)
     found = read_client_directory(path, shapes, ignored)
     if found is not None:
         return found

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +18,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..._text import count_of, nbytes_text
+from ..._text import count_of, joined, nbytes_text
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
 from .inspection import Inspection, TensorFacts
 from .listing import Listed, Listing
-from .modules import Module, modules_of
+from .modules import modules_of
 from .verification import TensorCheck, Verification
 
 _MAX_CELL = 300  # characters on a terminal
-_MAX_ITEMS = 10  # second names and other values in a summary
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
 
 
@@ -75,53 +76,29 @@ def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table
     return table if rows else None
 
 
-def of_inspection(found: Inspection, depth: int | None) -> str:
-    """Return the facts, and a line for each module, see ``modules_of``."""
-    hint = f"--all lists {count_of(len(found.tensors), 'tensor')} and "
-    hint += f"{count_of(len(found.values), 'other value')}, --include PATTERN some of them"
-    extra = {path: value for path, value in found.values.items() if path.startswith("extra")}
+def of_inspection(found: Inspection, lists_all: bool, has_stats: bool, depth: int | None) -> str:
+    """Return the facts, and a line for each tensor and value, or else for each module."""
+    hint = None
+    if lists_all:
+        titles, row_of = "size> | parts> | ranks", _row_of_tensor
+        if has_stats:
+            titles, row_of = "min> | max> | mean>", _row_of_stats
+        listed = _table(f"tensor | dtype | shape | {titles}", map(row_of, found.tensors))
+        values = _table("other value |", found.values.items())
+    else:
+        rows = itertools.starmap(_row_of_module, modules_of(found.tensors, depth).items())
+        listed = _table("module | elements> | dtypes | size> | optimizer> | ranks", rows)
+        values = None
+        numbers = count_of(len(found.tensors), "tensor"), count_of(len(found.values), "other value")
+        hint = f"--all lists {' and '.join(numbers)}, --include PATTERN some of them"
     return _printed(
         _table("|", _facts_of_inspection(found)),
-        _table(
-            "module | elements> | dtypes | size> | optimizer> | ranks",
-            map(_row_of_module, modules_of(found.tensors, depth)),
-        ),
-        _table("second name | of", _first(found.aliases)),
-        _table("other value |", _first(extra)),
-        _left_out(found),
-        Text(hint),
-    )
-
-
-def of_tensors(found: Inspection, has_stats: bool) -> str:
-    """Return the facts, and a line for each tensor and value."""
-    titles = "min> | max> | mean>" if has_stats else "size> | parts> | ranks"
-    row_of = _row_of_stats if has_stats else _row_of_tensor
-    by_rank = found.nbytes_by_rank()
-    return _printed(
-        _table("|", _facts_of_inspection(found)),
-        _table(f"tensor | dtype | shape | {titles}", map(row_of, found.tensors)),
+        listed,
         _table("second name | of", found.aliases.items()),
-        _table("other value |", found.values.items()),
-        _table(
-            "rank | bytes>",
-            [
-                ("unknown" if rank is None else str(rank), nbytes_text(nbytes))
-                for rank, nbytes in by_rank.items()
-                if by_rank.keys() != {None}
-            ],
-        ),
-        _left_out(found),
+        values,
+        _table("left out", ([reason] for reason in found.left_out), "yellow"),
+        hint,
     )
-
-
-def _left_out(found: Inspection) -> Table | None:
-    return _table("left out", ([reason] for reason in found.left_out), "yellow")
-
-
-def _first(items: dict[str, str]) -> list[tuple[str, str]]:
-    more = len(items) - _MAX_ITEMS
-    return [*items.items()][:_MAX_ITEMS] + [("...", f"{more:,} more")] * (more > 0)
 
 
 def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -142,16 +119,22 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
     if by_dtype:
         yield "dtypes", ", ".join(f"{dtype_name(each)} {nbytes_text(n)}" for each, n in by_dtype)
     yield "files", str(len(found.nbytes_by_file().keys() - {None}))
+    extra = [path.partition("/")[2] for path in found.values if path.startswith("extra/")]
+    if extra:
+        yield "other values", joined(extra, 8, ", ")
 
 
-def _row_of_module(module: Module) -> tuple[str, ...]:
+def _row_of_module(name: str, tensors: Sequence[TensorFacts]) -> tuple[str, ...]:
+    of_model = [tensor for tensor in tensors if tensor.section == "model"]
+    nbytes = sum(tensor.nbytes for tensor in of_model)
+    others = sum(tensor.nbytes for tensor in tensors) - nbytes
     return (
-        module.name,
-        f"{module.numel:,}",
-        ", ".join(map(dtype_name, module.dtypes)),
-        nbytes_text(module.nbytes),
-        nbytes_text(module.optimizer_nbytes) if module.optimizer_nbytes else "-",
-        ranks_text(module.ranks),
+        name,
+        f"{sum(math.prod(tensor.shape) for tensor in of_model):,}",
+        ", ".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in of_model)),
+        nbytes_text(nbytes),
+        nbytes_text(others) if others else "-",
+        ranks_text(rank for tensor in tensors for rank in tensor.ranks),
     )
 
 
@@ -181,18 +164,18 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 def of_listing(found: Listing) -> str:
     """Return a line for each checkpoint."""
-    rows = map(_row_of_listed, found.checkpoints)
+    rows = (_row_of_listed(each, each.path == found.latest) for each in found.checkpoints)
     return _printed(_table("checkpoint | step> | format | ranks> | size> | complete", rows))
 
 
-def _row_of_listed(listed: Listed) -> tuple[str, ...]:
+def _row_of_listed(listed: Listed, is_latest: bool) -> tuple[str, ...]:
     return (
         listed.path.name,
         "-" if listed.step is None else str(listed.step),
         listed.kind or "-",
         "-" if listed.world_size is None else str(listed.world_size),
         nbytes_text(listed.nbytes),
-        f"no: {listed.problem}" if listed.problem else "yes" + ", latest" * listed.is_latest,
+        f"no: {listed.problem}" if listed.problem else "yes" + ", latest" * is_latest,
     )
 
 

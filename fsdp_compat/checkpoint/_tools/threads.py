@@ -62,22 +62,21 @@ def for_each(
 
 @contextlib.contextmanager
 def elapsing(shown: bool, what: str) -> Iterator[None]:
-    """Show on stderr, while the body runs for longer than two seconds, for how many it has."""
+    """Show on stderr, from two seconds on, for how long the body has run."""
     ended = threading.Event()
 
     def show() -> None:
-        number = _SILENT_S
-        while not ended.wait(1 if number > _SILENT_S else _SILENT_S):
-            sys.stderr.write(f"\r{what} ... {number} s")
-            sys.stderr.flush()
-            number += 1
+        number, wait = _SILENT_S, _SILENT_S
+        while not ended.wait(wait):
+            print(f"\r{what} ... {number} s", end="", file=sys.stderr, flush=True)
+            number, wait = number + 1, 1
         if number > _SILENT_S:
-            sys.stderr.write(f"\r{'':{len(what) + 12}}\r")
+            print(f"\r{'':{len(what) + 12}}\r", end="", file=sys.stderr)
 
     thread = threading.Thread(target=show, daemon=True)
-    if shown:
-        thread.start()
     try:
+        if shown:
+            thread.start()
         yield
     finally:
         ended.set()

@@ -21,11 +21,11 @@ from .._texts import brief
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
 from .arithmetic import count_not_finite, count_unequal
 from .inspection import Facts, relative_name
-from .native import files_of_native, is_native
+from .native import files_of_native, native_in
 from .opening import open_archive
 from .paths import require_inside
 from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
-from .threads import MEMORY, elapsing, for_each
+from .threads import MEMORY, for_each
 
 _CALL = "fsdp_compat.checkpoint.verify"
 _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
@@ -132,8 +132,7 @@ def verify(
         raise unusable("finite", expected, finite, _CALL)
     problems: tuple[Problem, ...] = ()
     try:
-        with elapsing(progress, f"reading the headers of {Path(path).name}"):
-            archive = open_archive(path, shapes, ignored, keep_module)
+        archive = open_archive(path, shapes, ignored, keep_module, progress)
     except NotRead:
         raise
     except CheckpointError as error:
@@ -141,8 +140,8 @@ def verify(
         problems = (Problem("file", Path(path).name, f"{title}: {_line(error)}"),)
         archive = Archive(Path(path), "not known: it cannot be opened", {})
         directory = archive.path.parent if archive.path.name == MANIFEST else archive.path
-        if directory.is_dir() and is_native(directory):
-            archive = files_of_native(directory)
+        if native := native_in(directory):
+            archive = files_of_native(native)
     verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
     found = verifier.run(workers, progress)
     return dataclasses.replace(found, problems=found.problems or problems)

@@ -156,22 +156,22 @@ def test_weights_are_the_model_alone(tmp_path: Path) -> None:
 
 def test_what_torchs_converter_writes_keeps_its_containers_and_names(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
-    app = {"model": {"_orig_mod.a": weight, "_orig_mod.b": weight}, "seen": [torch.ones(2), 7]}
+    model = {"_orig_mod.a": weight.detach(), "_orig_mod.b": weight.detach()}
+    app = {"model": model, "seen": [torch.ones(2), 7]}
     saved = {"app": app, "step": 12, "module.w": torch.arange(3)}
     dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "theirs.pt")
-    written = to("torch", tmp_path / "dcp", tmp_path / "ours", as_saved=True)
-    ours, theirs = (
-        torch.load(path, weights_only=True) for path in (written, tmp_path / "theirs.pt")
-    )
-    assert json.dumps(ours, default=torch.Tensor.tolist) == json.dumps(
-        theirs, default=torch.Tensor.tolist
-    )
     torch.save(saved, tmp_path / "tied.pt")
-    again = torch.load(
-        to("torch", tmp_path / "tied.pt", tmp_path / "again", as_saved=True), weights_only=True
+    ours, again = (
+        to("torch", tmp_path / source, tmp_path / f"{source}-2", as_saved=True)
+        for source in ("dcp", "tied.pt")
     )
-    one, other = again["app"]["model"].values()
+    texts = [
+        json.dumps(torch.load(path, weights_only=True), default=torch.Tensor.tolist)
+        for path in (ours, again, tmp_path / "theirs.pt")
+    ]
+    assert texts[0] == texts[2] and json.loads(texts[1]) == json.loads(texts[2])
+    one, other = torch.load(again, weights_only=True)["app"]["model"].values()
     assert one.data_ptr() == other.data_ptr()
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("rich")
+
 from fsdp_compat.checkpoint import inspect
+from fsdp_compat.checkpoint._tools import tables
 from fsdp_compat.checkpoint._tools.archive import of_memory
 from fsdp_compat.checkpoint._tools.modules import modules_of
 from tests.checkpoint.tools.archives import archive, opens
@@ -74,16 +77,20 @@ def test_a_summary_is_as_deep_as_forty_lines_allow_unless_a_depth_is_given(
     names = [f"layers.{layer}.{part}.weight" for layer in range(30) for part in ("up", "down")]
     tensors = {name: torch.ones(2, 3) for name in ("embed.weight", *names)}
     found = inspected(monkeypatch, tmp_path / "a", tensors)
-    modules = {each.name: each for each in modules_of(found.tensors, None)}
+    modules = modules_of(found.tensors, None)
     assert list(modules) == ["embed", *(f"layers.{layer}" for layer in range(30))]
-    layer = modules["layers.7"]
-    assert (layer.numel, layer.nbytes, layer.optimizer_nbytes) == (12, 48, 16)
-    assert layer.ranks == {0, 1} and list(layer.dtypes) == [torch.float32]
-    assert [each.name for each in modules_of(found.tensors, 1)] == ["embed", "layers"]
+    assert [tensor.path for tensor in modules["layers.7"]] == [
+        *("model/layers.7.up.weight", "model/layers.7.down.weight"),
+        *("optimizer/layers.7.up.weight/exp_avg", "optimizer/layers.7.down.weight/exp_avg"),
+    ]
+    assert list(modules_of(found.tensors, 1)) == ["embed", "layers"]
     assert len(modules_of(found.tensors, 9)) == 61
+    text = tables.of_inspection(found, lists_all=False, has_stats=False, depth=1)
+    assert ["layers", "360", "float32", "1.44", "kB", "480", "B", "0-1"] in map(
+        str.split, text.splitlines()
+    )
     numbered = archive(
         tmp_path / "b", {"w": torch.ones(2)}, states={"0": {"m": of_memory("", torch.ones(1))}}
     )
     opens(monkeypatch, numbered)
-    rows = modules_of(inspect(numbered.path).tensors, None)
-    assert [(each.name, each.nbytes) for each in rows] == [("w", 8), ("optimizer, by number", 0)]
+    assert list(modules_of(inspect(numbered.path).tensors, None)) == ["w", "optimizer, by number"]

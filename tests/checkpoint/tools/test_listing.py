@@ -39,14 +39,15 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_each_step_is_listed_with_what_is_wrong_and_the_latest_complete_one(runs: Path) -> None:
-    found = list_checkpoints(runs).checkpoints
-    assert [(each.path.name, each.step, each.is_latest) for each in found] == [
-        ("step-00000001", 1, True),
-        ("step-00000003", 3, False),
-        (UNFINISHED, 4, False),
-        ("step-00000005", 5, False),
+    found = list_checkpoints(runs)
+    assert [(each.path.name, each.step) for each in found.checkpoints] == [
+        ("step-00000001", 1),
+        ("step-00000003", 3),
+        (UNFINISHED, 4),
+        ("step-00000005", 5),
     ]
-    whole, missing, unfinished, renamed = found
+    whole, missing, unfinished, renamed = found.checkpoints
+    assert found.latest == whole.path
     files = [*whole.path.iterdir()]
     assert (whole.problem, whole.world_size) == ("", 2)
     assert whole.nbytes == sum(file.stat().st_size for file in files)
@@ -62,9 +63,9 @@ def test_the_command_prints_a_line_for_each_and_json(runs: Path) -> None:
     assert first.startswith("step-00000001") and first.endswith("yes, latest")
     assert len(others) == 3 and all(" no: " in line for line in others)
     content = json.loads(run("list", runs, "--json").stdout)
-    assert list(content) == ["path", "checkpoints"]
+    assert list(content) == ["path", "checkpoints", "latest"]
     assert list(content["checkpoints"][0]) == [
-        *("path", "kind", "step", "world_size", "nbytes", "problem", "is_latest")
+        *("path", "kind", "step", "world_size", "nbytes", "problem")
     ]
 
 
@@ -77,12 +78,12 @@ def test_other_formats_are_found_by_what_they_hold_and_numbered_by_their_names(
     (tmp_path / "torn.pt").write_bytes((tmp_path / "best.pt").read_bytes()[:-9])
     made = [(each.path.name, each.step) for each in list_checkpoints(tmp_path).checkpoints]
     assert made == [("best.pt", None), ("torn.pt", None), ("epoch_9.pt", 9), ("epoch_10.pt", 10)]
-    assert list_checkpoints(tmp_path).checkpoints[-1].is_latest
+    assert list_checkpoints(tmp_path).latest == tmp_path / "epoch_10.pt"
 
 
 def test_a_checkpoint_is_listed_as_one_and_an_empty_folder_is_3(runs: Path, tmp_path: Path) -> None:
     (itself,) = list_checkpoints(runs / "step-00000001").checkpoints
-    assert itself.path == runs / "step-00000001" and itself.is_latest
+    assert itself.path == runs / "step-00000001" and not itself.problem
     empty = tmp_path / "empty"
     empty.mkdir()
     result = run("list", empty)
