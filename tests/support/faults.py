@@ -49,6 +49,7 @@ from tests.support.forks import forked
 from tests.support.fully_sharded import OURS, pair_of, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
+from tests.support.time_limit import limit_s
 
 AT_ONCE_S = 3.0  # for all later calls together, none of which waits
 
@@ -504,7 +505,6 @@ def _meet_fate(rank: int, case: Case, number: int, scratch: str, port: int) -> N
 
 
 PROCESSES = 24  # at a time, of those that are not stopped; most of them wait
-CASE_S = 120.0  # time limit of a case, on a busy machine
 
 
 def _store_server() -> tuple[int, int]:
@@ -539,7 +539,7 @@ def main() -> int:
             busy = sum(process not in stopped for process in running)
             while waiting and busy < PROCESSES:
                 case = waiting.pop()
-                end = time.monotonic() + CASE_S
+                end = time.monotonic() + limit_s()
                 for rank in range(case[2]):
                     process = forked(_live, rank, case, len(waiting), scratch, port)
                     running[process] = rank, case, end
