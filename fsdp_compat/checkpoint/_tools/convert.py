@@ -132,17 +132,9 @@ def convert(
         workers=workers,
         step=0 if step is None else step,
     )
-    changes = (dtype, rename, include, exclude, optimizer_names, weights, optimizer is not None)
-    if as_saved and (to != "torch" or any(changes)):
-        got = f"a target of {to}, or another of these arguments"
-        fix = "end the target in .pt; leave out names, patterns, dtype, optimizer and weights"
-        raise UsageError.of(
-            "as_saved keeps everything as it is.",
-            expected="a target of torch, and no change",
-            got=got,
-            where=_CALL,
-            fix=fix,
-        )
+    if as_saved:
+        changes = (dtype, rename, include, exclude, optimizer_names, weights, optimizer is not None)
+        _require_no_change(to, any(changes))
     is_selected, rename = selection(include, exclude), _renaming(rename)
     require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
@@ -340,6 +332,17 @@ def _require_complete(archive: Archive) -> None:
 
 
 # -- arguments
+
+
+def _require_no_change(to: str, has_changes: bool) -> None:
+    if to != "torch" or has_changes:
+        raise UsageError.of(
+            "as_saved keeps everything as it is.",
+            expected="a target of torch, and no other names, dtypes or selection",
+            got=f"{to} as the target" + ", and a change" * has_changes,
+            where=f"{_CALL}(..., as_saved=True)",
+            fix="end the target in .pt, and leave out what changes or selects",
+        )
 
 
 def _format_of(target: Path, to: str | None) -> str:

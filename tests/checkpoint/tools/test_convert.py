@@ -308,7 +308,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         ({"rename": lambda name: "same"}, "same name"),
         ({"to": "safetensors", "optimizer": True}, "cannot be converted"),
         ({"to": "torch", "optimizer": True, "weights": True}, "cannot be converted"),
-        ({"to": "torch", "as_saved": True, "weights": True}, "as_saved keeps everything"),
+        ({"to": "torch", "as_saved": True, "weights": True}, "torch as the target, and a change"),
         ({"to": "dcp", "as_saved": True}, "dcp as the target"),
     ]
     before = sorted(tmp_path.iterdir())
