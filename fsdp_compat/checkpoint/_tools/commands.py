@@ -272,7 +272,7 @@ def _show(found: Facts, as_json: bool, text: Callable[[], str], is_fine: bool = 
         _option("--all lists_all", "List every tensor and every other value."),
         *_SELECTION,
         _option("--stats", "Also read the values, for the smallest, the largest and the mean."),
-        _option("-d --depth", "List modules down to so many components of a name.", _COUNT),
+        _option("-d --depth", "Components of a module's name, at most.", _COUNT, metavar="N"),
         _AS_JSON,
         *_READING,
     ],
