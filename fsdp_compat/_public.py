@@ -24,6 +24,7 @@ from fsdp_compat._plan import Plan, Suggestion, plan, suggest_policy
 from fsdp_compat._state.description import Description, UnitDescription, describe
 from fsdp_compat._state.ema import ShardedEMA
 from fsdp_compat._state.grad_norms import param_grad_norms
+from fsdp_compat._state.whole_parameters import WholeParameterOptimizer
 from fsdp_compat._torch_patches import undo_torch_patches
 from fsdp_compat.api import (
     BackwardPrefetch,
@@ -92,6 +93,7 @@ __all__ = [
     "UnitDescription",
     "UnshardHandle",
     "UsageError",
+    "WholeParameterOptimizer",
     "describe",
     "disable_fsdp_module_new_init",
     "fully_shard",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ._comm.communicator import max_in_group
 from ._comm.mesh import is_in_python
+from ._state.optim_contents import CompositeOptimizer
 from .errors import StateError, UsageError, truth, unusable, wrong_type
 
 __all__ = ["ShardedGradScaler"]
@@ -209,10 +211,13 @@ class ShardedGradScaler(GradScaler):
         """
         group = self._group()  # may raise: before any change
         device = inv_scale.device
-        if device.type != "cpu" and _has_cpu_gradients(optimizer):
+        holder: Any = optimizer
+        if isinstance(optimizer, CompositeOptimizer):  # its own parameters have none now
+            holder = types.SimpleNamespace(param_groups=[{"params": optimizer.trained}])
+        if device.type != "cpu" and _has_cpu_gradients(holder):
             # The base class does not wait for its copies to the CPU.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        by_device = super()._unscale_grads_(holder, inv_scale, found_inf, True)
         flags = [flag.to(device) for flag in by_device.values()] or [found_inf.to(device)]
         what = "a check for gradients that are not finite"
         return {device: max_in_group(group, torch.stack(flags).amax(), what)}

@@ -74,6 +74,13 @@ class BackendTransport(Transport):
             for work in filter(None, works):
                 work.wait()
 
+    def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
+        sends, receives = ([*each] for each in zip(*sizes, strict=True))
+        received = sent.new_empty(sum(receives))
+        with self._explained(what), _torch_private.uncounted():
+            dist.all_to_all_single(received, sent, receives, sends, group=self.group)
+        return received
+
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Turn an error of the backend into one that names what was waited for."""

@@ -8,7 +8,7 @@ import os
 import time
 import typing
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 
 import torch
@@ -32,7 +32,7 @@ from .divergence.waits import (
 )
 from .environment import warn_after_s
 from .mesh import Axis, named
-from .transport import Handle, Transport, Work, communication_error, group_destroyed
+from .transport import VALUES, Handle, Transport, Work, communication_error, group_destroyed
 
 ACK_TAG = 1 << 24  # added to the tag of a message that is read in place: the tag of its ack
 
@@ -79,6 +79,23 @@ class OverConnections(Transport):
 
     def require_working(self) -> None:
         self.connections.require_open()
+
+    @fails_if_interrupted
+    def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
+        connections, rank = self.connections, self.rank
+        sends, receives = ([*each] for each in zip(*sizes, strict=True))
+        received = sent.new_empty(sum(receives))
+        outgoing, incoming = sent.split(sends), received.split(receives)
+        incoming[rank].copy_(outgoing[rank])
+        message = COLLECTIVE, connections.begin(COLLECTIVE), 1
+        works = connections.post(
+            [(incoming[source], source) for source, _ in connections.peers if receives[source]],
+            [(outgoing[target], target) for _, target in connections.peers if sends[target]],
+            VALUES,
+            what,
+        )
+        connections.wait(works, message, what)
+        return received
 
 
 class GlooConnections(Waiter):

@@ -224,6 +224,11 @@ class Transport(abc.ABC):
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         """Overwrite contiguous tensors with those of the axis's first rank."""
 
+    @abc.abstractmethod
+    def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
+        """sent: uint8, 1-D: what each rank gets, in rank order. sizes: by rank, how many bytes it
+        gets and sends. Return what all ranks send to this one, in rank order."""
+
     # -- gradients
 
     @abc.abstractmethod
@@ -361,6 +366,9 @@ class SingleRank(Transport):
 
     def broadcast(self, tensors: Sequence[Tensor], what: str) -> None:
         pass
+
+    def exchange(self, sent: Tensor, sizes: Sequence[tuple[int, int]], what: str) -> Tensor:
+        return sent
 
     def gather_objects(self, value: object) -> list[typing.Any]:
         return [value]

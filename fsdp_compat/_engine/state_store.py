@@ -139,9 +139,11 @@ class StateStore(ParamStore, typing.Protocol):
         own.copy_(value.detach())
         return True
 
-    def rows_of_whole(self, index: int, whole: Tensor) -> Tensor:
-        """whole: of the local shape of parameter ``index``. Return this rank's elements."""
-        return whole.detach().reshape(-1)[self.part(index, self.rank).slice]
+    def rows_of_whole(self, index: int, whole: Tensor, rank: int | None = None) -> Tensor:
+        """whole: of the local shape of parameter ``index``. Return the elements of ``rank``, by
+        default this one; a view if it is contiguous."""
+        part = self.part(index, self.rank if rank is None else rank)
+        return whole.detach().reshape(-1)[part.slice]
 
     def take_from_whole(self, wholes: Sequence[Tensor], shard: Tensor | None = None) -> None:
         """Copy this rank's part of every whole parameter, in local shapes, into ``shard`` [S]."""

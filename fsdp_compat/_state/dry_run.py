@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
-from .optim_contents import ParamOwnership, is_count
+from .optim_contents import CompositeOptimizer, ParamOwnership, is_count
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
@@ -83,6 +83,12 @@ def _after_one_step(
     ownership: ParamOwnership, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, dict[Any, Any]]:
     """Return a copied optimizer's states after one step with zero gradients on copies."""
+    if isinstance(optimizer, CompositeOptimizer):
+        states: dict[nn.Parameter, dict[Any, Any]] = {}
+        for each in optimizer.optimizers:
+            its = {p for group in each.param_groups for p in group["params"]}
+            states |= _after_one_step(ownership, each, [p for p in parameters if p in its])
+        return states
     optimizer = _innermost(optimizer)
     stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
     left_out = nn.Parameter(torch.empty(0))

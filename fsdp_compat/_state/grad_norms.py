@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from .. import _torch_private
 from .._comm.transport import Transport
 from .._engine import rendezvous
 from .._engine.grad_norm import checked_norm_type, norm_over_ranks
+from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import StateError, require_module
 from .units import names_of, require_idle, units_of, unmanaged_in
@@ -32,15 +35,7 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
     units = units_of(model)
     groups = [group for named in units for group in named.unit.groups]
     rendezvous.require_all_ranks_once(_WHAT, groups)
-    for group in groups:
-        if group.gradients.received:
-            raise StateError.of(
-                "Gradients are not reduced yet.",
-                expected="a call after a backward outside of no_sync()",
-                got="gradients of a backward inside it",
-                where=group.name,
-                fix="call it after the last backward of the step",
-            )
+    require_reduced(groups)
     by_axes: dict[tuple[Transport, ...], tuple[list[list[str]], list[Tensor]]] = {}
     for named in units:
         for group in named.unit.groups:
@@ -66,6 +61,19 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
             for each, norm in zip(names, local.unbind(), strict=True):
                 norms.update(dict.fromkeys(each, norm))
     return norms
+
+
+def require_reduced(groups: Iterable[Group]) -> None:
+    """Raise StateError if gradients of ``no_sync()`` wait for a reduction."""
+    for group in groups:
+        if group.gradients.received:
+            raise StateError.of(
+                "Gradients are not reduced yet.",
+                expected="a call after a backward outside of no_sync()",
+                got="gradients of a backward inside it",
+                where=group.name,
+                fix="call it after the last backward of the step",
+            )
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:

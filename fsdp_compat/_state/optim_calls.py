@@ -26,6 +26,7 @@ from ..errors import (
     wrong_type,
 )
 from .dry_run import states_to_be
+from .elementwise import warn_of_parts
 from .forms import get_state_dict_type
 from .optim_contents import (
     classify_all,
@@ -36,7 +37,7 @@ from .optim_contents import (
 )
 from .optim_export import ExportForm, Values, export_optim_state, form_set
 from .optim_import import LoadOptions, import_optim_state
-from .optimizer_patches import cut_state
+from .optimizer_patches import cut_state, shapes_of_parts
 from .rank_local import rank_local_names
 from .units import clean_name, names_before, require_idle, units_of
 
@@ -127,6 +128,9 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     gradients on copies of them, one parameter of each kind at a time; model and optimizer do not
     change. The result covers this rank's parts only; nothing is sent. Raises StateError if the step
     of the copy fails: call it again after the first real step.
+
+    Warns, as the first step does, of an optimizer that is wrong on shards, because its update of a
+    parameter needs the whole: Muon, Adafactor, LARS. ``WholeParameterOptimizer`` is the way out.
     """
     where = "check_optimizer(model, optim)"
     require_model_and_optimizer(model, optim, where)
@@ -134,8 +138,11 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     cut_state(optim)
     label, units = f"the state of {type(optim).__name__}", units_of(model)
     require_units(units, model, label)
+    warn_of_parts(optim, shapes_of_parts(optim), stacklevel=3)
     ownership = ownership_of(optim.param_groups, label, units, model)
-    return rank_local_names(ownership, classify_all(states_to_be(ownership, optim)))
+    states = states_to_be(ownership, optim)
+    kinds = classify_all({p: s for p, s in states.items() if not ownership.held[p].is_owned})
+    return rank_local_names(ownership, kinds)
 
 
 # -- the older calls

@@ -9,12 +9,14 @@ import enum
 import functools
 import numbers
 import textwrap
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._engine import rendezvous
@@ -32,6 +34,7 @@ class ParamContents:
     group: Group | None  # None: a parameter that no unit manages
     # By index in the store. A tied parameter has several names; dicts have the first.
     all_names: Mapping[int, tuple[str, ...]]
+    is_owned: bool = False  # a whole parameter that this rank steps for all; group is None
 
     @functools.cached_property
     def names(self) -> list[tuple[int, str]]:
@@ -65,10 +68,9 @@ class ParamOwnership:
     @functools.cached_property
     def by_name(self) -> dict[str, tuple[nn.Parameter, int]]:
         """Which parameter contains each name of the model, and the name's index in the layout."""
+        in_order = sorted(self.held.items(), key=lambda held: held[0] in self.numbers)
         return {
-            name: (parameter, index)
-            for parameter, contents in self.held.items()
-            for index, name in contents.names
+            name: (parameter, index) for parameter, its in in_order for index, name in its.names
         }
 
     @functools.cached_property
@@ -77,8 +79,23 @@ class ParamOwnership:
         return [
             (p, contents.names[0][1])
             for p, contents in self.held.items()
-            if contents.group is None and p in self.numbers
+            if contents.group is None and p in self.numbers and not contents.is_owned
         ]
+
+    @functools.cached_property
+    def owned(self) -> list[tuple[nn.Parameter, str]]:
+        """The whole parameters that this rank steps for all, with names."""
+        its = [(p, self.held[p]) for p in self.numbers if self.held[p].is_owned]
+        return [(p, contents.names[0][1]) for p, contents in its if contents.names]
+
+    @functools.cached_property
+    def has_owners(self) -> bool:
+        """True if each rank steps some whole parameters for all."""
+        return any(self.held[p].is_owned for p in self.numbers)
+
+    def is_stepped_elsewhere(self, name: str) -> bool:
+        """True for a parameter that another rank owns."""
+        return self.has_owners and self.by_name[name][0] not in self.numbers
 
     def names_in(self, parameter: nn.Parameter) -> list[str]:
         """Return the first names of the user's parameters in one of the optimizer's."""
@@ -157,7 +174,9 @@ def ownership_of(
     held = contents_of(units, model)
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
-            if parameter not in held:
+            if (owned := _contents_of_whole(parameter, units)) is not None:
+                held[parameter] = owned
+            elif parameter not in held:
                 raise UsageError.of(
                     "The optimizer holds a parameter that is not the model's.",
                     expected="an optimizer created from the parameters of the wrapped model",
@@ -167,6 +186,45 @@ def ownership_of(
                     "with use_orig_params=True",
                 )
     return ParamOwnership(where, groups, held, {p: n for n, p in model.named_parameters()})
+
+
+class CompositeOptimizer(torch.optim.Optimizer):
+    """Optimizers that step together and share one state. Some of their parameters may be whole ones
+    that this rank owns: ``state_dict()`` has names, and only ``numbered_state_dict`` numbers."""
+
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    trained: Sequence[nn.Parameter] = ()  # those of the model, whose gradients are used
+    group_names: Sequence[Sequence[str]] = ()  # by parameter group, the names of all ranks
+
+
+def numbered_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state on this rank, by the numbers of its parameters."""
+    if isinstance(optimizer, CompositeOptimizer):
+        return torch.optim.Optimizer.state_dict(optimizer)
+    return optimizer.state_dict()
+
+
+# {whole parameter: weak reference to the group and index of what it is whole of; None: of nothing}
+_wholes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def register_whole(whole: nn.Parameter, group: Group | None = None, index: int = 0) -> None:
+    """Register a whole parameter that this rank owns. group: None for one that stands for none."""
+    _wholes[whole] = None if group is None else (weakref.ref(group), index)
+
+
+def _contents_of_whole(parameter: nn.Parameter, units: Sequence[NamedUnit]) -> ParamContents | None:
+    """Return the contents of a registered whole parameter of the model, else None."""
+    if parameter not in _wholes:
+        return None
+    if (place := _wholes[parameter]) is None:
+        return ParamContents(None, {}, is_owned=True)
+    group, index = place[0](), place[1]
+    for named in units:
+        if group in named.unit.groups:
+            names = names_of(store_of(group).orig_params[index], named.prefix)
+            return ParamContents(None, {index: tuple(names)}, is_owned=True)
+    return None
 
 
 def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
@@ -231,6 +289,32 @@ def classify_all(states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> Kinds:
             if its[key] is StateKind.PER_ELEMENT:
                 its[key] = StateKind.RANK_LOCAL
     return kinds
+
+
+def in_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state with dicts of plain tensors in place of tensors that wrap others, such as
+    torchao's 8-bit moments."""
+    return {
+        key: {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+        if _is_wrapper(value)
+        else value
+        for key, value in state.items()
+    }
+
+
+def of_tensors(state: Mapping[Any, Any], like: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Undo ``in_tensors``. like: a state with tensors of the same classes and shapes."""
+    found = dict(state)
+    for key, its in like.items():
+        if _is_wrapper(its) and isinstance(found.get(key), Mapping):
+            found[key] = type(its).__tensor_unflatten__(
+                dict(found[key]), its.__tensor_flatten__()[1], its.shape, its.stride()
+            )
+    return found
+
+
+def _is_wrapper(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def is_count(key: Any, shape: tuple[int, ...]) -> bool:

@@ -31,17 +31,21 @@ from .dry_run import first_states
 from .forms import get_state_dict_type
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
+    CompositeOptimizer,
     Kinds,
     ParamOwnership,
     StateKind,
     begin,
     classify_all,
+    in_tensors,
     is_whole,
+    numbered_state_dict,
     ownership_of,
     require_state_dict,
     snapshot,
 )
 from .optimizer_patches import cut_state
+from .rank0 import packed_bytes, unpacked
 from .rank_local import gather_states, rank_local_names, rank_state, warn_of_layout
 from .sharded_values import copied, cut_of, mesh_sharded_value, sharded_value
 from .units import model_units_in, refuse_extensions
@@ -100,7 +104,7 @@ def export_optim_state(
     try:
         cut_state(optim)
         ownership = ownership_of(groups, label, units, model)
-        given = optim.state_dict() if state_dict is None else state_dict
+        given = numbered_state_dict(optim) if state_dict is None else state_dict
         source = _source_of(ownership, given, where)
         if form.first_step and not source.states and not optim.state:
             states = first_states(ownership, optim)
@@ -118,11 +122,33 @@ def export_optim_state(
     state: dict[str, Any] = {}
     for each in all_groups:
         _GroupStates(each, source, agreed[id(each)], form).add_to(state)
-    return _result(source, state, form.to_cpu) if form.keep else {}
+    if isinstance(optim, CompositeOptimizer):
+        state |= _owned_states(source, all_groups, form)
+        groups = [{"names": names} for names in optim.group_names]
+    return _result(source, state, groups, form.to_cpu) if form.keep else {}
 
 
-def _result(source: _Source, state: dict[str, Any], to_cpu: bool) -> dict[str, Any]:
-    """Return the state dict by names, in the optimizer's order."""
+def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
+    """Return the states of the whole parameters that this rank owns, by name; for whole values
+    those of all ranks. Collective then."""
+    owned = [
+        (name, snapshot(in_tensors(source.states[parameter]), form.to_cpu))
+        for parameter, name in source.ownership.owned
+        if parameter in source.states
+    ]
+    found = dict(owned)
+    for axis in dict.fromkeys(group.shard for group in groups if form.values is Values.WHOLE):
+        device = torch.device("cpu") if form.to_cpu else groups[0].store.shard.device
+        for packed in axis.gather_objects(packed_bytes(owned)) if axis.ranks > 1 else ():
+            found |= unpacked(packed, device) if form.keep else {}
+    return found
+
+
+def _result(
+    source: _Source, state: dict[str, Any], groups: Sequence[Mapping[str, Any]], to_cpu: bool
+) -> dict[str, Any]:
+    """Return the state dict by names, in the optimizer's order. groups: those of the optimizer, or
+    with all "names" in each."""
     names_in = source.ownership.names_in
     for parameter, name in source.ownership.unmanaged:
         if parameter in source.states:
@@ -134,8 +160,11 @@ def _result(source: _Source, state: dict[str, Any], to_cpu: bool) -> dict[str, A
     if source.param_groups is not None:
         result["param_groups"] = [
             {key: copied(value) for key, value in group.items()}
-            | {"params": [name for p in group["params"] for name in names_in(p)]}
-            for group in source.param_groups
+            | {
+                "params": named.get("names")
+                or [name for p in group["params"] for name in names_in(p)]
+            }
+            for group, named in zip(source.param_groups, groups, strict=False)
         ]
     return result
 
@@ -153,7 +182,8 @@ class _Source:
 
     @functools.cached_property
     def kinds(self) -> Kinds:
-        return classify_all(self.states)
+        held = self.ownership.held
+        return classify_all({p: s for p, s in self.states.items() if not held[p].is_owned})
 
     def facts_of(self, group: Group, *, exact: bool = True) -> _Facts:
         """Return this rank's description of its states of a group. Unless exact, parameters without

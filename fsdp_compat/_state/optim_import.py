@@ -283,11 +283,27 @@ def _cut_states(
     """Return (name, state) of the values with one element per element of a managed parameter."""
     by_key: dict[Any, dict[str, Any]] = {}
     for name, entry in entries.items():
-        if ownership.held[ownership.by_name[name][0]].group is not None:
+        contents = ownership.held[ownership.by_name[name][0]]
+        if contents.is_owned:
+            _require_whole(entry, name)
+        elif contents.group is not None and not ownership.is_stepped_elsewhere(name):
             for key, value in entry.items():
                 if value is not None and not isinstance(value, RankState):
                     by_key.setdefault(key, {})[name] = value
     return {(name, key) for key in by_key for name in _cut_names(ownership, key, by_key[key])}
+
+
+def _require_whole(entry: Mapping[Any, Any], name: str) -> None:
+    """Raise CheckpointError for sharded states of a parameter that is stepped whole."""
+    for key, value in entry.items():
+        if is_sharded(value):
+            raise CheckpointError.of(
+                "WholeParameterOptimizer cannot load a sharded state.",
+                expected="whole tensors, as FULL_STATE_DICT gives them, or its own state_dict()",
+                got=f"a {type(value).__name__}",
+                where=f"state {key!r} of {name!r}",
+                fix="save with FULL_STATE_DICT set for the model, or with fsdp_compat.checkpoint",
+            )
 
 
 def _cut_names(ownership: ParamOwnership, key: Any, values: Mapping[str, Any]) -> set[str]:
@@ -363,7 +379,7 @@ class _Loading:
             state.update(
                 (p, entry) for p, entry in self._of_group(group).items() if p in ownership.numbers
             )
-        for parameter, name in ownership.unmanaged:
+        for parameter, name in (*ownership.unmanaged, *ownership.owned):
             if name in plan.states[SCALAR]:
                 state[parameter] = snapshot(dict(plan.states[SCALAR][name]))
         vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
@@ -386,7 +402,7 @@ class _Loading:
         cut: dict[Any, list[tuple[nn.Parameter, int, Any]]] = {}  # (parameter, index, value)
         for param in self.ownership.in_group(group):
             for index, name in self.ownership.held[param].names:
-                if name not in scalar:
+                if name not in scalar or self.ownership.is_stepped_elsewhere(name):
                     continue
                 entry = states.setdefault(param, {})
                 for key, value in scalar[name].items():

@@ -30,6 +30,7 @@ from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
 from .._engine.state_store import StateStore
 from ..errors import CheckpointError, StateError, UsageError
+from .elementwise import warn_of_parts
 from .optim_contents import is_count
 from .reading_values import misfit
 from .summon import shown_stores
@@ -128,10 +129,27 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
     _checked.add(optimizer)
 
 
+def shapes_of_parts(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
+    """Return, by the number of a group, the shape of a whole parameter of which the optimizer has a
+    part, or which is flattened: one with the most dims. DTensors know their shape themselves."""
+    found: dict[int, tuple[int, ...]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            store = store_of_param(parameter)
+            if store is None or not (store.ranks > 1 or store.is_flattened):
+                continue
+            first = _managed[parameter][1]
+            last = len(store.orig_params) if store.is_flattened else first + 1
+            shapes = [found.get(number, ()), *map(store.shape, range(first, last))]
+            found[number] = max(shapes, key=len)
+    return found
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step with unsharded parameters: gradients or writes could be lost."""
     if optimizer not in _checked:
         cut_state(optimizer)
+        warn_of_parts(optimizer, shapes_of_parts(optimizer), stacklevel=4)
     unsharded: dict[object, str] = {
         group.store: "inside forward or backward"
         for runtime in live_runtimes()

@@ -300,8 +300,9 @@ class RowStore(StateStore):
     def whole(self, full: Tensor) -> list[Tensor]:
         return [self.layout.whole(full, index) for index in range(len(self._params))]
 
-    def rows_of_whole(self, index: int, whole: Tensor) -> Tensor:
-        return own_rows(whole.detach(), self.layout.cuts[index], self.rank)
+    def rows_of_whole(self, index: int, whole: Tensor, rank: int | None = None) -> Tensor:
+        rank = self.rank if rank is None else rank
+        return own_rows(whole.detach(), self.layout.cuts[index], rank)
 
     def own_part(self, buffer: Tensor, index: int) -> Tensor:
         return self.layout.view(buffer, index, self.rank)

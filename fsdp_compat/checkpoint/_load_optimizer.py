@@ -99,6 +99,8 @@ class OptimizerLoadPlan:
         for parameter, values in state.items():
             for key, value in values.items():
                 loaded = getattr(optimizer.state[parameter].get(key), "dtype", None)
+                if isinstance(value, dict) and loaded is not None:
+                    continue  # the optimizer has put a tensor together
                 if not isinstance(value, torch.Tensor) or loaded not in (None, value.dtype):
                     optimizer.state[parameter][key] = value
         optimizer.state.update(kept)
@@ -173,7 +175,7 @@ class OptimizerLoadPlan:
                         state = {**(self._optimizer.state.get(param) or {}), **state}
                     if state:
                         self._state[param] = state
-        for other in own.keys() - managed:
+        for other in [each for each in own if each not in managed and self._names[each]]:
             held = of_whole(self._names[other], other.detach())
             if self._names[other][0] in left:
                 self._kept.add(other)

@@ -141,6 +141,8 @@ class Manifest:
     # The class of the optimizer and those that it inherits from; empty: not known.
     optimizer_classes: tuple[str, ...] = ()
     shares_extra: bool = False  # the extra values in the common file are those of all ranks
+    # By name of a parameter whose optimizer state one rank had whole: the file with that state.
+    owners: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def parameters(self) -> dict[str, SavedParameter]:
         """Return the parameters by each name. Raises ValueError for gaps and overlaps."""
@@ -232,6 +234,7 @@ _FORM = {
     "written_by": {...: text_in},
     "optimizer_classes?": [text_in],
     "shares_extra?": lambda content: content is True,
+    "owners?": {...: count_in},
 }
 _BEFORE = b'{"content": '
 
@@ -289,8 +292,9 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     axes, files, groups = found["axes"], found["files"], found["groups"]
     if any(not axis or max(axis) >= len(files) or len(set(axis)) < len(axis) for axis in axes):
         raise ValueError(f"shards in files {axes}, of {len(files)}")
-    if found["common"] >= len(files):
-        raise ValueError(f"file {found['common']} of {len(files)}")
+    for number in (found["common"], *found.get("owners", {}).values()):
+        if number >= len(files):
+            raise ValueError(f"file {number} of {len(files)}")
     for number, file in enumerate(files):
         if file["name"] != file_name(number):
             raise ValueError(f"file {number} is called {file['name']!r}")
@@ -337,9 +341,9 @@ class Head:
     )
     own: dict[str, list[tuple[int, Any, Any]]] = dataclasses.field(default_factory=dict)
     extra: Any = None
-    # By name, in the common file alone: unmanaged tensors, buffers, extra state; states of such
-    # parameters.
+    # By name, in the common file alone: unmanaged tensors, buffers, extra state.
     others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # By name, whole: states of parameters that this rank owned; in the common file, of unmanaged.
     other_states: dict[str, list[tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
 
     def as_metadata(self) -> dict[str, str]:

@@ -157,6 +157,7 @@ class _Report(typing.NamedTuple):
     leads: bool
     nbytes: int
     checksums: Sequence[int]
+    owned: Sequence[str]  # parameters whose states it alone has, whole
     problem: str | None
 
 
@@ -391,7 +392,8 @@ class _SaveJob:
             except Exception as error:
                 self._problem = error
         problem = None if self._problem is None else _named(self._problem)
-        return _Report(self._owned is not None, facts.nbytes, facts.checksums, problem)
+        owned = self._snapshot.owned
+        return _Report(self._owned is not None, facts.nbytes, facts.checksums, owned, problem)
 
     def _commit(self, owned: publishing.OwnedDirectory, reports: list[_Report]) -> tuple[str, bool]:
         """Complete this rank's directory; return the problem, if any, and whether it is."""
@@ -405,6 +407,7 @@ class _SaveJob:
             self._snapshot.param_groups,
             versions(),
             self._snapshot.optimizer_classes,
+            owners={name: number for number, its in enumerate(reports) for name in its.owned},
         )
         try:
             publishing.write_text(self._directory / MANIFEST, manifest.as_text())

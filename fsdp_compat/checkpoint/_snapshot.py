@@ -19,11 +19,19 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.model_state import unmanaged_state
-from .._state.optim_contents import Kinds, StateKind, classify_all, is_count
+from .._state.optim_contents import (
+    Kinds,
+    StateKind,
+    classify_all,
+    in_tensors,
+    is_count,
+    ownership_of,
+)
 from .._state.optimizer_patches import cut_state
 from .._state.rank_local import warn_of_layout
+from .._state.units import units_of
 from ..errors import UsageError
-from ._named_groups import NamedGroup, held_by
+from ._named_groups import NamedGroup
 from ._optimizers import classes_of
 from ._tools.native import RankFile
 from ._tools.walk import LEFT_OUT
@@ -40,12 +48,18 @@ class Snapshot(RankFile):
         super().__init__()
         self.param_groups: Any = None  # of the optimizer, encoded; None without one
         self.optimizer_classes: tuple[str, ...] = ()
-        self._num_own = 0  # tensors that are not in the common part
+        # What is not in the common part: how many tensors, and the states that this rank owns.
+        self._num_own, self._owned = 0, dict[str, list[tuple[Any, Any]]]()
+
+    @property
+    def owned(self) -> list[str]:
+        """The names of the parameters whose states are this rank's alone, whole."""
+        return list(self._owned)
 
     def drop_common(self) -> None:
         """Leave the common part to another rank."""
         del self.tensors[self._num_own :]
-        self.head.others, self.head.other_states = {}, {}
+        self.head.others, self.head.other_states = {}, self._owned
 
     def detach(self) -> None:
         """Replace all values by copies on the CPU, which training does not change."""
@@ -66,11 +80,15 @@ class Snapshot(RankFile):
 
     def add_common(self, model: nn.Module, states: Mapping[str, Mapping[Any, Any]]) -> None:
         """Add the common part. states: of unmanaged parameters, by name."""
-        self._num_own = len(self.tensors)
+        self._num_own, self._owned = len(self.tensors), dict(self.head.other_states)
         self.head.others = {
             name: encode(value, name, self.under("other", name))
             for name, value in unmanaged_state(model).items()
         }
+        self.add_whole_states(states)
+
+    def add_whole_states(self, states: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Add states as they are, by the name of their parameter."""
         for name, state in states.items():
             put = self.under("other state", name)
             found = {
@@ -97,10 +115,11 @@ def take_snapshot(
     other_states: dict[str, Any] = {}
     if optimizer is not None:
         cut_state(optimizer)
-        held = held_by(model, optimizer)
+        where = type(optimizer).__name__
+        ownership = ownership_of(optimizer.param_groups, where, units_of(model), model)
         snapshot.param_groups = [
             {
-                "params": [name for parameter in group["params"] for name in held[parameter]],
+                "params": [name for p in group["params"] for name in ownership.names_in(p)],
                 "settings": _settings(snapshot, group, number),
             }
             for number, group in enumerate(optimizer.param_groups)
@@ -116,11 +135,25 @@ def take_snapshot(
             for number, key, _ in snapshot.head.own.get(named.name, [])
         ]
         warn_of_layout(rank_local, optimizer, stacklevel=5)
-        managed = {param for named in groups for param, _ in named.sharded_params}
+        not_here = {param for named in groups for param, _ in named.sharded_params}
+        of_first_replica = {
+            name
+            for named in groups
+            if named.group.replica.rank == 0
+            for index in named.params
+            for name in named.names(index)
+        }
+        owned = {
+            name: in_tensors(optimizer.state[parameter])
+            for parameter, name in ownership.owned
+            if optimizer.state.get(parameter) and name in of_first_replica
+        }
+        snapshot.add_whole_states(owned)
+        not_here.update(parameter for parameter, _ in ownership.owned)
         other_states = {
-            held[parameter][0]: state
-            for parameter, state in optimizer.state.items()
-            if parameter not in managed
+            ownership.names_in(parameter)[0]: state
+            for parameter in ownership.numbers
+            if (state := optimizer.state.get(parameter)) and parameter not in not_here
         }
     snapshot.head.extra = encode(extra, "extra", snapshot.under("extra"))
     snapshot.add_common(model, other_states)

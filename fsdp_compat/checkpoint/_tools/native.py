@@ -212,10 +212,12 @@ class NativeCheckpoint:
 
     def state_of(self, name: str) -> dict[Any, Any]:
         """Return the optimizer state of a parameter by key: StoredTensors and plain values."""
-        if name not in self.parameters:
+        owners, common = self.manifest.owners, self.manifest.common
+        if name in owners or name not in self.parameters:
+            number = owners.get(name, common)
             return {
-                key: self._value(value, f"{name}.{key}", self.manifest.common)
-                for key, value in self._common.other_states.get(name, [])
+                key: self._value(value, f"{name}.{key}", number)
+                for key, value in self.head(number).other_states.get(name, [])
             }
         saved, found = self.parameters[name], dict[Any, Any]()
         heads = [(group.name, index, self.head(n)) for group, index, n in self._files_with(saved)]
@@ -452,25 +454,24 @@ class _Target:
                 "optimizer out",
             )
         self._groups = _groups(archive, options)
-        # By parameter and key: states that are not cut as the parameter is, encoded.
-        self._small = {
-            (name, key): self._as_text(value, f"{name}.{key}")
+        not_cut = {
+            (name, key): value
             for name, param in archive.tensors.items()
             for key, value in archive.states.get(name, {}).items()
             if not is_per_element(key, value, param.shape)
         }
-
-    def _as_text(self, value: Any, where: str) -> Any:
-        """Return a small state as JSON. Raises UsageError for one that is not small."""
-        if isinstance(value, StoredTensor) and value.numel > 1:
-            raise UsageError.of(
-                "A native checkpoint cannot hold this optimizer state.",
-                expected="a state of the shape of its parameter, or a single value",
-                got=f"shape {list(value.shape)}",
-                where=where,
-                fix="leave the optimizer out with optimizer=False",
-            )
-        return encode(read_all(value, self._files), where, tensor_as_text)
+        # Parameters whose states lie whole in the common file, as one rank stepped them whole.
+        self._owned = {
+            name
+            for (name, _), value in not_cut.items()
+            if isinstance(value, StoredTensor) and value.numel > 1
+        }
+        # By parameter and key: states that are not cut as the parameter is, encoded.
+        self._small = {
+            (name, key): encode(read_all(value, files), f"{name}.{key}", tensor_as_text)
+            for (name, key), value in not_cut.items()
+            if name not in self._owned
+        }
 
     def file(self, rank: int) -> RankFile:
         """Return the content of the file of a rank."""
@@ -494,14 +495,16 @@ class _Target:
 
     def _states(self, group: FlatGroup, rank: int) -> Iterator[tuple[Any, list[int], Any]]:
         for index, (name, *_) in enumerate(group.names):
-            for key, value in self._archive.states.get(name, {}).items():
+            states = self._archive.states.get(name, {}) if name not in self._owned else {}
+            for key, value in states.items():
                 if (name, key) in self._small:
                     yield key, [index], self._small[name, key]
                 else:
                     yield key, [index], self._part(group, index, rank, value)
 
     def _add_common(self, file: RankFile) -> None:
-        """Add extra values, extra state, and states of parameters that are not there."""
+        """Add extra values, extra state, whole states, and those of parameters that are not
+        there."""
         extra: Any = dict(self._archive.extra)
         extra_state = extra.get(EXTRA_STATE)
         extra_state = extra.pop(EXTRA_STATE) if isinstance(extra_state, dict) else {}
@@ -510,7 +513,8 @@ class _Target:
         if set(extra) == {EXTRA}:
             extra = extra[EXTRA]
         file.head.extra = encode(extra if extra != {} else None, "extra", file.under("extra"))
-        for name in [name for name in self._archive.states if name not in self._archive.tensors]:
+        cut = self._archive.tensors.keys() - self._owned
+        for name in [name for name in self._archive.states if name not in cut]:
             put = file.under("other state", name)
             file.head.other_states[name] = [
                 (key, encode(value, f"{name}.{key}", put))
@@ -535,6 +539,7 @@ class _Target:
             versions(),
             () if param_groups is None else self._archive.optimizer_classes,
             shares_extra=True,
+            owners=dict.fromkeys(sorted(self._owned), _COMMON),
         )
 
     def _param_group(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     python -m tests.checkpoint.corpus.make torch torch-2.15.0    # torch's own FSDP
     python -m tests.checkpoint.corpus.make more_torch torch-2.13.0
     python -m tests.checkpoint.corpus.make ours ours             # fsdp_compat
+    python -m tests.checkpoint.corpus.make whole whole           # states that one rank has whole
     python -m tests.checkpoint.corpus.make clients clients       # Accelerate, Lightning, Fabric
 
 The second argument is a new directory of the corpus. What older versions wrote cannot be made
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_compat
-from fsdp_compat import checkpoint
+from fsdp_compat import WholeParameterOptimizer, checkpoint
 from tests.checkpoint.corpus import content
 from tests.support import checkpoints
 from tests.support.ranks import run_ranks
@@ -335,6 +336,25 @@ def make_clients(folder: Path) -> Entries:
             "extra": content.facts_of(extra),
         }
     return entries
+
+
+def _save_whole(kind: str, path: Path) -> None:
+    model, _ = ours(kind)
+    optimizer = WholeParameterOptimizer(model, lambda own: torch.optim.Adam(own, lr=0.125))
+    for parameter in optimizer.trained:
+        parameter.grad = parameter.detach() * 0.5 + 0.25
+    optimizer.step()
+    saved = checkpoint.save(path.parent / "saved", model, optimizer, step=content.STEP)
+    if dist.get_rank() == 0:
+        saved.rename(path)
+        saved.parent.rmdir()
+
+
+def make_whole(folder: Path) -> Entries:
+    """Native checkpoints of optimizer states that ranks have whole, each of some parameters."""
+    for kind in ("flat", "rows"):
+        run_ranks(2, _save_whole, kind, folder / f"native-{kind}")
+    return {f"native-{kind}": _entry() for kind in ("flat", "rows")}
 
 
 # -- the table

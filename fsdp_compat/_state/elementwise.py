@@ -1,0 +1,61 @@
+"""Recognises optimizers that are wrong on shards, because they need whole parameters."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .optim_contents import CompositeOptimizer
+from .trials import depends_on_others, depends_on_shape, small_shape
+
+# Every element's update depends on its own gradients alone. Subclasses may differ.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD", "SparseAdam"),
+    )
+)
+_LR = 0.01  # instead of a schedule's first one, which may be 0
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def warn_of_parts(
+    optimizer: Optimizer, shapes: Mapping[int, tuple[int, ...]], stacklevel: int
+) -> None:
+    """Warn, once, if the optimizer would compute something else for whole parameters. Its class is
+    tried on small parameters, with the settings of its groups. shapes: by the number of a group, a
+    whole parameter of which it has a part."""
+    if isinstance(optimizer, CompositeOptimizer) or type(optimizer) in _ELEMENTWISE:
+        return
+    if optimizer in _told:
+        return
+    _told.add(optimizer)
+    for number, shape in shapes.items():
+        group, small = optimizer.param_groups[number], small_shape(shape)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if isinstance(settings.get("lr"), (int, float)):
+            settings["lr"] = _LR
+
+        def make(params: list[nn.Parameter], settings: dict[str, Any] = settings) -> Optimizer:
+            return type(optimizer)([{**settings, "params": params}])  # type: ignore[call-arg]
+
+        device = group["params"][0].device
+        if depends_on_shape(make, small, device):
+            name = type(optimizer).__name__
+            text = f"fsdp_compat.WholeParameterOptimizer(model, lambda params: {name}(params, ...))"
+            fix = f"Use {text}, which steps whole parameters."
+            if depends_on_others(make, small, device):
+                fix = "It needs all parameters at once; use another optimizer."
+            warnings.warn(
+                f"{name} is wrong on shards: its update of a part of a parameter is not that part "
+                f"of the update of the whole (parameter group {number}). {fix}",
+                stacklevel=stacklevel,
+            )
+            return

@@ -1,0 +1,101 @@
+"""What an optimizer's update of a parameter depends on, tried out on small parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_NUM_STEPS = 8  # until step sizes that are estimated have grown
+_MAX_SIZE = 24  # of a dim
+_TOLERANCE = 1e-3  # relative to the largest update; another order of sums stays below
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with as many dims that is quick to try, not square."""
+    sizes = (min(size, _MAX_SIZE - 4 * number) for number, size in enumerate(shape[:4]))
+    return tuple(max(size, 2) for size in sizes)
+
+
+def depends_on_others(make: Make, shape: tuple[int, ...], device: torch.device) -> bool | None:
+    """True if a parameter gets another update beside a second one, as where a norm or a step size
+    is that of all. None if it cannot be tried. Random states are kept."""
+    alone, beside = _updates(make, device, [shape]), _updates(make, device, [shape, shape])
+    return None if alone is None or beside is None else _differ(alone[0], beside[0])
+
+
+def depends_on_shape(make: Make, shape: tuple[int, ...], device: torch.device) -> bool | None:
+    """True if parts of a parameter, 1-D, get other updates than the whole, in optimizers of their
+    own as on ranks, or none at all. None if it cannot be tried."""
+    whole = _updates(make, device, [shape])
+    if whole is None:
+        return None
+    numel = whole[0].numel()
+    parts = [
+        _updates(make, device, [shape], slice(start, stop))
+        for start, stop in ((0, numel // 3), (numel // 3, numel))
+    ]
+    found = [part[0] for part in parts if part is not None]
+    return len(found) < len(parts) or _differ(whole[0].reshape(-1), torch.cat(found))
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    largest = torch.maximum(one.abs().amax(), other.abs().amax())
+    return bool((one - other).abs().amax() > _TOLERANCE * largest)
+
+
+def _updates(
+    make: Make,
+    device: torch.device,
+    shapes: Sequence[tuple[int, ...]],
+    run: slice | None = None,
+) -> list[Tensor] | None:
+    """Return the sum of some updates of each parameter; None if a step fails. run: only these
+    elements, 1-D."""
+    with _own_random_state(device), torch.enable_grad():
+        values = [_random(shape, number) for number, shape in enumerate(shapes)]
+        # Much the same in each step, as then estimated step sizes grow; of different sizes.
+        grads = [
+            [
+                (_random(shape, 100 + number) + 0.1 * _random(shape, 1000 * step + number))
+                * 4**number
+                for number, shape in enumerate(shapes)
+            ]
+            for step in range(1, _NUM_STEPS + 1)
+        ]
+        if run is not None:
+            values = [value.reshape(-1)[run].clone() for value in values]
+            grads = [[grad.reshape(-1)[run].clone() for grad in each] for each in grads]
+        params = [nn.Parameter(value.to(device, copy=True)) for value in values]
+        try:
+            optimizer = make(params)
+            for step, of_step in enumerate(grads):
+                for param, grad in zip(params, of_step, strict=True):
+                    param.grad = grad.to(device)
+                torch.manual_seed(step)
+                _step(optimizer)
+        except Exception:  # of the user's optimizer, which may raise anything
+            return None
+    return [param.detach().cpu() - value for param, value in zip(params, values, strict=True)]
+
+
+def _own_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def _step(optimizer: Optimizer) -> None:
+    try:
+        optimizer.step()
+    except TypeError:  # it needs a closure
+        optimizer.step(lambda: 0.0)
+
+
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

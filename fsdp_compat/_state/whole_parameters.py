@@ -1,0 +1,464 @@
+"""An optimizer of whole parameters: each is stepped on one rank, its owner.
+
+In a step two exchanges bring values and gradients to the owners, and a third one brings the new
+values back to the shards."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .._comm.transport import Transport, are_alike
+from .._engine import rendezvous
+from .._engine.group import Group
+from .._engine.state_store import store_of
+from ..errors import RuntimeUsageError, UsageError, require_module, takes, unusable, wrong_type
+from .dry_run import states_to_be
+from .grad_norms import require_reduced
+from .optim_contents import (
+    CompositeOptimizer,
+    begin,
+    contents_of,
+    numbered_state_dict,
+    of_tensors,
+    ownership_of,
+    register_whole,
+)
+from .optim_export import ExportForm, Values, export_optim_state
+from .optim_import import LoadOptions, import_optim_state
+from .trials import depends_on_others, small_shape
+from .units import NamedUnit, model_units_in, names_before, names_of, runtimes_of, units_of
+from .whole_exchange import Exchange, Place, owners_of
+
+_WHAT = "WholeParameterOptimizer"
+Make = Callable[[list[nn.Parameter]], Optimizer]
+Select = Callable[[str, tuple[int, ...]], bool]
+
+
+class WholeParameterOptimizer(CompositeOptimizer):
+    """Step whole parameters of a sharded model, with any optimizer that needs nothing but one
+    parameter, its gradient and its state at a time: Muon, Shampoo, SOAP, Adafactor, LAMB.
+
+        optimizer = WholeParameterOptimizer(
+            model,
+            lambda params: torch.optim.Muon(params, lr=0.02),
+            select=lambda name, shape: len(shape) == 2 and "embed" not in name,
+            others=lambda params: torch.optim.AdamW(params, lr=3e-4),
+        )
+
+    On shards such optimizers are silently wrong, or raise. Here each selected parameter is stepped
+    on one of the ranks that have a part of it, its owner, and the result is that of one process.
+    Schedulers, closures, accumulation with ``no_sync``, ``model.clip_grad_norm_`` and
+    ShardedGradScaler (not torch's GradScaler) work as with any optimizer. Replicas of HYBRID_SHARD
+    compute the same update each, so an optimizer that draws random numbers must draw the same on
+    all of them.
+
+    A step sends the values and the gradients of about one shard to owners, and new values back.
+    Between steps only the owners' state takes memory, about as much on each rank.
+
+    ``state_dict()``, ``FSDP.optim_state_dict`` and ``fsdp_compat.checkpoint`` keep the state by the
+    names of the parameters, whole: any number of ranks can load it, with other owners, also
+    factored and 8-bit states."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Make,
+        select: Select | None = None,
+        others: Make | None = None,
+    ) -> None:
+        """model: sharded, of either front end, with values. make: returns an optimizer of the whole
+        parameters that this rank owns; without any, of one that is never stepped. It is also tried
+        on small parameters. select: chooses trainable parameters by name before wrapping and whole
+        shape; None: all. others: returns an optimizer of the rest, on the shards, which must be
+        elementwise, as AdamW is; None: ``unselected`` has the rest, for an optimizer of your own.
+
+        Collective: values are brought to their owners. Raises UsageError, on all ranks: for an
+        optimizer in which parameters depend on each other, as by Prodigy's step size or by clipping
+        of its own; and for selected parameters that tensor parallelism cuts."""
+        require_module(model, _WHAT)
+        _require_function("make", make, 1)
+        _require_function("select", select, 2, is_optional=True)
+        _require_function("others", others, 1, is_optional=True)
+        units, self._groups = begin(model, _WHAT, f"{_WHAT}(...)")
+        self._model, self._axes = model, _axes_of(self._groups)
+        choice = self._agreed_choice(units, select or _everything, others is not None)
+        self.unselected = choice.rest if others is None else []
+        by_kind: dict[object, list[Place]] = {}
+        for place in choice.places:
+            by_kind.setdefault((place.group.shard, place.store.dtype), []).append(place)
+        self._exchanges = [Exchange(places, owners_of(places)) for places in by_kind.values()]
+        try:
+            self._make(choice, make, others)
+            problem = None
+        except Exception as error:  # the user's function may raise anything
+            problem = error
+        self._agree_on_groups(units, problem)
+        self.trained = choice.trained
+        for each in self._exchanges:
+            each.release()
+
+    def _agreed_choice(
+        self, units: Sequence[NamedUnit], select: Select, has_others: bool
+    ) -> _Choice:
+        """Collective: a choice that is the same on all ranks, or an error on all of them."""
+        choice, problem, text = None, None, ""
+        try:
+            choice = _Choice.of(units, self._model, select, has_others)
+            text = repr([(place.name, place.is_selected) for place in choice.places])
+        except Exception as error:  # raised after the other ranks have been told
+            problem, text = error, str(error)
+        is_same = are_alike(text, self._axes, "the choice of parameters")
+        if problem is not None:
+            raise problem
+        if not is_same or choice is None:
+            raise RuntimeUsageError.of(
+                "The ranks select different parameters.",
+                expected="a function select that returns the same on every rank",
+                got="another choice, or an error, on another rank",
+                where=f"{_WHAT}(select=)",
+                fix="decide by name and shape alone; see the error on that rank, if there is one",
+            )
+        return choice
+
+    def _make(self, choice: _Choice, make: Make, others: Make | None) -> None:
+        """Make the inner optimizers, and take over their groups and states."""
+        wholes: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for each in self._exchanges:
+            for place, whole in zip(each.owned, each.wholes, strict=True):
+                register_whole(whole, place.group, place.index)
+                wholes[place.is_selected].append(whole)
+        example = choice.example
+        optimizers = [_made("make", make, choice.unsharded + wholes[True], example)]
+        _require_independent(make, optimizers[0], example)
+        if others is not None and choice.has_rest:
+            optimizers.append(_made("others", others, choice.rest + wholes[False], example))
+        super().__init__([p for each in optimizers for p in _params_of(each)], {})
+        self.optimizers = optimizers
+        self._join()
+
+    def _join(self) -> None:
+        """Show the groups and the states of the inner optimizers as one."""
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        self.state = collections.defaultdict(dict)
+        for each in self.optimizers:
+            self.state.update(each.state)
+        for each in self.optimizers:
+            each.state = self.state
+
+    def _agree_on_groups(self, units: Sequence[NamedUnit], problem: Exception | None) -> None:
+        """Collective: an error on all ranks if there is one on any, and the names of all ranks."""
+        names: list[list[str]] = []
+        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        if problem is None:
+            own = ownership_of(self.param_groups, _WHAT, units, self._model)
+            names = [
+                [name for p in group["params"] for name in own.names_in(p)]
+                for group in self.param_groups
+            ]
+        for axis in self._axes:
+            texts, of_ranks = zip(*axis.gather_objects((text, names)), strict=True)
+            text = text or next(filter(None, texts), "")
+            sizes = [len(its) for its in of_ranks]
+            if not text and len({*sizes}) > 1:
+                text = f"optimizers of {sizes} parameter groups, by rank"
+            names = [
+                [name for its in each for name in its] for each in zip(*of_ranks, strict=False)
+            ]
+        if problem is not None:
+            raise problem
+        if text:
+            raise RuntimeUsageError.of(
+                f"{_WHAT} could not be made on all ranks.",
+                expected="functions make and others that return optimizers of the given "
+                "parameters, with as many groups on every rank",
+                got=text,
+                where=f"{_WHAT}(...)",
+                fix="see the error on the rank that raised it; a group may be empty on some ranks",
+            )
+        order = {name: number for number, name in enumerate(names_before(self._model))}
+        self.group_names = [
+            sorted({*its}, key=lambda name: order.get(name, len(order))) for its in names
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter on its owner. Return what ``closure`` returns, which is called once.
+
+        Collective: three exchanges per shard axis and dtype. Raises StateError inside forward or
+        backward, and for gradients that are not reduced."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_steppable()
+        for each in self._exchanges:
+            each.fetch()
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for each in self._exchanges:
+                each.put_back()
+        finally:
+            for each in self._exchanges:
+                each.release()
+        return loss
+
+    def _require_steppable(self) -> None:
+        what = f"{_WHAT}.step"
+        units = model_units_in(self._model)
+        for runtime in runtimes_of(units):
+            runtime.require_idle(what)
+            runtime.require_parts(what)
+        groups = [group for own in units for group in own.unit.groups]
+        if groups != self._groups:
+            raise UsageError.of(
+                "The model's units have changed.",
+                expected=f"the units that the model had when {_WHAT} was made",
+                got=f"{len(groups)} groups of parameters, of {len(self._groups)} then",
+                where=f"{what}()",
+                fix="make it after the last change of wrapping and of requires_grad",
+            )
+        require_reduced(groups)
+        rendezvous.require_all_ranks_once(what, groups)
+        for runtime in runtimes_of(units):
+            runtime.reshard_all()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters that are stepped."""
+        for parameter in self.trained:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible: raises UsageError."""
+        if self.optimizers:
+            raise UsageError.of(
+                f"{_WHAT} takes no further parameters.",
+                expected="all parameters when it is made",
+                got="a call of add_param_group",
+                where=_WHAT,
+                fix="make another one; its own state_dict() loads into it",
+            )
+        super().add_param_group(param_group)
+
+    # -- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"state": ..., "param_groups": ...} by the names of the parameters: whole states
+        of those that this rank owns, and its shards of others. For torch.distributed.checkpoint,
+        and for ``load_state_dict`` on as many ranks. Collective: small exchanges."""
+        form = ExportForm(Values.BOXES, to_cpu=False, first_step=True)
+        where = f"{_WHAT}.state_dict()"
+        return export_optim_state(self._model, self, self.param_groups, None, form, where)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict()``, ``FSDP.optim_state_dict`` or
+        ``FSDP.optim_state_dict_to_load`` returned, or what torch.distributed.checkpoint has read
+        into it. Collective, unless it comes from optim_state_dict_to_load."""
+        groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
+        keys = [key for group in groups for key in group["params"]]
+        if not keys or not all(isinstance(key, int) for key in keys):
+            where, wanted = f"{_WHAT}.load_state_dict()", LoadOptions(self, from_rank0=False)
+            state_dict = import_optim_state(
+                self._model, self.param_groups, state_dict, wanted, where
+            )
+        states, start = self._put_together(state_dict["state"]), 0
+        saved = state_dict.get("param_groups") or numbered_state_dict(self)["param_groups"]
+        groups = list(saved)
+        for each in self.optimizers:
+            stop, number = start + len(_params_of(each)), len(each.param_groups)
+            each.load_state_dict(
+                {
+                    "state": {
+                        key - start: state for key, state in states.items() if start <= key < stop
+                    },
+                    "param_groups": [
+                        {**group, "params": [key - start for key in group["params"]]}
+                        for group in groups[:number]
+                    ],
+                }
+            )
+            start, groups = stop, groups[number:]
+        self._join()
+
+    def _put_together(self, states: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return states with the tensors that wrap others, by number, as a first step makes
+        them."""
+        if not any(isinstance(v, Mapping) for state in states.values() for v in state.values()):
+            return states
+        units = units_of(self._model)
+        like = states_to_be(ownership_of(self.param_groups, _WHAT, units, self._model), self)
+        params = _params_of(self)
+        return {key: of_tensors(state, like.get(params[key], {})) for key, state in states.items()}
+
+
+@dataclasses.dataclass
+class _Choice:
+    """What is stepped whole, and what is not."""
+
+    places: list[Place] = dataclasses.field(default_factory=list)
+    unsharded: list[nn.Parameter] = dataclasses.field(default_factory=list)  # selected
+    rest: list[nn.Parameter] = dataclasses.field(default_factory=list)  # sharded or not
+
+    @staticmethod
+    def of(
+        units: Sequence[NamedUnit], model: nn.Module, select: Select, has_others: bool
+    ) -> _Choice:
+        """Raises UsageError for parameters that cannot be stepped whole."""
+        choice = _Choice()
+        for named in units:
+            for group in named.unit.groups:
+                choice._add(group, named.prefix, select, has_others)
+        for parameter, contents in contents_of(units, model).items():
+            if contents.group is None and parameter.requires_grad:
+                is_selected = select(contents.names[0][1], tuple(parameter.shape))
+                (choice.unsharded if is_selected else choice.rest).append(parameter)
+        if not choice.unsharded and not any(place.is_selected for place in choice.places):
+            raise UsageError.of(
+                "No parameter is selected.",
+                expected="a trainable parameter that is stepped whole",
+                got="none",
+                where=f"{_WHAT}(select=)",
+                fix="select by the name before wrapping, and by the shape of the whole parameter",
+            )
+        return choice
+
+    def _add(self, group: Group, prefix: str, select: Select, has_others: bool) -> None:
+        store = store_of(group)
+        for param, indices in store.sharded_params:
+            if not param.requires_grad:
+                continue
+            names = [names_of(store.orig_params[index], prefix)[0] for index in indices]
+            shapes = [tuple(store.shape(index)) for index in indices]
+            chosen = [bool(select(*each)) for each in zip(names, shapes, strict=True)]
+            places = [
+                Place(name, group, index, param, is_selected)
+                for name, index, is_selected in zip(names, indices, chosen, strict=True)
+            ]
+            if not any(chosen):
+                self.rest.append(param)
+                continue
+            if not (all(chosen) or has_others):
+                raise _refused(
+                    "A FlatParameter holds parameters that are selected, and others that are not.",
+                    "others=, a function that makes an optimizer of the others",
+                    f"{names[chosen.index(False)]!r} beside {names[chosen.index(True)]!r}",
+                    group,
+                    "pass others=, or wrap with use_orig_params=True",
+                )
+            for place in places:
+                _require_whole(place)
+            self.places += places
+
+    @property
+    def example(self) -> torch.Tensor:
+        """A parameter that stands for the selected ones on a rank without any: small, and with as
+        many dims."""
+        values = [*self.unsharded, *(place.value() for place in self.places if place.is_selected)]
+        shapes = [
+            *(each.shape for each in self.unsharded),
+            *(place.shape for place in self.places if place.is_selected),
+        ]
+        shape = max(shapes, key=len)
+        return torch.zeros(small_shape(shape), dtype=values[0].dtype, device=values[0].device)
+
+    @property
+    def has_rest(self) -> bool:
+        """True if there is something for ``others``, here or on another rank."""
+        return bool(self.rest) or not all(place.is_selected for place in self.places)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        sharded = dict.fromkeys(place.param for place in self.places)
+        return [*sharded, *self.unsharded, *self.rest]
+
+
+def _require_whole(place: Place) -> None:
+    """Raise UsageError for a parameter that cannot be stepped whole."""
+    store, parallel = place.store, place.store.parallel[place.index]
+    if parallel is not None and store.local_shape(place.index) != place.shape:
+        raise _refused(
+            "Tensor parallelism cuts a selected parameter.",
+            "parameters that are sharded by FSDP alone",
+            f"{place.name!r} of shape {place.shape}, of which this process has "
+            f"{store.local_shape(place.index)}",
+            place.group,
+            "leave it out with select=, and step it with an elementwise optimizer",
+        )
+    if store.shard.is_meta:
+        raise _refused(
+            "A selected parameter has no values yet.",
+            "parameters with values",
+            f"{place.name!r} on the meta device",
+            place.group,
+            "make the optimizer after the parameters have got their values",
+        )
+
+
+def _refused(what: str, expected: str, got: str, group: Group, fix: str) -> UsageError:
+    where = f"{_WHAT}(select=), {group.name}"
+    return UsageError.of(what, expected=expected, got=got, where=where, fix=fix)
+
+
+def _everything(name: str, shape: tuple[int, ...]) -> bool:
+    return True
+
+
+def _axes_of(groups: Sequence[Group]) -> list[Transport]:
+    """Return the axes of several ranks, in the same order on all ranks."""
+    axes = dict.fromkeys(axis for group in groups for axis in (group.shard, group.replica))
+    return [axis for axis in axes if axis.ranks > 1]
+
+
+def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _made(name: str, make: Make, given: list[nn.Parameter], example: torch.Tensor) -> Optimizer:
+    """Return the optimizer that a user's function makes. Raises UsageError unless it holds what it
+    was given."""
+    if not given:
+        given = [nn.Parameter(torch.zeros_like(example))]
+        register_whole(given[0])
+    optimizer: Any = make(given)
+    if not isinstance(optimizer, Optimizer):
+        raise unusable(f"The result of {name}", "a torch.optim.Optimizer", optimizer, _WHAT)
+    missing = {*given} - {*_params_of(optimizer)}
+    if missing:
+        raise UsageError.of(
+            f"The optimizer that {name} made lacks parameters that it was given.",
+            expected=f"all {len(given)} in its groups",
+            got=f"{len(given) - len(missing)}",
+            where=f"{_WHAT}({name}=), {type(optimizer).__name__}",
+            fix="leave parameters out with select=, not in the function",
+        )
+    return optimizer
+
+
+def _require_independent(make: Make, optimizer: Optimizer, example: torch.Tensor) -> None:
+    """Raise UsageError for an optimizer in which parameters depend on each other."""
+    if depends_on_others(make, tuple(example.shape), example.device):
+        raise UsageError.of(
+            f"The updates of {type(optimizer).__name__} depend on all parameters together.",
+            expected="an optimizer that updates each parameter by itself",
+            got="another update of a parameter if the optimizer has a second one",
+            where=f"{_WHAT}(make=)",
+            fix="turn off clipping in the optimizer, and use model.clip_grad_norm_; a step size "
+            "that is estimated from all parameters, as by Prodigy, cannot be used on shards",
+        )
+
+
+def _require_function(name: str, given: Any, num_arguments: int, is_optional: bool = False) -> None:
+    if (given is None and is_optional) or (callable(given) and takes(given, num_arguments)):
+        return
+    expected = f"a function of {num_arguments} argument(s)" + ", or None" * is_optional
+    raise wrong_type(name, expected, given, _WHAT)
