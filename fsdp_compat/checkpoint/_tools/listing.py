@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -56,8 +56,9 @@ def list_checkpoints(
     """Return the checkpoints in a folder, or the folder itself if its files are one. No values are
     read: headers, metadata and the lengths of files. Raises CheckpointError if there are none."""
     paths = [path for path in sorted(folder.iterdir()) if _is_candidate(path)]
-    if _is_checkpoint(folder, ignored):
-        paths = [folder, *(path for path in paths if path.is_dir())]
+    files = [path for path in paths if not path.is_dir()]
+    if _are_one(folder, files, ignored):
+        paths = [folder, *(path for path in paths if path not in files)]
 
     def look_at(path: Path, tick: Tick) -> Listed | None:
         found = _listed(path, ignored)
@@ -77,14 +78,17 @@ def _is_candidate(path: Path) -> bool:
     return path.is_dir() or path.suffix in _SUFFIXES
 
 
-def _is_checkpoint(folder: Path, ignored: Collection[str]) -> bool:
-    """Return whether the files in a folder are one checkpoint."""
+def _are_one(folder: Path, files: Sequence[Path], ignored: Collection[str]) -> bool:
+    """Return whether the files of a folder are one checkpoint."""
     if (folder / MANIFEST).is_file():
         return True
     try:
-        return not steps_in(folder) and open_archive(folder, ignored=ignored).path == folder
+        archive = None if steps_in(folder) else open_archive(folder, ignored=ignored)
     except CheckpointError:
         return False
+    if archive is None or archive.path != folder:
+        return False
+    return archive.kind != "safetensors" or {file.suffix for file in files} == {".safetensors"}
 
 
 def _listed(path: Path, ignored: Collection[str]) -> Listed | None:

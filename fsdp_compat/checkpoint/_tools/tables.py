@@ -164,18 +164,20 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 def of_listing(found: Listing) -> str:
     """Return a line for each checkpoint."""
-    rows = (_row_of_listed(each, each.path == found.latest) for each in found.checkpoints)
+    rows = (_row_of_listed(each, found) for each in found.checkpoints)
     return _printed(_table("checkpoint | step> | format | ranks> | size> | complete", rows))
 
 
-def _row_of_listed(listed: Listed, is_latest: bool) -> tuple[str, ...]:
+def _row_of_listed(listed: Listed, among: Listing) -> tuple[str, ...]:
     return (
-        listed.path.name,
+        os.path.relpath(listed.path, among.path),
         "-" if listed.step is None else str(listed.step),
         listed.kind or "-",
         "-" if listed.world_size is None else str(listed.world_size),
         nbytes_text(listed.nbytes),
-        f"no: {listed.problem}" if listed.problem else "yes" + ", latest" * is_latest,
+        f"no: {listed.problem}"
+        if listed.problem
+        else "yes" + ", latest" * (listed.path == among.latest),
     )
 
 

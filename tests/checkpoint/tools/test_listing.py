@@ -84,6 +84,13 @@ def test_other_formats_are_found_by_what_they_hold_and_numbered_by_their_names(
 def test_a_checkpoint_is_listed_as_one_and_an_empty_folder_is_3(runs: Path, tmp_path: Path) -> None:
     (itself,) = list_checkpoints(runs / "step-00000001").checkpoints
     assert itself.path == runs / "step-00000001" and not itself.problem
+    shards = tmp_path / "shards"
+    torch.save({"w": torch.ones(600)}, tmp_path / "whole.pt")
+    convert(tmp_path / "whole.pt", shards)
+    assert run("list", shards).stdout.splitlines()[1].split()[0] == "."
+    (tmp_path / "whole.pt").rename(shards / "other.pt")
+    names = [each.path.name for each in list_checkpoints(shards).checkpoints]
+    assert names == ["model.safetensors", "other.pt"]
     empty = tmp_path / "empty"
     empty.mkdir()
     result = run("list", empty)
