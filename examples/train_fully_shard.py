@@ -2,11 +2,12 @@
 processes.
 
     torchrun --nproc-per-node 2 examples/train_fully_shard.py --folder runs/a
-    torchrun --nproc-per-node 4 examples/train_fully_shard.py --folder runs/a --resume --steps 80
+    torchrun --nproc-per-node 4 examples/train_fully_shard.py --folder runs/a --resume --steps 300
     python examples/train_fully_shard.py --folder runs/b       # one process, the same losses
 
 It learns to reverse sequences of digits, on CPU with gloo, or on GPUs with nccl, one per process.
-The loss does not depend on the number of processes. Checkpoints are written by
+The loss does not depend on the number of processes. --resume goes on from the newest checkpoint if
+there is one, so that one command line serves torchrun --max-restarts. Checkpoints are written by
 fsdp_compat.checkpoint (--format native) or torch.distributed.checkpoint (--format dcp). Parameters
 are DTensors, so torch's own functions save, clip and step them."""
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import TransformerEncoderLayer as Layer
 
-from fsdp_compat import MixedPrecisionPolicy, checkpoint, fully_shard
+from fsdp_compat import MixedPrecisionPolicy, checkpoint, describe, fully_shard
 
 DIGITS, LENGTH = 10, 12
 
@@ -77,41 +77,46 @@ def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
+Progress = dict[str, int]  # the step that a checkpoint was saved after, and the ranks that saved it
+
 
 def save(
-    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
-) -> None:
-    """Save model, optimizer and step. Collective."""
+    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> Path:
+    """Save model, optimizer and progress. Collective."""
+    step = progress["step"]
     if args.format == "native":
-        checkpoint.save(args.folder, model, optimizer, {"step": step}, step=step, keep_last=2)
-        return
+        return checkpoint.save(args.folder, model, optimizer, progress, step=step, keep_last=2)
     parameters, states = get_state_dict(model, optimizer)
-    dcp.save(
-        {"model": parameters, "optimizer": states, "step": step},
-        checkpoint_id=args.folder / f"dcp-{step:08}",
-    )
+    folder = args.folder / f"dcp-{step:08}"
+    dcp.save({"model": parameters, "optimizer": states, **progress}, checkpoint_id=folder)
+    return folder
 
 
-def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint, and return the step it was saved after. Collective."""
+def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Load the newest checkpoint, if there is one, and return its progress. Collective."""
+    nothing = {"step": 0, "ranks": 0}
     if args.format == "native":
-        newest = checkpoint.latest(args.folder)
-        if newest is None:
-            raise FileNotFoundError(f"--resume: no checkpoint in {args.folder}")
-        return checkpoint.load(newest, model, optimizer)["step"]
-    folders = sorted(args.folder.glob("dcp-*"))
-    if not folders:
-        raise FileNotFoundError(f"--resume: no dcp checkpoint in {args.folder}")
+        return checkpoint.load(args.folder, model, optimizer, default=nothing)
+    complete = sorted(args.folder.glob("dcp-*/.metadata"))  # written last
+    if not complete:
+        return nothing
     parameters, states = get_state_dict(model, optimizer)
-    loaded = {"model": parameters, "optimizer": states, "step": 0}
-    dcp.load(loaded, checkpoint_id=folders[-1])
+    loaded = {"model": parameters, "optimizer": states, **nothing}
+    dcp.load(loaded, checkpoint_id=complete[-1].parent)
     set_state_dict(
         model, optimizer, model_state_dict=parameters, optim_state_dict=loaded["optimizer"]
     )
-    return loaded["step"]
+    return {name: loaded[name] for name in nothing}
 
 
 # --- training -------------------------------------------------------------------------------------
+
+
+def say(*words: object) -> None:
+    """Print on the first rank."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
 
 
 def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[int, float]]:
@@ -119,9 +124,14 @@ def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[int,
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = sharded_model(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding
-    start = load(args, model, optimizer) if args.resume else 0
-    for step in range(start + 1, args.steps + 1):
-        inputs, targets = (part.to(device)[rank::ranks] for part in draw_batch(step, args.batch))
+    say(describe(model))
+    begun, saved_by = load(args, model, optimizer).values() if args.resume else (0, 0)
+    if begun:
+        say(f"resumed step {begun}, saved by {saved_by} ranks, on {ranks}")
+    for step in range(begun + 1, args.steps + 1):
+        inputs, targets = (
+            part.tensor_split(ranks)[rank].to(device) for part in draw_batch(step, args.batch)
+        )
         logits = model(inputs).float()
         # Gradients are averaged over ranks, so each loss is a share of the whole batch.
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -133,16 +143,28 @@ def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[int,
         mean = loss.detach() / ranks
         dist.all_reduce(mean)
         yield step, mean.item()
-    save(args, model, optimizer, args.steps)
+    say(reversal(model, device))
+    if begun < args.steps:
+        path = save(args, model, optimizer, {"step": args.steps, "ranks": ranks})
+        say(f"done: steps {begun + 1}-{args.steps} on {ranks} ranks; saved {path}")
+
+
+@torch.no_grad()
+def reversal(model: nn.Module, device: torch.device) -> str:
+    """Return what the model makes of a new sequence. Collective."""
+    digits, _ = draw_batch(step=0, batch=1)
+    found = model(digits.to(device)).argmax(-1)
+    shown = ["".join(map(str, each[0].tolist())) for each in (digits, found)]
+    return f"{shown[0]} reversed: {shown[1]}"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small transformer with fully_shard.")
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint, if any")
     parser.add_argument("--format", choices=("native", "dcp"), default="native")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    for option, default in (("steps", 60), ("batch", 64), ("dim", 64), ("layers", 2), ("seed", 0)):
+    for option, default in (("steps", 200), ("batch", 64), ("dim", 64), ("layers", 2), ("seed", 0)):
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser.parse_args(arguments)
@@ -162,20 +184,16 @@ def init_distributed() -> torch.device:
     return device
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     device = init_distributed()
     try:
         for step, loss in train(args, device):
-            if dist.get_rank() == 0 and (step % 10 == 0 or step == args.steps):
-                print(f"step {step}: loss {loss:.6f}", flush=True)
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
+            if step % 20 == 0 or step == args.steps:
+                say(f"step {step}: loss {loss:.6f}")
     finally:
         dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,7 @@
 With --resume, a command line starts a run and goes on with it: torchrun --max-restarts 9 runs it
 again after a worker is lost, with the same losses.
 
-It learns the bytes of pydoc_data.topics, Python's own documentation, on CPU with gloo, or on GPUs
+It learns the words of pydoc_data.topics, Python's own documentation, on CPU with gloo, or on GPUs
 with nccl, one per process. It shows how to wrap a model, how to keep the loss independent of the
 number of processes, how to save checkpoints that another number of processes, or another strategy,
 can resume, and how to stop cleanly.
@@ -21,11 +21,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
+import re
 import signal
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,38 +45,39 @@ from torch.nn import TransformerEncoderLayer as Block
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from fsdp_compat import CheckpointError, ShardingStrategy, checkpoint
+from fsdp_compat import CheckpointError, ShardingStrategy, checkpoint, describe
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 
-VOCABULARY = 256  # a token is a byte
-PROMPT = b"The "  # where the sample starts
+VOCABULARY = 1000  # a token is one of the most frequent words, a full stop or a comma
+PROMPT = "The"  # where the sample starts
+TEMPERATURE = 0.6  # of the sample: below 1, likely words become likelier
+WARMUP_STEPS = 20
 Batch = tuple[Tensor, Tensor]  # inputs and targets
-WARMUP_STEPS = 50
 
 
-def load_text() -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on, and the last tenth, held out for validation: 1-D, uint8."""
-    text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
+@functools.cache
+def load_text() -> tuple[Tensor, Tensor, list[str]]:
+    """Return the words to train on, the last tenth, which is held out for validation (1-D, numbers
+    of words), and the words of the vocabulary."""
+    text = " ".join(topics[name] for name in sorted(topics))
+    words = re.findall(r"[A-Za-z]+|\b[.,](?=\s)", text)
+    vocabulary = [word for word, _ in Counter(words).most_common(VOCABULARY)]
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    data = torch.tensor([numbers[word] for word in words if word in numbers])
+    return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :], vocabulary
 
 
 def draw_batch(data: Tensor, batch: int, context: int, seed: int, step: int) -> Batch:
     """Return inputs and targets [batch, context] of a step, of all ranks, by seed and step."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(data) - context, (batch, 1), generator=generator)
-    windows = data[starts + torch.arange(context + 1)].long()
+    windows = data[starts + torch.arange(context + 1)]
     return windows[:, :-1], windows[:, 1:]
 
 
-def rank_part(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return this rank's rows: as many as the others', or one more; perhaps none."""
-    return batch[len(batch) * rank // world_size : len(batch) * (rank + 1) // world_size]
-
-
 class GPT(nn.Module):
-    """Bytes [batch, time] to logits [batch, time, 256]."""
+    """Words [batch, time] to logits [batch, time, VOCABULARY]."""
 
     def __init__(self, dim: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
@@ -156,9 +161,10 @@ def learning_rate(step: int, peak: float) -> float:
 
 
 def part_losses(model: FSDP, batch: Batch) -> Tensor:
-    """Return the losses of this rank's tokens, 1-D. A rank without tokens still runs the model."""
+    """Return the losses of this rank's part of the batch, 1-D. A rank whose part is empty runs the
+    model, too."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    inputs, targets = (rank_part(each, rank, ranks).to(model.compute_device) for each in batch)
+    inputs, targets = (each.tensor_split(ranks)[rank].to(model.compute_device) for each in batch)
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
 
 
@@ -174,19 +180,21 @@ def validate(model: FSDP, batch: Batch) -> float:
 
 @torch.no_grad()
 def sample(model: FSDP, args: argparse.Namespace) -> str:
-    """Return the prompt and printable bytes that the model generates. Collective."""
+    """Return the prompt and the words that the model goes on with. Collective."""
     model.eval()
+    vocabulary = load_text()[2]
     generator = torch.Generator().manual_seed(args.seed)
-    tokens = torch.tensor([list(PROMPT)], device=model.compute_device)
-    for _ in tqdm(range(args.sample_bytes), "sample", leave=False, disable=dist.get_rank() != 0):
-        logits = model(tokens[:, -args.context :])[0, -1].double().cpu()
+    tokens = torch.tensor([[vocabulary.index(PROMPT)]], device=model.compute_device)
+    for _ in tqdm(range(args.sample_words), "sampling", unit="word", disable=dist.get_rank() != 0):
+        logits = model(tokens[:, -args.context :])[0, -1].double().cpu() / TEMPERATURE
         drawn = torch.multinomial(torch.softmax(logits, dim=0), 1, generator=generator)
         tokens = torch.cat([tokens, drawn.to(tokens)[None]], dim=1)
-    return "".join(chr(byte) if 31 < byte < 127 or byte == 10 else "." for byte in tokens[0])
+    text = " ".join(vocabulary[token] for token in tokens[0].tolist())
+    return text.replace(" .", ".").replace(" ,", ",")
 
 
 def train(args: argparse.Namespace, device: torch.device) -> int:
-    """Build or resume the model, train, save, plot and sample; return the exit status."""
+    """Build or resume the model, train, save, sample and plot; return the exit status."""
     is_first, ranks = dist.get_rank() == 0, dist.get_world_size()
     torch.manual_seed(args.seed)  # the same initial model on every rank
     model = FSDP(
@@ -196,16 +204,15 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         use_orig_params=args.use_orig_params,
         device_id=device,
     )
-    parameters = list(model.parameters())
-    optimizer = AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     record = start(args, model, optimizer)
     if is_first:
-        units, own = len(FSDP.fsdp_modules(model)), sum(p.numel() for p in parameters)
-        print(f"{units} units over {ranks} ranks; {own:,} parameters on rank 0")
+        print(describe(model), flush=True)
         if record.starts:
-            saved_by = record.starts[-1][1]
-            print(f"resumed after step {record.step}, saved by {saved_by} ranks, on {ranks}")
-    record.starts.append((record.step, ranks))
+            saved_by = number_of(record.starts[-1][1])
+            print(f"resumed step {record.step}, saved by {saved_by}, on {ranks}", flush=True)
+    if record.step < args.steps:
+        record.starts.append((record.step, ranks))
 
     status = train_steps(args, model, optimizer, record)
     if is_first and args.losses is not None:
@@ -216,22 +223,39 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         return status
     text = sample(model, args)
     if is_first:
-        picture = (args.checkpoint_dir or Path()) / "loss.png"
-        plot(record, picture)
-        print(f"loss curve: {picture}\nsample:\n{text}")
+        print(textwrap.fill(text, 80))
+        show(record, args.checkpoint_dir)
     return 0
+
+
+def number_of(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def show(record: Record, folder: Path | None) -> None:
+    """Draw the loss curve, and print one line about the whole run."""
+    picture = (folder or Path()) / "loss.png"
+    print(f"drawing {picture}", flush=True)  # importing matplotlib takes a while
+    plot(record, picture)
+    ends = [step for step, _ in record.starts[1:]] + [record.step]
+    parts = [
+        f"{a + 1}-{b} on {number_of(n)}" for (a, n), b in zip(record.starts, ends, strict=True)
+    ]
+    losses = f"loss {record.train[0][1]:.2f}, now {record.train[-1][1]:.2f}"
+    saved = f"saved {folder}/step-{record.step:08d}" if folder is not None else "not saved"
+    print(f"done: steps {', '.join(parts)}; {losses}; {saved}; loss curve {picture}")
 
 
 def train_steps(args: argparse.Namespace, model: FSDP, optimizer: AdamW, record: Record) -> int:
     """Train from the step after the record's to the last, or until a signal; return the exit
     status. Collective."""
-    text, held_out = load_text()
+    text, held_out, _ = load_text()
     validation_batch = draw_batch(held_out, args.batch, args.context, args.seed, step=0)
     num_tokens = args.batch * args.context  # of a step, over all ranks
     # FSDP averages over ranks; this makes it the mean over tokens.
     scale = dist.get_world_size() / num_tokens
     steps = range(record.step + 1, args.steps + 1)
-    bar = tqdm(initial=record.step, total=args.steps, unit="step", disable=dist.get_rank() != 0)
+    bar = tqdm(None, "training", args.steps, initial=record.step, disable=dist.get_rank() != 0)
     with stop_requests() as stop, bar:
         for step in steps:
             for group in optimizer.param_groups:
@@ -281,8 +305,9 @@ def plot(record: Record, path: Path) -> None:
         axes.plot(*zip(*record.validation, strict=True), "o-", label="validation")
     for step, ranks in record.starts:
         axes.axvline(step, linestyle=":", color="gray")
-        axes.text(step, axes.get_ylim()[1], f" {ranks} ranks", va="top")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+        text = f"resumed on {number_of(ranks)}" if step else number_of(ranks)
+        axes.text(step, 1.01, text, rotation=30, transform=axes.get_xaxis_transform())
+    axes.set(xlabel="step", ylabel="loss (nats per word)")
     axes.legend()
     figure.savefig(path)
     plt.close(figure)
@@ -313,11 +338,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dim", 128, "width of the model")
     add("--layers", 4, "number of blocks")
     add("--heads", 4, "attention heads; they divide --dim")
-    add("--context", 128, "bytes that the model sees at once")
+    add("--context", 64, "words that the model sees at once")
     add("--batch", 24, "sequences in a step, over all processes")
     add("--lr", 4e-3, "the highest learning rate")
     add("--validate-every", 20, "steps from one validation to the next; 0: never")
-    add("--sample-bytes", 100, "length of the text to sample at the end")
+    add("--sample-words", 60, "length of the text to sample at the end")
     add("--losses", None, "JSON file to write the losses of all steps to")
     args = parser.parse_args(arguments)
     for name in ("steps", "dim", "layers", "heads", "context", "batch"):

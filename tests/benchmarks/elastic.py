@@ -35,7 +35,7 @@ KILLS = ("worker of node 0", "worker of node 1", "node 1", "worker of node 0", "
 COMES_BACK = 4  # node 1, before this kill
 OPTIONS = (
     *("--dim", "64", "--layers", "2", "--heads", "2", "--context", "64"),
-    *("--save-every", "5", "--validate-every", "0", "--sample-bytes", "1"),
+    *("--save-every", "5", "--validate-every", "0", "--sample-words", "1"),
 )
 
 

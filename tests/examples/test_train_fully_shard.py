@@ -3,6 +3,9 @@ and in both formats of checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -19,14 +22,6 @@ Losses = list[tuple[int, float]]
 
 def _train(arguments: list[str]) -> Losses:
     return list(example.train(example.parse_arguments(arguments), torch.device("cpu")))
-
-
-def _main(arguments: list[str]) -> int:
-    with (
-        mock.patch.object(example, "init_distributed", lambda: torch.device("cpu")),
-        mock.patch.object(dist, "destroy_process_group"),
-    ):
-        return example.main(arguments)
 
 
 def trained(num_ranks: int, folder: Path, *arguments: str) -> Losses:
@@ -64,13 +59,26 @@ def test_bf16_trains_too(tmp_path: Path, one_process: Losses) -> None:
     assert losses == pytest.approx([loss for _, loss in one_process], rel=0.02)
 
 
+def _main(arguments: list[str]) -> str:
+    output = io.StringIO()
+    with (
+        mock.patch.object(example, "init_distributed", lambda: torch.device("cpu")),
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(output),
+    ):
+        example.main(arguments)
+    return output.getvalue()
+
+
 @pytest.mark.parametrize("file_format", ["native", "dcp"])
-def test_resuming_without_a_checkpoint_says_so(tmp_path: Path, file_format: str) -> None:
-    arguments = [*SMALL, "--folder", str(tmp_path), "--format", file_format, "--resume"]
-    assert run_ranks(1, _main, arguments) == [1]
-
-
-def test_the_whole_program(tmp_path: Path) -> None:
-    arguments = [*SMALL, "--folder", str(tmp_path), "--steps", "2"]
-    assert run_ranks(2, _main, arguments) == [0, 0]
-    assert example.checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
+def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path, file_format: str) -> None:
+    command = [*SMALL, "--folder", str(tmp_path), "--format", file_format, "--resume"]
+    path = tmp_path / {"native": "step-00000002", "dcp": "dcp-00000002"}[file_format]
+    first, second = run_ranks(2, _main, [*command, "--steps", "2"], timeout=240)
+    assert second == ""
+    assert re.match(r"unit +strategy", first) and "\nstep 2: loss 2." in first
+    assert re.search(
+        rf"\n\d{{12}} reversed: \d{{12}}\ndone: steps 1-2 on 2 ranks; saved {path}\n$", first
+    )
+    ended, *_ = run_ranks(3, _main, [*command, "--steps", "2"], timeout=240)
+    assert "\nresumed step 2, saved by 2 ranks, on 3\n" in ended and "done" not in ended
