@@ -4,6 +4,7 @@ of its own, and does what the text says. Links and figures are right."""
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import subprocess
@@ -347,6 +348,72 @@ def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert re.search(
         r"One of 8 ranks: .*; units: 9\n.*\nTrue \d+\n", capsys.readouterr().out, re.DOTALL
     )
+
+
+# --- what examples/TROUBLESHOOTING.md quotes ------------------------------------------------------
+
+
+def quoted(heading: str) -> str:
+    """Return a pattern for the text below a heading, with other places, times and limits."""
+    (text,) = blocks("examples/TROUBLESHOOTING.md", "text", heading)
+    pattern = re.sub(r"train\\\.py:\d+", r"\\S+:\\d+", re.escape(text.rstrip()))
+    return re.sub(r"\d+\\\.\d", r"\\d+\\.\\d", pattern)
+
+
+def train(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def save(model: nn.Module) -> None:
+    model.state_dict()
+
+
+def evaluate(others: dist.Store) -> None:
+    others.wait(["warned"])
+
+
+def _call_on_rank_0_alone() -> str:
+    model = FSDP(nn.Sequential(nn.Linear(4, 4)))
+    train(model)
+    said = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(fsdp_compat.StateError) as error:
+            save(model)
+        said = f"StateError: {error.value}"
+    train(model)  # it can continue
+    return said
+
+
+def test_an_error_of_ranks_that_diverge_reads_as_quoted() -> None:
+    soon = {"FSDP_COMPAT_MEET_TIMEOUT": "2"}
+    said, _ = run_ranks(2, _call_on_rank_0_alone, environment=soon)
+    assert re.match(quoted("Not all ranks called"), said), said
+
+
+def _wait_for_a_rank_that_evaluates(directory: str) -> str:
+    store = dist.FileStore(f"{directory}/store", 2)
+    model, warnings = FSDP(nn.Sequential(nn.Linear(4, 4))), []
+    train(model)
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        warnings.append(record.getMessage())
+        store.set("warned", "")
+
+    handler.emit = emit  # type: ignore[method-assign]
+    if dist.get_rank() == 0:
+        logging.getLogger("fsdp_compat.waits").addHandler(handler)
+    else:
+        evaluate(store)
+    train(model)
+    logging.getLogger("fsdp_compat.waits").removeHandler(handler)
+    return "".join(warnings)
+
+
+def test_a_warning_of_a_rank_that_waits_reads_as_quoted(tmp_path: Path) -> None:
+    soon = {"FSDP_COMPAT_WARN_AFTER": "1"}
+    said, _ = run_ranks(2, _wait_for_a_rank_that_evaluates, str(tmp_path), environment=soon)
+    assert re.match(quoted("Ranks with less data, evaluation on one rank"), said), said
 
 
 WAITS = """
