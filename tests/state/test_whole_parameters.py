@@ -26,13 +26,20 @@ from fsdp_compat import (
     StateError,
     UsageError,
     WholeParameterOptimizer,
+    _torch_private,
     checkpoint,
     fully_shard,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._comm.backend import BackendTransport
 from fsdp_compat._comm.gloo_connections import OverConnections
+from fsdp_compat._comm.transport import Transport
+from fsdp_compat._comm.two_stages import TwoStages
+from fsdp_compat._engine.group import Group
+from fsdp_compat._state.units import model_units_in
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support.cases import about
+from tests.support.hosts import hosts
 from tests.support.ranks import on_ranks, run_ranks
 
 LR = 0.02
@@ -221,6 +228,22 @@ def test_a_step_is_three_exchanges_of_about_a_shard(world_size: int, layout: str
     dist.all_gather_object(totals, sum(sent))
     assert (sum(totals) > 0) == (layout != "original" or world_size == 4)  # a matrix on one rank
     assert sum(totals) <= 3 * 4 * numel * (world_size - 1) / world_size * 1.25
+
+
+@each_layout
+@pytest.mark.parametrize("kind", [TwoStages, BackendTransport], ids=["hosts", "backend"])
+@on_ranks(4)
+def test_exchanges_are_right_on_every_transport(kind: type[Transport], layout: str) -> None:
+    backend = patch.object(_torch_private, "is_gloo", lambda group, device: False)
+    with hosts((0, 0, 1, 1)) if kind is TwoStages else backend:
+        model = LAYOUTS[layout](Net())
+        assert {type(each.shard) for each in groups_of(model)} == {kind}
+        train(model, sharded(model, muon))
+        assert_near(values(model), expected(muon), is_exact=True)
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    return [group for own in model_units_in(model) for group in own.unit.groups]
 
 
 # -- as part of a program
