@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint._progress import elapsing
 from ..errors import FsdpCompatError
 from .plan import plan
 
@@ -41,9 +42,10 @@ def main(given: argparse.Namespace) -> int:
         print(f"expected module:function, got {given.function!r}: {error}", file=sys.stderr)
         return 2
     try:
-        with torch.device("meta"):
-            arguments = function()
-        made = plan(world_size=given.world_size, device=given.device, **arguments)
+        with elapsing(sys.stderr.isatty(), "simulating a step"):
+            with torch.device("meta"):
+                arguments = function()
+            made = plan(world_size=given.world_size, device=given.device, **arguments)
     except FsdpCompatError as error:
         print(error, file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ import torch
 
 from ...errors import FsdpCompatError, UsageError, explain
 from .._header import dtype_of
+from .._progress import elapsing
 from .._publishing import published, write_text
 from .._texts import parse_json, read_text
 from . import tables
@@ -30,7 +31,6 @@ from .inspection import Facts, inspect
 from .listing import list_checkpoints
 from .shapes import shapes_from_callable
 from .tables import shown
-from .threads import elapsing
 from .verification import verify
 
 STATUS = """\b

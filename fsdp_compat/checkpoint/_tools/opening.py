@@ -11,6 +11,7 @@ from ..._text import joined
 from ...errors import CheckpointError
 from .._blocks import damaged
 from .._manifest import MANIFEST
+from .._progress import elapsing
 from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
 from .client_directories import read_client_directory, tensors_of_index
@@ -21,7 +22,6 @@ from .rank_files import TORCH_SUFFIXES, rank_files_in, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import RankPart
-from .threads import elapsing
 from .torch_save import is_torch_file, read_torch_file
 from .tree import archive_of, without_ddp
 from .walk import leaves

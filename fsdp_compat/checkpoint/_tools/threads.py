@@ -1,12 +1,9 @@
-"""Work on many tensors in several threads, stopped at once by an error or by Ctrl-C; and how long
-other work takes."""
+"""Work on many tensors in several threads, stopped at once by an error or by Ctrl-C."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -15,7 +12,6 @@ from .._progress import progress_bar
 
 MEMORY = 268_435_456  # bytes of values at a time, unless the caller says otherwise
 
-_SILENT_S = 2
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -58,27 +54,3 @@ def for_each(
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-
-@contextlib.contextmanager
-def elapsing(shown: bool, what: str) -> Iterator[None]:
-    """Show on stderr, from two seconds on, for how long the body has run."""
-    ended = threading.Event()
-
-    def show() -> None:
-        number, wait = _SILENT_S, _SILENT_S
-        while not ended.wait(wait):
-            print(f"\r{what} ... {number} s", end="", file=sys.stderr, flush=True)
-            number, wait = number + 1, 1
-        if number > _SILENT_S:
-            print(f"\r{'':{len(what) + 12}}\r", end="", file=sys.stderr)
-
-    thread = threading.Thread(target=show, daemon=True)
-    try:
-        if shown:
-            thread.start()
-        yield
-    finally:
-        ended.set()
-        if shown:
-            thread.join()

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
+from fsdp_compat.checkpoint import _progress
 from fsdp_compat.checkpoint._blocks import Tick
-from fsdp_compat.checkpoint._tools import threads
-from fsdp_compat.checkpoint._tools.threads import elapsing, for_each
+from fsdp_compat.checkpoint._progress import elapsing
+from fsdp_compat.checkpoint._tools.threads import for_each
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -40,7 +41,7 @@ def test_only_long_work_shows_its_seconds_and_leaves_an_empty_line(
         pass
     assert capsys.readouterr().err == ""
     flushed = threading.Event()
-    monkeypatch.setattr(threads, "_SILENT_S", 0)
+    monkeypatch.setattr(_progress, "_SILENT_S", 0)
     monkeypatch.setattr("sys.stderr.flush", flushed.set)
     with elapsing(True, "reading"):
         assert flushed.wait(20)
