@@ -1,1 +1,1 @@
-"""Checkpoints in any format: saved, loaded, converted, compared; also after crashes and damage."""
+"""Checkpoints of any format: saving, loading, converting, crashes, damage."""

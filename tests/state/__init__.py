@@ -1,1 +1,1 @@
-"""State dicts and optimizer state, exchanged with torch, other front ends and other ranks."""
+"""State dicts and optimizer state, exchanged with torch and with other ranks."""
