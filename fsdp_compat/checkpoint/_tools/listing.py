@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from .._blocks import Tick, damaged
 from .._directory import STEP, steps_in
-from .._manifest import MANIFEST
+from .._manifest import MANIFEST, file_name
 from .._texts import brief, found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
@@ -21,7 +21,7 @@ from .threads import for_each
 
 _SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 _NUMBER = re.compile(r"(\d+)\D*$")
-_UNFINISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")  # as `_publishing` names hidden directories
+_UNFINISHED = re.compile(r"\.(?!removed-)(.+)-[0-9a-f]{32}")  # as `_publishing` names them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,11 @@ def _are_one(folder: Path, files: Sequence[Path], ignored: Collection[str]) -> b
 
 def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
     """Return what a path holds, or None if nothing says that it is a checkpoint."""
-    archive, problem = Archive(path, "", {}), "a save that is running, or was killed"
+    archive, problem, nbytes = Archive(path, "", {}), "a save that is running, or was killed", 0
     unfinished = _UNFINISHED.fullmatch(path.name)
     try:
+        files = path.rglob("*") if path.is_dir() else [path]
+        nbytes = sum(file.stat().st_size for file in files if file.is_file())
         if unfinished is None:
             archive = _opened(path, ignored)
             problem = "; ".join(problems_of(archive)[:1])
@@ -103,18 +105,18 @@ def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
         return None
     except CheckpointError as error:
         problem = f"{str(error).splitlines()[0].rstrip('.')}: {found_in(error)}"
-    except OSError as error:
+    except OSError as error:  # a running job may have removed it
         problem = brief(error)
     number = _NUMBER.search(unfinished[1] if unfinished else path.stem)
     step = int(number[1]) if archive.step is None and number else archive.step
-    files = path.rglob("*") if path.is_dir() else [path]
-    nbytes = sum(file.stat().st_size for file in files if file.is_file())
     return Listed(path, archive.kind, step, archive.world_size, nbytes, problem)
 
 
 def _opened(path: Path, ignored: Collection[str]) -> Archive:
     """Return what a checkpoint holds; of a native one without the heads of the ranks' files."""
     if not (path / MANIFEST).is_file():
+        if (path / file_name(0)).is_file():
+            raise damaged(path, MANIFEST, f"no {MANIFEST}")
         return open_archive(path, ignored=ignored)
     archive = NativeCheckpoint(path).outline()
     require_lengths(archive)

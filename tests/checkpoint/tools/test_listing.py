@@ -33,6 +33,7 @@ def runs(tmp_path: Path) -> Path:
     (folder / "step-00000002").rename(folder / "step-00000005")
     (folder / UNFINISHED).mkdir()
     (folder / ".git").mkdir()
+    (folder / f".removed-{'1' * 32}").mkdir()
     (folder / "logs").mkdir()
     (folder / "log.txt").write_text("step 1")
     return folder
@@ -53,6 +54,12 @@ def test_each_step_is_listed_with_what_is_wrong_and_the_latest_complete_one(runs
     assert whole.nbytes == sum(file.stat().st_size for file in files)
     assert "rank-00001.safetensors" in missing.problem and "killed" in unfinished.problem
     assert "step 2" in renamed.problem
+
+
+def test_files_of_ranks_without_their_manifest_are_not_complete(runs: Path) -> None:
+    (runs / "step-00000001" / "manifest.json").unlink()
+    first, *_ = list_checkpoints(runs).checkpoints
+    assert first.path.name == "step-00000001" and "manifest.json" in first.problem
 
 
 def test_the_command_prints_a_line_for_each_and_json(runs: Path) -> None:
