@@ -350,7 +350,19 @@ def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-# --- what examples/TROUBLESHOOTING.md quotes ------------------------------------------------------
+# --- what the pages quote -------------------------------------------------------------------------
+
+
+def _describe() -> str:
+    (recipe,) = blocks("examples/README.md", "python", "How is it sharded?")
+    names: dict[str, Any] = {}
+    run(START + recipe, names)
+    return str(names["table"])
+
+
+def test_the_table_of_a_sharded_model_reads_as_quoted() -> None:
+    (text,) = blocks("examples/README.md", "text", "How is it sharded?")
+    assert run_ranks(2, _describe)[0].rstrip() == text.rstrip()
 
 
 def quoted(heading: str) -> str:
