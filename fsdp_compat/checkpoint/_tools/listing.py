@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from .._blocks import Tick, damaged
 from .._directory import STEP, steps_in
-from .._manifest import MANIFEST, file_name
+from .._manifest import MANIFEST
 from .._texts import brief, found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
@@ -115,8 +115,6 @@ def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
 def _opened(path: Path, ignored: Collection[str]) -> Archive:
     """Return what a checkpoint holds; of a native one without the heads of the ranks' files."""
     if not (path / MANIFEST).is_file():
-        if (path / file_name(0)).is_file():
-            raise damaged(path, MANIFEST, f"no {MANIFEST}")
         return open_archive(path, ignored=ignored)
     archive = NativeCheckpoint(path).outline()
     require_lengths(archive)

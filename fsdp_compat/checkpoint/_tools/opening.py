@@ -10,7 +10,7 @@ from pathlib import Path
 from ..._text import joined
 from ...errors import CheckpointError
 from .._blocks import damaged
-from .._manifest import MANIFEST
+from .._manifest import MANIFEST, file_name
 from .._progress import elapsing
 from .._texts import open_file
 from .archive import Archive, NotRead, Unrecognised, coverage_problem
@@ -86,6 +86,8 @@ def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
 def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     if native := native_in(path):
         return read_native(native)
+    if (path / file_name(0)).is_file():
+        raise damaged(path, MANIFEST, f"no {MANIFEST}")
     found = read_client_directory(path, shapes, ignored)
     if found is not None:
         return found

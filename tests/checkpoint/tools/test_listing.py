@@ -60,6 +60,8 @@ def test_files_of_ranks_without_their_manifest_are_not_complete(runs: Path) -> N
     (runs / "step-00000001" / "manifest.json").unlink()
     first, *_ = list_checkpoints(runs).checkpoints
     assert first.path.name == "step-00000001" and "manifest.json" in first.problem
+    for command in ("inspect", "verify"):
+        assert "manifest.json" in run(command, first.path).output
 
 
 def test_the_command_prints_a_line_for_each_and_json(runs: Path) -> None:
