@@ -48,7 +48,9 @@ class Node:
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
             *("--nproc-per-node", str(WORKERS[number]), "--max-restarts", "9"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", endpoint),
-            *("--rdzv-conf", "last_call_timeout=15", __file__, "--worker", "--resume"),
+            # node 0 serves the store of the rendezvous, and must survive
+            *("--rdzv-conf", f"last_call_timeout=15,is_host={int(number == 0)}"),
+            *(__file__, "--worker", "--resume"),
             *("--checkpoint-dir", str(folder / "run"), "--losses", str(folder / "losses.json")),
             *("--steps", str(steps), *OPTIONS),
         ]
