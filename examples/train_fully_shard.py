@@ -119,9 +119,29 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> float:
+    """Take a step on this rank's part of a batch; return the loss of all ranks. Collective."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = next(model.parameters()).device
+    inputs, targets = (each.tensor_split(ranks)[rank].to(device) for each in batch)
+    logits = model(inputs).float()
+    # Gradients are averaged over ranks, so each loss is a share of the whole batch.
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = loss * ranks / batch[1].numel()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach() / ranks
+    dist.all_reduce(mean)
+    return mean.item()
+
+
 def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[int, float]]:
     """Train up to ``args.steps``, and yield (step, loss over all ranks)."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = dist.get_world_size()
     model = sharded_model(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding
     say(describe(model))
@@ -129,23 +149,11 @@ def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[int,
     if begun:
         say(f"resumed step {begun}, saved by {saved_by} ranks, on {ranks}")
     for step in range(begun + 1, args.steps + 1):
-        inputs, targets = (
-            part.tensor_split(ranks)[rank].to(device) for part in draw_batch(step, args.batch)
-        )
-        logits = model(inputs).float()
-        # Gradients are averaged over ranks, so each loss is a share of the whole batch.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        loss = loss * ranks / (args.batch * LENGTH)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / ranks
-        dist.all_reduce(mean)
-        yield step, mean.item()
+        yield step, train_step(model, optimizer, draw_batch(step, args.batch))
+        if step == args.steps or step % args.save_every == 0:
+            path = save(args, model, optimizer, {"step": step, "ranks": ranks})
     say(reversal(model, device))
     if begun < args.steps:
-        path = save(args, model, optimizer, {"step": args.steps, "ranks": ranks})
         say(f"done: steps {begun + 1}-{args.steps} on {ranks} ranks; saved {path}")
 
 
@@ -164,7 +172,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint, if any")
     parser.add_argument("--format", choices=("native", "dcp"), default="native")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    for option, default in (("steps", 200), ("batch", 64), ("dim", 64), ("layers", 2), ("seed", 0)):
+    numbers = {"steps": 200, "save-every": 50, "batch": 64, "dim": 64, "layers": 2, "seed": 0}
+    for option, default in numbers.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser.parse_args(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from pathlib import Path
 from unittest import mock
@@ -20,14 +21,16 @@ SMALL = ["--dim", "16", "--layers", "1", "--batch", "12"]
 Losses = list[tuple[int, float]]
 
 
-def _train(arguments: list[str]) -> Losses:
-    return list(example.train(example.parse_arguments(arguments), torch.device("cpu")))
+def _train(arguments: list[str], num_steps: int | None = None) -> Losses:
+    """Train, and leave off after some steps."""
+    steps = example.train(example.parse_arguments(arguments), torch.device("cpu"))
+    return list(itertools.islice(steps, num_steps))
 
 
-def trained(num_ranks: int, folder: Path, *arguments: str) -> Losses:
+def trained(num_ranks: int, folder: Path, *arguments: str, num_steps: int | None = None) -> Losses:
     """Train with SMALL sizes, and return the losses, which are the same on all ranks."""
     options = [*SMALL, "--folder", str(folder), *arguments]
-    first, *others = run_ranks(num_ranks, _train, options)
+    first, *others = run_ranks(num_ranks, _train, options, num_steps)
     assert all(losses == first for losses in others)
     return first
 
@@ -48,9 +51,10 @@ def assert_same(actual: Losses, expected: Losses) -> None:
 def test_two_ranks_stop_and_three_resume_with_the_losses_of_one_process(
     tmp_path: Path, one_process: Losses, file_format: str
 ) -> None:
-    begun = trained(2, tmp_path, "--steps", "4", "--format", file_format)
-    assert_same(begun, one_process[:4])
-    resumed = trained(3, tmp_path, "--steps", "8", "--format", file_format, "--resume")
+    command = ["--steps", "8", "--format", file_format, "--save-every", "2", "--resume"]
+    begun = trained(2, tmp_path, *command, num_steps=5)
+    assert_same(begun, one_process[:5])
+    resumed = trained(3, tmp_path, *command)
     assert_same(resumed, one_process[4:])
 
 
@@ -74,11 +78,11 @@ def _main(arguments: list[str]) -> str:
 def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path, file_format: str) -> None:
     command = [*SMALL, "--folder", str(tmp_path), "--format", file_format, "--resume"]
     path = tmp_path / {"native": "step-00000002", "dcp": "dcp-00000002"}[file_format]
-    first, second = run_ranks(2, _main, [*command, "--steps", "2"], timeout=240)
+    first, second = run_ranks(2, _main, [*command, "--steps", "2"])
     assert second == ""
     assert re.match(r"unit +strategy", first) and "\nstep 2: loss 2." in first
     assert re.search(
         rf"\n\d{{12}} reversed: \d{{12}}\ndone: steps 1-2 on 2 ranks; saved {path}\n$", first
     )
-    ended, *_ = run_ranks(3, _main, [*command, "--steps", "2"], timeout=240)
+    ended, *_ = run_ranks(3, _main, [*command, "--steps", "2"])
     assert "\nresumed step 2, saved by 2 ranks, on 3\n" in ended and "done" not in ended
