@@ -8,12 +8,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
-import re
 import sys
-from collections.abc import Iterable
-from typing import Any
 
 __all__ = ["main"]
 
@@ -52,28 +48,20 @@ def main(arguments: list[str] | None = None) -> None:
         parser = argparse.ArgumentParser(
             prog=f"{_program()} {name}", formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        file = _imported(_FILES[name])
+        file = importlib.import_module(_FILES[name], __package__)
         file.add_arguments(parser)
-        sys.exit(file.main(_parsed(parser, arguments[1:])))
+        sys.exit(file.main(parser.parse_args(arguments[1:])))
     if name in ("-h", "--help"):
         print(_help())
         sys.exit(0)
-    problem = f"{_program()}: there is no command {name!r}{_nearest(name, _TOOLS | _OTHERS)}"
-    print(f"{_usage()}\n{problem}" if name else _help(), file=sys.stderr)
+    print(_unknown(name) if name else _help(), file=sys.stderr)
     sys.exit(2)
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        options = re.findall(r"--[a-z-]+", parser.format_usage())
-        parser.error(f"there is no option {unknown[0]}{_nearest(unknown[0], options)}")
-    return given
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name, _TOOLS | _OTHERS, 1)
+    question = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"{_usage()}\n{_program()}: there is no command {name!r}{question}"
 
 
 def _usage() -> str:
@@ -93,29 +81,18 @@ def _help() -> str:
 
 def _use_tool(arguments: list[str]) -> None:
     """Run a checkpoint command and exit with its status."""
-    if not all(map(_is_installed, _NEEDED)):
+    try:
+        for package in _NEEDED:
+            importlib.import_module(package)
+    except ImportError:
         print(
             f"{_program()} {arguments[0]} needs {' and '.join(_NEEDED)}: "
             f"pip install {' '.join(_NEEDED)} tqdm",
             file=sys.stderr,
         )
         sys.exit(2)
-    _imported(".checkpoint._tools.commands").commands.main(arguments, prog_name=_program())
-
-
-def _imported(file: str) -> Any:
-    """Import a file of the package. That may take seconds: Ctrl-C leaves no traceback."""
-    try:
-        return importlib.import_module(file, __package__)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # sys.modules blocks the import
-        return False
+    file = importlib.import_module(".checkpoint._tools.commands", __package__)
+    file.commands.main(arguments, prog_name=_program())
 
 
 def _program() -> str:

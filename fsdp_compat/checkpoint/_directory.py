@@ -17,7 +17,7 @@ from ._manifest import MANIFEST, Manifest, read_manifest
 from ._publishing import remove
 from ._ranks import ranks_of
 
-STEP = "step-[0-9]{8,}"  # names of checkpoints
+STEP = "step-(?:[0-9]{8}|[1-9][0-9]{8,})"  # names of checkpoints, as ``directory_of`` has them
 
 Saved = tuple[int, str]  # step and identity of a complete checkpoint
 
@@ -27,15 +27,18 @@ def directory_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_in(name: str) -> int | None:
+    """Return the step that the name of a checkpoint's directory says, or None."""
+    return int(name.removeprefix("step-")) if re.fullmatch(STEP, name) else None
+
+
 def steps_in(folder: Path) -> dict[int, Path]:
     """Return the paths that have the name of a checkpoint, by step."""
     try:
-        paths = {path for path in folder.iterdir() if re.fullmatch(STEP, path.name)}
+        found = {step_in(path.name): path for path in folder.iterdir()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    steps = [int(path.name.removeprefix("step-")) for path in paths]
-    found = {step: directory_of(folder, step) for step in steps}
-    return {step: path for step, path in found.items() if path in paths}  # as a save names it
+    return {step: path for step, path in found.items() if step is not None}
 
 
 def _manifest_in(path: Path, step: int) -> Manifest | str:

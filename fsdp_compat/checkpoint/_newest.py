@@ -32,14 +32,10 @@ def saved_in(path: Path, may_be_none: bool) -> list[Saved] | None:
 
 def _holds_none(path: Path) -> bool:
     """Return whether no format is recognised at a path. Logs may be there."""
-    if not path.is_dir():
-        return not path.exists()
     try:
         open_archive(path)
-    except Unrecognised:
-        return True
-    except CheckpointError:
-        pass  # load raises it
+    except CheckpointError as error:  # load raises the others
+        return isinstance(error, Unrecognised)
     return False
 
 

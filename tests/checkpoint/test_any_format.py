@@ -75,7 +75,7 @@ def test_a_rank_reads_its_own_part_and_its_share_of_the_records_with_checksums(
     given = {"optimizer_names": names, "exclude": []}
     checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "whole.pt", **given)
     checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "dcp", to="dcp", **given)
-    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "weights", optimizer=False)
+    checkpoint.convert(tmp_path / "numbers.pt", tmp_path / "weights", weights=True)
     record = SIZE * SIZE * 4
     total = 3 * LAYERS * record
     for by_case in run_ranks(ranks, _bytes_read, tmp_path):

@@ -47,7 +47,7 @@ def lay_out(folder: Path) -> None:
         folder / "runs/7/step-00001100",
         to="native",
         dtype=torch.float16,
-        optimizer=False,
+        weights=True,
     )
     names = reference()["optimizer"]["param_groups"][0]["params"]
     (folder / "names.json").write_text(json.dumps(names))

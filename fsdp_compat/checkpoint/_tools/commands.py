@@ -4,7 +4,6 @@ click and rich (`tables`) are in the extra ``cli``; nothing but ``__main__`` imp
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import io
 import json
@@ -21,7 +20,6 @@ import torch
 
 from ...errors import FsdpCompatError, UsageError, explain
 from .._header import dtype_of
-from .._progress import elapsing
 from .._publishing import published, write_text
 from .._texts import parse_json, read_text
 from . import tables
@@ -37,8 +35,8 @@ STATUS = """\b
 Exit status:
   0    everything is fine
   1    verify found a problem, or diff a difference
-  2    wrong arguments, or a package is missing
-  3    the checkpoint is damaged (but see 1), refused or unreadable, or the target exists
+  2    wrong arguments, the target exists, or a package is missing
+  3    the checkpoint is damaged (but see 1), refused or unreadable
   130  interrupted by Ctrl-C; nothing is left under the target's name
   141  the output was closed early, as by head"""
 
@@ -81,14 +79,13 @@ def _note(warning: str) -> None:
 
 
 def _of_system(error: OSError) -> str:
-    if isinstance(error, FileExistsError):
-        what, expected = "The target exists already.", "a path that does not exist yet"
-        fix = "choose another name, or remove it first"
-    else:
-        what, expected = "A file cannot be read or written.", "access to it, and free disk space"
-        fix = "check the path, its permissions and the disk"
-    where = str(error.filename or "the command")
-    return explain(what, expected=expected, got=error.strerror or str(error), where=where, fix=fix)
+    return explain(
+        "A file cannot be read or written.",
+        expected="access to it, and free disk space",
+        got=error.strerror or str(error),
+        where=str(error.filename or "the command"),
+        fix="check the path, its permissions and the disk",
+    )
 
 
 def _say(message: str) -> None:
@@ -103,8 +100,8 @@ def commands() -> None:
 
 
 def _epilog(*examples: str) -> str:
-    title = "Example:" if len(examples) == 1 else "Examples:"
-    return "\n".join(["\b", title, *(f"  fsdp-compat {line}" for line in examples), "", STATUS])
+    lines = (f"  fsdp-compat {example}" for example in examples)
+    return "\n".join(["\b", "Examples:", *lines, "", STATUS])
 
 
 # -- types of arguments; --help shows their names
@@ -148,13 +145,6 @@ def json_file(path: str) -> Any:
         raise click.BadParameter(f"{path} cannot be read as JSON: {error}") from error
 
 
-def _free(value: str) -> Path:
-    """A target. Raises FileExistsError, before any work, if something is there already."""
-    if os.path.lexists(value):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), value)
-    return Path(value)
-
-
 # -- parameters that several commands have
 
 
@@ -175,7 +165,7 @@ def _option(
 _EXISTING = click.Path(exists=True, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _SOURCE = click.Argument(["source"], type=_EXISTING)
-_TARGET = click.Argument(["target"], type=_free)
+_TARGET = click.Argument(["target"], type=Path)
 _AS_JSON = _option("--json as_json", "Print JSON instead of tables.")
 _IGNORE = _option(
     "--ignore-class ignored",
@@ -227,13 +217,7 @@ _CONVERTING = [
         is_repeatable=True,
         metavar="'REGEX=>TEXT'",
     ),
-    _option("--rename-file", 'New names by old ones: {"old name": "new name"}.', json_file),
     *_SELECTION,
-    _option(
-        "--optimizer/--no-optimizer",
-        "Require the optimizer state, or leave it out. Default: write it if the format can.",
-        default=None,
-    ),
     _WEIGHTS,
     _option(
         "--optimizer-names",
@@ -272,7 +256,6 @@ def _show(found: Facts, as_json: bool, text: Callable[[], str], is_fine: bool = 
         _option("--all lists_all", "List every tensor and every other value."),
         *_SELECTION,
         _option("--stats", "Also read the values, for the smallest, the largest and the mean."),
-        _option("-d --depth", "Components of a module's name, at most.", _COUNT, metavar="N"),
         _AS_JSON,
         *_READING,
     ],
@@ -281,14 +264,12 @@ def _show(found: Facts, as_json: bool, text: Callable[[], str], is_fine: bool = 
         "inspect model.safetensors --include '^layers\\.0\\.' --stats",
     ),
 )
-def inspect_command(
-    source: Path, lists_all: bool, depth: int | None, as_json: bool, **given: Any
-) -> None:
+def inspect_command(source: Path, lists_all: bool, as_json: bool, **given: Any) -> None:
     """Show what a checkpoint is and holds: totals, and a line for each module, or, with --all,
     --stats or a pattern, for each tensor. No values are read without --stats."""
     found = inspect(source, progress=_progress(), **given)
     lists_all = lists_all or bool(given["stats"] or given["include"] or given["exclude"])
-    _show(found, as_json, lambda: tables.of_inspection(found, lists_all, given["stats"], depth))
+    _show(found, as_json, lambda: tables.of_inspection(found, lists_all, given["stats"]))
 
 
 @commands.command(
@@ -335,9 +316,7 @@ def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> No
         _option("--atol", "Absolute tolerance.", float, default=0.0),
         _option("--any-dtype", "Compare values only: dtypes may differ."),
         *_SELECTION,
-        _option("--optimizer/--no-optimizer", "Compare the optimizer's state.", default=True),
         _WEIGHTS,
-        _option("--all shows_all", "List equal tensors as well."),
         _AS_JSON,
         *_READING,
     ],
@@ -346,11 +325,11 @@ def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> No
         "diff full.pt exported --weights --rtol 1e-2 --any-dtype",
     ),
 )
-def diff_command(any_dtype: bool, shows_all: bool, as_json: bool, **given: Any) -> None:
+def diff_command(any_dtype: bool, as_json: bool, **given: Any) -> None:
     """Compare two checkpoints, of any two formats: tensors that only one has, other shapes and
     dtypes, and how far values are apart, the largest distance first. NaN equals NaN."""
     found = diff(dtypes=not any_dtype, progress=_progress(), **given)
-    _show(found, as_json, lambda: tables.of_difference(found, shows_all), found.is_same)
+    _show(found, as_json, lambda: tables.of_difference(found), found.is_same)
 
 
 # -- writing
@@ -377,7 +356,7 @@ def diff_command(any_dtype: bool, shows_all: bool, as_json: bool, **given: Any) 
     ],
     epilog=_epilog(
         "convert runs/7/step-00001200 exported",
-        "convert checkpoint-1000 model.pt --dtype bfloat16 --no-optimizer",
+        "convert checkpoint-1000 model.pt --dtype bfloat16 --weights",
         "convert sharded adapter --include '\\.lora_' --rename '^base_model\\.=>'",
     ),
 )
@@ -415,27 +394,20 @@ def merge_command(target: Path, **given: Any) -> None:
         _option(
             "--world-size", "Ranks to split the files for.", _COUNT, metavar="N", required=True
         ),
-        _option(
-            "--to",
-            "Format of the target: of fsdp_compat.checkpoint, or of torch.distributed.checkpoint. "
-            "Default: dcp if SOURCE is one, otherwise native.",
-            click.Choice(("native", "dcp")),
-        ),
         *_CUTTING,
         *_CONVERTING,
     ],
     epilog=_epilog("reshard runs/7/step-00001200 two-ranks --world-size 2 --unit 'layers\\.\\d+'"),
 )
-def reshard_command(source: Path, to: str | None, **given: Any) -> None:
-    """Write a checkpoint as another number of ranks would have saved it."""
-    to = to or ("dcp" if (source / ".metadata").is_file() else "native")
+def reshard_command(source: Path, **given: Any) -> None:
+    """Write a checkpoint as another number of ranks would have saved it: for
+    torch.distributed.checkpoint if SOURCE is of it, otherwise for fsdp_compat.checkpoint."""
+    to = "dcp" if (source / ".metadata").is_file() else "native"
     _convert(source=source, to=to, **given)
 
 
-def _convert(rename: Any, rename_file: Any, **given: Any) -> None:
-    if rename and rename_file is not None:
-        raise click.UsageError("--rename and --rename-file exclude each other")
-    path = convert(rename=rename or rename_file, progress=_progress(), **given)
+def _convert(**given: Any) -> None:
+    path = convert(progress=_progress(), **given)
     click.echo(shown(str(path)))
 
 
@@ -443,18 +415,16 @@ def _convert(rename: Any, rename_file: Any, **given: Any) -> None:
     "shapes",
     params=[
         click.Argument(["factory"], metavar="MODULE:FUNCTION"),
-        _option("-o --output", "The file to write. Default: stdout.", _free, metavar="PATH"),
+        _option("-o --output", "The file to write. Default: stdout.", Path, metavar="PATH"),
     ],
     epilog=_epilog("shapes my.module:make_model -o model.json", "shapes train:build"),
 )
 def shapes_command(factory: str, output: Path | None) -> None:
     """Write the shapes of a model's parameters as JSON, for --shapes. FUNCTION takes no
     arguments and returns the model, which is made on the meta device: without memory."""
-    with elapsing(_progress(), f"making {factory}"):
-        text = shapes_from_callable(factory).as_text()
     if output is None:
-        sys.stdout.write(text)
+        sys.stdout.write(shapes_from_callable(factory).as_text())
         return
     with published(output, "shapes") as path:
-        write_text(path, text)
+        write_text(path, shapes_from_callable(factory).as_text())
     click.echo(shown(str(output)))

@@ -17,6 +17,7 @@ import torch
 from ..._text import joined
 from ...errors import CheckpointError, UsageError, unusable, wrong_type
 from .._arguments import Rename, renamed, require_arguments, selection
+from .._directory import step_in
 from .._progress import progress_bar
 from .._publishing import published, require_free
 from .archive import Archive, StoredTensor
@@ -48,7 +49,6 @@ FORMATS = {
     "dcp": _Format(write_dcp, True),
     "native": _Format(write_native, True),
 }
-_STEP = re.compile(r"step-([0-9]+)")
 _CALL = "checkpoint.convert"
 _VALUES = (torch.dtype, torch.device, torch.Size, complex, bytearray, set, frozenset, Counter)
 
@@ -64,7 +64,6 @@ def convert(
     rename: Names | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    optimizer: bool | None = None,
     weights: bool = False,
     as_saved: bool = False,
     optimizer_names: Sequence[str] | None = None,
@@ -84,7 +83,7 @@ def convert(
     left if the call is interrupted or the process killed (the next call removes hidden leftovers).
 
         convert("checkpoints/rank_files", "model", to="safetensors")
-        convert("runs/7/step-00001200", "weights.pt", optimizer=False, dtype=torch.bfloat16)
+        convert("runs/7/step-00001200", "weights.pt", weights=True, dtype=torch.bfloat16)
 
     source: a checkpoint; its kind is recognised. target: does not exist yet.
     to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch" (a
@@ -98,8 +97,8 @@ def convert(
     expression and replacement, applied in order, or a function. Also for the optimizer.
     include, exclude: regular expressions that are searched for in the original names: take the
     parameters that match any of ``include``, and none of ``exclude``.
-    optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
-    weights: take the model alone: no optimizer state, and no other values.
+    weights: take the model alone. Default: also the optimizer state and all other values, if the
+    target can hold them.
     as_saved: for "torch": keep the nested containers and all names as they were saved. Excludes
     ``dtype``, ``rename`` and everything that takes a part.
     optimizer_names: names for the numbers under which torch.optim saves its parameters, in this
@@ -118,6 +117,7 @@ def convert(
     written. Warns (UserWarning) of values of the source that the target does not hold.
     """
     path = Path(target)
+    require_free(path, _CALL)
     to = _format_of(path, to)
     require_arguments(
         _CALL,
@@ -133,10 +133,9 @@ def convert(
         step=0 if step is None else step,
     )
     if as_saved:
-        changes = (dtype, rename, include, exclude, optimizer_names, weights, optimizer is not None)
+        changes = (dtype, rename, include, exclude, optimizer_names, weights)
         _require_no_change(to, any(changes))
     is_selected, rename = selection(include, exclude), _renaming(rename)
-    require_free(path, _CALL)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)
     shapes = Shapes({}) if shapes is None else shapes
@@ -151,9 +150,9 @@ def convert(
         *(() if archive.is_by_number else archive.states),
     )
     names = renamed(filter(is_selected, old_names), rename, _CALL)
-    wanted = _as_saved(archive) if as_saved else _selected(archive, names, dtype, to, optimizer)
+    wanted = _as_saved(archive) if as_saved else _selected(archive, names, dtype, to)
     _require_complete(wanted)
-    by_name = _STEP.fullmatch(path.name)
+    steps = (step, step_in(path.name), archive.step, 0)
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
     with (
         Files(archive.checksums) as files,
@@ -164,7 +163,7 @@ def convert(
             world_size or 1,
             unit,
             max_file_nbytes,
-            step if step is not None else int(by_name[1]) if by_name else archive.step or 0,
+            next(each for each in steps if each is not None),
             min(SLAB_NBYTES, memory // (4 * workers)),
             workers,
             tick,
@@ -199,11 +198,7 @@ def _name_optimizer(archive: Archive, names: Sequence[str]) -> None:
 
 
 def _selected(
-    archive: Archive,
-    names: dict[str, str],
-    dtype: torch.dtype | None,
-    to: str,
-    optimizer: bool | None,
+    archive: Archive, names: dict[str, str], dtype: torch.dtype | None, to: str
 ) -> Archive:
     """Return the archive that the target is to hold. names: old names to new ones."""
     selected = dataclasses.replace(
@@ -215,7 +210,7 @@ def _selected(
         selected.left_out.append(
             f"second names of tied tensors ({left}): safetensors stores a tensor once"
         )
-    if _takes_optimizer(selected, to, optimizer):
+    if _takes_optimizer(selected, to):
         _select_optimizer(selected, names)
     else:
         selected.states, selected.param_groups = {}, None
@@ -228,28 +223,21 @@ def _selected(
     return selected
 
 
-def _takes_optimizer(selected: Archive, to: str, optimizer: bool | None) -> bool:
-    has_optimizer = selected.param_groups is not None or bool(selected.states)
-    holds_optimizer = FORMATS[to].holds_optimizer
-    if optimizer and not (holds_optimizer and has_optimizer):
-        raise UsageError.of(
-            "The optimizer state cannot be converted.",
-            expected="a source with optimizer state, and a target of torch, dcp or native",
-            got=f"{to} as the target" if has_optimizer else "a source without optimizer state",
-            where=f"{_CALL}(..., optimizer=True)",
-            fix="leave optimizer out, or choose another target",
-        )
-    if optimizer is not None or not has_optimizer:
-        return bool(optimizer)
-    if not holds_optimizer:
-        selected.left_out.append("optimizer state (safetensors holds weights only)")
+def _takes_optimizer(selected: Archive, to: str) -> bool:
+    """Return whether the target can hold the optimizer state; if not, note it."""
+    if selected.param_groups is None and not selected.states:
+        return False
+    problem = None
+    if not FORMATS[to].holds_optimizer:
+        problem = "optimizer state (safetensors holds weights only)"
     elif selected.is_by_number and to == "native":
-        selected.left_out.append(
+        problem = (
             "the optimizer state: its parameters are numbered, and a native checkpoint needs "
             "their names (optimizer_names, --optimizer-names)"
         )
-        return False
-    return holds_optimizer
+    if problem is not None:
+        selected.left_out.append(problem)
+    return problem is None
 
 
 def _select_model(

@@ -40,11 +40,6 @@ class TensorDifference(Facts):
     max_absolute: float | None  # largest distance; infinite where one alone is NaN or infinite
     max_relative: float | None  # largest distance relative to the larger of the two magnitudes
 
-    @property
-    def is_within_tolerance(self) -> bool:
-        """Return whether the shapes are the same and no element is too far apart."""
-        return self.num_different == 0
-
 
 @dataclasses.dataclass(frozen=True)
 class ValueDifference(Facts):
@@ -88,7 +83,7 @@ class Difference(Facts):
     def _is_same(self, tensor: TensorDifference) -> bool:
         of_one, of_other = tensor.dtypes
         is_accepted = of_one == of_other or not self.compares_dtypes
-        return tensor.is_within_tolerance and is_accepted
+        return tensor.num_different == 0 and is_accepted
 
 
 def diff(
@@ -100,7 +95,6 @@ def diff(
     dtypes: bool = True,
     include: Collection[str] = (),
     exclude: Collection[str] = (),
-    optimizer: bool = True,
     weights: bool = False,
     shapes: str | os.PathLike[str] | None = None,
     ignored: Collection[str] = (),
@@ -111,7 +105,7 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints, of any two formats, and return what is different.
 
-        found = diff("runs/7/step-00001200", "exported", optimizer=False, rtol=1e-2, dtypes=False)
+        found = diff("runs/7/step-00001200", "exported", weights=True, rtol=1e-2, dtypes=False)
         for tensor in found.different:
             print(tensor.path, tensor.max_absolute, tensor.num_different)
 
@@ -126,7 +120,7 @@ def diff(
     include, exclude: regular expressions, searched in names of parameters and, for all else, in
     paths. Only names with a match of one in ``include`` (if there is any) and of none in
     ``exclude`` are compared.
-    optimizer: False leaves the optimizer's state out. weights: compare the model alone.
+    weights: compare the model alone.
     shapes, ignored, keep_module: as for ``inspect``, for both.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB.
     workers: threads. progress: draw a bar, with tqdm.
@@ -145,11 +139,9 @@ def diff(
         workers=workers,
     )
     is_selected = path_selection(include, exclude)
-    sections = {"model"} if weights else {"model", "optimizer", "extra"}
-    sections -= set() if optimizer else {"optimizer"}
 
     def is_wanted(path: str) -> bool:
-        return path.partition("/")[0] in sections and is_selected(path)
+        return is_selected(path) and (not weights or path.startswith("model/"))
 
     opening = shapes, ignored, keep_module, progress
     archives = [open_archive(path, *opening) for path in (one, other)]
@@ -193,8 +185,7 @@ def _content(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, An
     """Return everything wanted, by path; tensors also under their second names."""
     found: dict[str, Any] = dict(archive.all_tensors())
     for name, target in archive.aliases.items():
-        if target in archive.tensors:
-            found.setdefault(f"model/{name}", archive.tensors[target])
+        found.setdefault(f"model/{name}", archive.tensors[target])
     found |= plain_values(archive)
     return {path: value for path, value in found.items() if is_wanted(path)}
 

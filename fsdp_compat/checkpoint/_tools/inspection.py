@@ -19,7 +19,7 @@ from .._header import dtype_name
 from .archive import Archive, Span, StoredPiece, StoredTensor
 from .arithmetic import comparable, extremes_and_mean
 from .opening import open_archive
-from .reading import SLAB_NBYTES, Files, boxes_of, read_box
+from .reading import SLAB_NBYTES, Files, values_of
 from .threads import MEMORY, for_each
 from .walk import leaves
 
@@ -104,7 +104,7 @@ class Inspection(Facts):
     step: int | None  # of training; None if the files do not say so
     left_out: tuple[str, ...]  # what could not be read, and why
     in_json = (
-        *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section", "nbytes_by_dtype"),
+        *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section"),
         *("nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
     )
 
@@ -117,18 +117,10 @@ class Inspection(Facts):
         """Return the bytes of "model", "optimizer" and "extra", if they have tensors."""
         return _totals((tensor.section, tensor.nbytes) for tensor in self.tensors)
 
-    def nbytes_by_dtype(self) -> dict[torch.dtype, int]:
-        """Return the bytes of the tensors of each dtype."""
-        return _totals((tensor.dtype, tensor.nbytes) for tensor in self.tensors)
-
     def nbytes_by_rank(self) -> dict[int | None, int]:
         """Return the bytes that each rank wrote, copies included; None: not known who."""
         found = _totals((part.rank, part.nbytes) for each in self.tensors for part in each.parts)
         return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0])))
-
-    def nbytes_by_file(self) -> dict[str | None, int]:
-        """Return the bytes of tensors in each file, copies included; None: in metadata."""
-        return _totals((part.file, part.nbytes) for each in self.tensors for part in each.parts)
 
 
 def _totals(items: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -221,12 +213,7 @@ def _statistics(
     def look_at(tensor: StoredTensor, tick: Tick) -> _Numbers:
         if tensor.dtype.is_complex or not comparable(tensor.dtype) or not tensor.numel:
             return None, None, None
-        return extremes_and_mean(parts(tensor, tick))
-
-    def parts(tensor: StoredTensor, tick: Tick) -> Iterator[torch.Tensor]:
-        for box in boxes_of(tensor.shape, numel):
-            yield (values := read_box(tensor, box, files))
-            tick(values.nbytes)
+        return extremes_and_mean(values_of(tensor, files, numel, tick))
 
     with Files() as files:
         return for_each(

@@ -8,16 +8,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .._blocks import Tick, damaged
-from .._directory import STEP, steps_in
+from .._blocks import damaged
+from .._directory import step_in, steps_in
 from .._manifest import MANIFEST
+from .._progress import elapsing
 from .._texts import brief, found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
-from .native import NativeCheckpoint
+from .native import files_of_native
 from .opening import open_archive, problems_of, require_lengths
 from .rank_files import TORCH_SUFFIXES
-from .threads import for_each
 
 _SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 _NUMBER = re.compile(r"(\d+)\D*$")
@@ -59,13 +59,8 @@ def list_checkpoints(
     files = [path for path in paths if not path.is_dir()]
     if _are_one(folder, files, ignored):
         paths = [folder, *(path for path in paths if path not in files)]
-
-    def look_at(path: Path, tick: Tick) -> Listed | None:
-        found = _listed(path, ignored)
-        tick(0 if found is None else found.nbytes)
-        return found
-
-    found = filter(None, for_each(paths, look_at, workers=1, what="list", progress=progress))
+    with elapsing(progress, f"reading the headers in {folder.name}"):
+        found = [each for path in paths if (each := _listed(path, ignored)) is not None]
     listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
     if not listed:
         open_archive(folder, ignored=ignored)  # raises
@@ -113,11 +108,11 @@ def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
 
 
 def _opened(path: Path, ignored: Collection[str]) -> Archive:
-    """Return what a checkpoint holds; of a native one without the heads of the ranks' files."""
+    """Return what a checkpoint holds; of a native one, what its manifest says."""
     if not (path / MANIFEST).is_file():
         return open_archive(path, ignored=ignored)
-    archive = NativeCheckpoint(path).outline()
+    archive = files_of_native(path)
     require_lengths(archive)
-    if re.fullmatch(STEP, path.name) and int(path.name.removeprefix("step-")) != archive.step:
+    if step_in(path.name) not in (None, archive.step):
         raise damaged(path, "the manifest of this step", f"that of step {archive.step}")
-    return Archive(path, "native", {}, world_size=archive.world_size, step=archive.step)
+    return archive

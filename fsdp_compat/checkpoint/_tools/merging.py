@@ -20,11 +20,10 @@ _NESTED = (dict, list, tuple, StoredTensor, RankPart)
 
 class Merger:
     """Merges nested values of ranks. differing: by path ("model/w/"), plain tensors of which the
-    first is taken, and how their shapes differ. num_sharded: tensors put together."""
+    first is taken, and how their shapes differ."""
 
     def __init__(self, where: Path, files: Files) -> None:
         self.differing: dict[str, str] = {}
-        self.num_sharded = 0
         self.left_out: list[str] = []
         self._where, self._files = where, files
 
@@ -83,7 +82,6 @@ class Merger:
                 if pieces.setdefault(piece.box, held) is not held:
                     copies.append(held)
         if isinstance(first, RankPart):
-            self.num_sharded += 1
             problem = problem or coverage_problem(first.shape, [*pieces])
             if problem is not None:
                 raise disagreement(self._where, path, "parts that make up one tensor", problem)

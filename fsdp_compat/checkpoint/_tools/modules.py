@@ -1,4 +1,4 @@
-"""The modules of a checkpoint's model down to a depth, as ``du -d`` lists directories."""
+"""The modules of a checkpoint's model, as deep as few lines allow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from .inspection import TensorFacts
 
-_MAX_MODULES = 40  # unless a depth is asked for
+_MAX_MODULES = 40
 
 
-def modules_of(tensors: Iterable[TensorFacts], depth: int | None) -> dict[str, list[TensorFacts]]:
-    """Return the tensors of each module, with the optimizer states of its parameters. depth: the
-    most components of a module's name; default: as many as give few modules."""
+def modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
+    """Return the tensors of each module, with the optimizer states of its parameters. Names have as
+    many components as give few modules."""
     owners = [(tensor, _owner(tensor)) for tensor in tensors if tensor.section != "extra"]
-    depth = depth or _depth_for([owner for _, owner in owners])
+    depth = _depth_for([owner for _, owner in owners])
     found: dict[str, list[TensorFacts]] = {}
     for tensor, owner in owners:
         found.setdefault(".".join(owner[:depth]), []).append(tensor)

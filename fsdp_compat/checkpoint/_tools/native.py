@@ -6,7 +6,6 @@ one file with some of it. The directory may lack the others (a folder per node).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -80,12 +79,11 @@ def read_native(path: Path) -> Archive:
 
 
 def files_of_native(path: Path) -> Archive:
-    """Return only the checksums of a checkpoint that may be damaged; none without a manifest."""
-    archive = Archive(path, KIND, {})
-    with contextlib.suppress(CheckpointError):
-        files = read_manifest(path).files
-        archive.checksums = {path / file_name(number): each for number, each in enumerate(files)}
-    return archive
+    """Return what a manifest says of the files: their checksums, ranks and step."""
+    manifest = read_manifest(path)
+    checksums = {path / file_name(at): facts for at, facts in enumerate(manifest.files)}
+    num_ranks, step = len(manifest.files), manifest.step
+    return Archive(path, KIND, {}, world_size=num_ranks, step=step, checksums=checksums)
 
 
 # (group, index of a parameter, file) -> the tensor that holds it; None: no state, so zeros.

@@ -22,14 +22,12 @@ from .rank_files import TORCH_SUFFIXES, rank_files_in, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import RankPart
-from .torch_save import is_torch_file, read_torch_file
+from .torch_save import read_torch_file
 from .tree import archive_of, without_ddp
 from .walk import leaves
 
 _TORCH_INDEX = "pytorch_model.bin.index.json"
-_DEEPSPEED = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states\.pt|mp_rank_\d+_model_states\.pt"
-)
+_DEEPSPEED = re.compile(r"(\w+_)?mp_rank_\d+_\w+_states\.pt")
 _DEEPSPEED_SCRIPT = "zero_to_fp32.py"  # beside the directory of a step
 
 
@@ -126,12 +124,10 @@ def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> A
     if path.name.endswith(".bin.index.json"):
         tensors = tensors_of_index(path, ignored)
         return archive_of(path, "torch.save with an index", {"model": tensors})
-    if path.suffix in (".safetensors", ".json"):
+    with open(open_file(path), "rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"
+    if is_safetensors or path.suffix in (".safetensors", ".json"):
         return read_safetensors(path)
-    if not is_torch_file(path):
-        with open(open_file(path), "rb") as file:
-            if file.read(9)[8:] == b"{":
-                return read_safetensors(path)
     tree = read_torch_file(path, ignored=ignored)
     if any(isinstance(leaf, RankPart) for _, leaf in leaves(tree)):
         return read_rank_files([path], shapes, ignored=ignored)
@@ -163,7 +159,8 @@ def _unreadable(path: Path, got: str) -> Unrecognised:
     return Unrecognised.of(
         "No checkpoint was recognised.",
         expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "
-        "files (one, or one per rank), or a directory of Accelerate, Lightning or the Trainer",
+        "files (one, or one per rank: rank_0.pt), or a directory of Accelerate, Lightning or the "
+        "Trainer",
         got=got,
         where=str(path),
         fix=fix,

@@ -1,4 +1,4 @@
-"""Checkpoints of one torch.save file per rank, found by the numbers in their names and put
+"""Checkpoints of one torch.save file per rank, found by the ranks in their names and put
 together."""
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
 from .archive import Archive
 from .flat_files import FlatParams
 from .merging import Merger, disagreement
@@ -27,8 +26,6 @@ _NAMED = re.compile(
     r"(?P<rank>\d{1,6})(?:[_-]?of[_-]?(?P<of>\d{1,6}))?(?P<rest>(?:[._-].*)?)",
     re.IGNORECASE,
 )
-_NUMBERED = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<rank>\d{1,6})")
-_NOT_RANKS = re.compile(r".*-\d+-of-\d+")  # parts of one state dict, as the Hugging Face hub has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +35,6 @@ class RankFiles:
     stem: str  # of their names, without the numbers
     paths: dict[int, Path]  # by rank, in order
     world_size: int | None  # if the names say it
-    is_named: bool  # whether the names say that the numbers are ranks
 
     @property
     def num_ranks(self) -> int:
@@ -59,33 +55,26 @@ class RankFiles:
 
 
 def rank_files_in(directory: Path) -> list[RankFiles]:
-    """Return a directory's per-rank files; bare numbers count if they start at 0 without gaps."""
+    """Return a directory's per-rank files."""
     with os.scandir(directory) as entries:
-        paths = [directory / entry.name for entry in entries if entry.is_file()]
-    return [
-        group
-        for group in rank_groups(paths)
-        if group.is_named or (len(group.paths) > 1 and not group.missing)
-    ]
+        return rank_groups([directory / entry.name for entry in entries if entry.is_file()])
 
 
 def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:
-    """Return the files that have numbers in their names, by the rest of the names."""
-    groups: dict[tuple[str, int | None, bool, str], dict[int, Path]] = {}
+    """Return the files that have ranks in their names, by the rest of the names."""
+    groups: dict[tuple[str, int | None, str], dict[int, Path]] = {}
     for path in sorted(paths):
-        named = _NAMED.fullmatch(path.stem)
-        match = named or _NUMBERED.fullmatch(path.stem)
-        is_other = path.name.startswith(".") or _NOT_RANKS.fullmatch(path.stem)
-        if match is None or is_other or path.suffix not in (*TORCH_SUFFIXES, ""):
+        match = _NAMED.fullmatch(path.stem)
+        is_other = path.name.startswith(".") or path.suffix not in (*TORCH_SUFFIXES, "")
+        if match is None or is_other:
             continue
-        parts = match.groupdict()
-        world = parts.get("world") or parts.get("of")
-        name = f"{parts['stem']}{parts.get('rest') or ''}".strip("._-")
-        key = (name, int(world) if world else None, named is not None, path.suffix)
-        groups.setdefault(key, {}).setdefault(int(parts["rank"]), path)
+        world = match["world"] or match["of"]
+        name = f"{match['stem']}{match['rest']}".strip("._-")
+        key = (name, int(world) if world else None, path.suffix)
+        groups.setdefault(key, {}).setdefault(int(match["rank"]), path)
     return [
-        RankFiles(name, dict(sorted(ranks.items())), world, is_named)
-        for (name, world, is_named, _), ranks in groups.items()
+        RankFiles(name, dict(sorted(ranks.items())), world)
+        for (name, world, _), ranks in groups.items()
     ]
 
 
@@ -120,8 +109,8 @@ def tree_of_ranks(
 def _complete_groups(paths: Sequence[Path], where: Path) -> list[RankFiles]:
     """Return the files by what they hold, each of the same number of ranks."""
     groups = rank_groups(paths)
-    if len(paths) == 1 and not any(group.is_named for group in groups):
-        groups = [RankFiles("", {0: paths[0]}, 1, True)]  # a run of one rank names none
+    if len(paths) == 1 and not groups:
+        groups = [RankFiles("", {0: paths[0]}, 1)]  # a run of one rank names none
     for group in groups:
         if group.missing:
             got = f"no file of rank {', '.join(map(str, group.missing))}"
@@ -152,13 +141,5 @@ def _merged(
         if got:
             raise disagreement(where, path, "the same shape on all ranks", got)
         left_out.append(f"{path[:-1]}: other values on each rank; the first rank's are kept")
-    if not group.is_named and len(group.paths) > 1 and not merger.num_sharded:
-        raise CheckpointError.of(
-            "These numbered files are not one checkpoint: none of them holds a shard.",
-            expected="one file per rank with DTensors or ShardedTensors, or the word 'rank'",
-            got=", ".join(path.name for path in list(group.paths.values())[:4]),
-            where=str(where),
-            fix="pass one of the files, if each is a checkpoint of its own",
-        )
     left_out += merger.left_out + flat_params.left_out
     return merged

@@ -411,6 +411,15 @@ def read_box(
     return target
 
 
+def values_of(
+    tensor: StoredTensor, files: Files, max_numel: int, tick: Tick
+) -> Iterator[torch.Tensor]:
+    """Yield the values of a tensor, at most ``max_numel`` elements at a time."""
+    for box in boxes_of(tensor.shape, max_numel):
+        yield (values := read_box(tensor, box, files))
+        tick(values.nbytes)
+
+
 def read_all(value: Any, files: Files) -> Any:
     """Return nested values with the tensors in them read."""
     return map_values(

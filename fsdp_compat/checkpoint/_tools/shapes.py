@@ -76,7 +76,6 @@ class Shapes:
         entries = {
             name: Shape(shape_in(facts["shape"]), dtype_of(facts["dtype"]))
             for name, facts in described["entries"].items()
-            if facts.get("buffer") is not True  # earlier versions also listed buffers
         }
         ties = {text_in(name): text_in(first) for name, first in described["ties"].items()}
         ties = {name: first for name, first in ties.items() if first in entries}

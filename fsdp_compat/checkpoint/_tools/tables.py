@@ -26,7 +26,6 @@ from .listing import Listed, Listing
 from .modules import modules_of
 from .verification import TensorCheck, Verification
 
-_MAX_CELL = 300  # characters on a terminal
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
 
 
@@ -58,7 +57,6 @@ def _printed(*items: RenderableType | None) -> str:
 def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table | None:
     """Return a table, or None without rows. titles: between bars; those of numbers end with ">"."""
     rows, has_head = list(rows), bool(titles.strip(" |"))
-    most = _MAX_CELL if is_terminal() else sys.maxsize
     frame = box.SIMPLE_HEAD if has_head and is_terminal() else None
     table = Table(
         box=frame,
@@ -72,21 +70,21 @@ def _table(titles: str, rows: Iterable[Sequence[str]], style: str = "") -> Table
         text, sign, _ = title.strip().partition(">")
         table.add_column(Text(text), justify="right" if sign else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(shortened(cell, most)) for cell in row))
+        table.add_row(*(Text(shown(cell)) for cell in row))
     return table if rows else None
 
 
-def of_inspection(found: Inspection, lists_all: bool, has_stats: bool, depth: int | None) -> str:
+def of_inspection(found: Inspection, lists_all: bool, has_stats: bool) -> str:
     """Return the facts, and a line for each tensor and value, or else for each module."""
     hint = None
     if lists_all:
-        titles, row_of = "size> | parts> | ranks", _row_of_tensor
+        titles, row_of = "size> | ranks", _row_of_tensor
         if has_stats:
             titles, row_of = "min> | max> | mean>", _row_of_stats
         listed = _table(f"tensor | dtype | shape | {titles}", map(row_of, found.tensors))
         values = _table("other value |", found.values.items())
     else:
-        rows = itertools.starmap(_row_of_module, modules_of(found.tensors, depth).items())
+        rows = itertools.starmap(_row_of_module, modules_of(found.tensors).items())
         listed = _table("module | elements> | dtypes | size> | optimizer> | ranks", rows)
         values = None
         numbers = count_of(len(found.tensors), "tensor"), count_of(len(found.values), "other value")
@@ -115,10 +113,6 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
     for section, nbytes in found.nbytes_by_section().items():
         yield section, f"{count_of(numbers[section], 'tensor')}, {nbytes_text(nbytes)}"
     yield "total", f"{count_of(len(found.tensors), 'tensor')}, {nbytes_text(found.nbytes)}"
-    by_dtype = found.nbytes_by_dtype().items()
-    if by_dtype:
-        yield "dtypes", ", ".join(f"{dtype_name(each)} {nbytes_text(n)}" for each, n in by_dtype)
-    yield "files", str(len(found.nbytes_by_file().keys() - {None}))
     extra = [path.partition("/")[2] for path in found.values if path.startswith("extra/")]
     if extra:
         yield "other values", joined(extra, 8, ", ")
@@ -144,14 +138,7 @@ def _row_of_stats(tensor: TensorFacts) -> tuple[str, ...]:
 
 
 def _row_of_tensor(tensor: TensorFacts) -> tuple[str, ...]:
-    num_copies = sum(part.is_copy for part in tensor.parts)
-    copies = f" (+{count_of(num_copies, 'copy', 'copies')})" if num_copies else ""
-    return (
-        *_head(tensor),
-        nbytes_text(tensor.nbytes),
-        f"{len(tensor.parts) - num_copies}{copies}",
-        ranks_text(tensor.ranks),
-    )
+    return (*_head(tensor), nbytes_text(tensor.nbytes), ranks_text(tensor.ranks))
 
 
 def _head(tensor: TensorFacts | TensorCheck) -> tuple[str, str, str]:
@@ -201,27 +188,21 @@ def _verdict(found: Verification) -> str:
         return "complete; values were not read"
     if not found.num_without_checksum:
         return "complete and undamaged"
-    if not found.num_checksums:
-        return "complete; this format has no checksums, so changed values cannot be seen"
-    return (
-        f"complete; {count_of(found.num_without_checksum, 'tensor')} without a checksum, of which "
-        "changed values cannot be seen"
-    )
+    which = "this format has no checksums"
+    if found.num_checksums:
+        which = f"{count_of(found.num_without_checksum, 'tensor')} without a checksum"
+    return f"complete; {which}, so changed values cannot be seen"
 
 
 def _facts_of_verification(found: Verification) -> Iterator[tuple[str, str]]:
     yield "path", str(found.path)
     yield "kind", found.kind
     yield "tensors", f"{len(found.tensors):,}, {nbytes_text(found.nbytes)}"
-    yield "files", str(found.num_files)
     yield "checksums", f"{found.num_checksums:,} compared" if found.num_checksums else "none"
-    for section, counts in found.dtypes().items():
-        texts = (f"{number} {dtype_name(dtype)}" for dtype, number in counts.items())
-        yield f"dtypes, {section}", ", ".join(texts)
 
 
-def of_difference(found: Difference, shows_all: bool) -> str:
-    """Return the tables and the summary. shows_all: also list the tensors that are the same."""
+def of_difference(found: Difference) -> str:
+    """Return the tables and the summary."""
     num_different, num_same = len(found.different), len(found.tensors) - len(found.different)
     summary = Text(
         f"{count_of(num_different, 'tensor')} different, {num_same:,} the same, "
@@ -233,7 +214,7 @@ def of_difference(found: Difference, shows_all: bool) -> str:
         summary = Text(f"{count_of(len(found.tensors), 'tensor')}, all the same", "bold green")
     alone = [(path, "only in the first") for path in found.missing]
     alone += [(path, "only in the second") for path in found.added]
-    rows = map(_row_of_difference, found.tensors if shows_all else found.different)
+    rows = map(_row_of_difference, found.different)
     values = ((each.path, each.one or "-", each.other or "-") for each in found.values)
     return _printed(
         _table("tensor |", alone),
@@ -269,17 +250,6 @@ def shown(text: str) -> str:
         each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
         for each in text
     )
-
-
-def shortened(text: str, most: int) -> str:
-    """Return ``shown(text)``, without its middle if it has more than ``most`` characters."""
-    if len(text) > 2 * most:  # what is cut off need not be escaped first
-        text = text[:most] + text[-most:]
-    text = shown(text)
-    if len(text) <= most:
-        return text
-    head = (most - 3) // 2
-    return f"{text[:head]}...{text[head + 3 - most :]}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -41,26 +41,18 @@ from .walk import LEFT_OUT, map_leaves
 from .writing import Elements, WriteOptions, dtype_to_write, nbytes_to_write
 
 ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
-_BEFORE_1_6 = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b"."
 _HEADER_NBYTES = 30
-
-
-def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as torch.save's do. Raises OSError and CheckpointError."""
-    with open(open_file(path), "rb") as file:
-        return file.read(len(_BEFORE_1_6)).startswith((ZIP, _BEFORE_1_6))
 
 
 def read_torch_file(path: Path, *, ignored: Collection[str] = ()) -> Any:
     """Return the values of a torch.save file, see ``unpickle``. Raises CheckpointError; OSError."""
     with open(open_file(path), "rb") as file:
-        start = os.pread(file.fileno(), len(_BEFORE_1_6), 0)
+        start = os.pread(file.fileno(), 8, 0)
         if not start.startswith(ZIP):
-            is_pickle = start[:1] in (b"\x80", b"(", b"}")
             raise CheckpointError.of(
                 f"{path.name} is not a file of torch.save.",
                 expected="a zip archive, as torch.save writes them since torch 1.6",
-                got="a pickle" if is_pickle else f"a file that begins with {start[:8]!r}",
+                got=f"a file that begins with {start!r}",
                 where=str(path),
                 fix="load it with torch.load(path, weights_only=True), and save the result with "
                 "torch.save; nothing in it was executed",

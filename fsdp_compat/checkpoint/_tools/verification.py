@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import os
 import re
@@ -24,7 +24,7 @@ from .inspection import Facts, relative_name
 from .native import files_of_native, native_in
 from .opening import open_archive
 from .paths import require_inside
-from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box
+from .reading import AT_ONCE_NBYTES, Files, boxes_of, read_box, values_of
 from .threads import MEMORY, for_each
 
 _CALL = "fsdp_compat.checkpoint.verify"
@@ -34,9 +34,8 @@ _TEMPORARY = 12  # bytes in memory for each byte of a tensor that is looked at
 @dataclasses.dataclass(frozen=True)
 class Problem(Facts):
     """One defect of a checkpoint. Its kind is ``"coverage"`` (elements missing, or held by two
-    parts), ``"checksum"``, ``"file"`` (missing, too short, unreadable), ``"link"`` (out of the
-    directory), ``"copies"`` (replicas that differ), ``"alias"`` (of a missing tensor) or ``"not
-    finite"`` (only on demand)."""
+    parts), ``"checksum"``, ``"file"`` (missing, too short, unreadable, outside of the
+    directory), ``"copies"`` (replicas that differ) or ``"not finite"`` (only on demand)."""
 
     kind: str
     where: str  # the path of the tensor, or the name of the file
@@ -62,14 +61,13 @@ class Verification(Facts):
     kind: str  # the format, for people
     tensors: tuple[TensorCheck, ...]
     problems: tuple[Problem, ...]
-    num_files: int  # that hold tensors or have checksums
     num_checksums: int  # that were compared: of blocks or records; 0 if the files have none
     num_without_checksum: int  # tensors whose values could change without a trace
     nbytes: int  # of all tensors
     left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
     in_json = (
-        *("path", "kind", "is_intact", "problems", "num_files", "num_checksums"),
-        *("num_without_checksum", "nbytes", "num_not_finite", "dtypes", "tensors", "left_out"),
+        *("path", "kind", "is_intact", "problems", "num_checksums"),
+        *("num_without_checksum", "nbytes", "num_not_finite", "tensors", "left_out"),
     )
 
     @property
@@ -81,14 +79,6 @@ class Verification(Facts):
     def num_not_finite(self) -> int:
         """Return the number of elements of all tensors that are NaN or infinite."""
         return sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors)
-
-    def dtypes(self) -> dict[str, dict[torch.dtype, int]]:
-        """Return the number of tensors of each dtype, by section."""
-        found: dict[str, collections.Counter[torch.dtype]] = {}
-        for tensor in self.tensors:
-            section = tensor.path.partition("/")[0]
-            found.setdefault(section, collections.Counter())[tensor.dtype] += 1
-        return {section: dict(counts) for section, counts in found.items()}
 
 
 def verify(
@@ -141,7 +131,8 @@ def verify(
         archive = Archive(Path(path), "not known: it cannot be opened", {})
         directory = archive.path.parent if archive.path.name == MANIFEST else archive.path
         if native := native_in(directory):
-            archive = files_of_native(native)
+            with contextlib.suppress(CheckpointError):
+                archive = files_of_native(native)
     verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
     found = verifier.run(workers, progress)
     return dataclasses.replace(found, problems=found.problems or problems)
@@ -169,7 +160,7 @@ class _Verifier:
 
     def run(self, workers: int, progress: bool) -> Verification:
         archive, checksums = self._archive, self._archive.checksums
-        problems = [*self._of_names(), *self._of_files()]
+        problems = [*self._of_files()]
         unusable = {problem.where for problem in problems}
         compared: list[tuple[Path, Any]] = [*checksums.items(), *self._records]
         compared = [
@@ -191,7 +182,6 @@ class _Verifier:
             kind=archive.kind,
             tensors=tuple(result for result, _ in results if result is not None),
             problems=(*problems, *(each for _, found in results for each in found)),
-            num_files=len({span.path for _, span in self._spans} | checksums.keys()),
             num_checksums=sum(
                 len(what.checksums) if isinstance(what, FileFacts) else 1 for _, what in compared
             ),
@@ -203,20 +193,12 @@ class _Verifier:
     def _name(self, file: Path) -> str:
         return relative_name(file, self._archive.path)
 
-    # -- names and files
-
-    def _of_names(self) -> Iterator[Problem]:
-        for name, target in self._archive.aliases.items():
-            if target not in self._archive.tensors:
-                yield Problem("alias", f"model/{name}", f"the checkpoint has no {target!r}")
-
     def _of_files(self) -> Iterator[Problem]:
         """Yield files that are missing or of another length, without reading them."""
         for file, facts in sorted(self._archive.checksums.items(), key=lambda item: item[0]):
-            kind, what = "link", None
+            what = None
             try:
                 require_inside(self._archive.path, file)
-                kind = "file"
                 with self._files.descriptor(file) as descriptor:
                     nbytes = os.fstat(descriptor).st_size
                 if nbytes != facts.nbytes:
@@ -224,7 +206,7 @@ class _Verifier:
             except (OSError, CheckpointError) as error:
                 what = _line(error)
             if what is not None:
-                yield Problem(kind, self._name(file), what)
+                yield Problem("file", self._name(file), what)
 
     # -- values
 
@@ -264,12 +246,10 @@ class _Verifier:
     def _count(self, tensor: StoredTensor, tick: Tick) -> tuple[int, int]:
         """Return how many elements are NaN, and how many infinite."""
         num_nan = num_inf = 0
-        nbytes = min(self._nbytes, AT_ONCE_NBYTES)
-        for box in boxes_of(tensor.shape, nbytes // tensor.dtype.itemsize):
-            values = read_box(tensor, box, self._files)
+        numel = min(self._nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize
+        for values in values_of(tensor, self._files, numel, tick):
             found = count_not_finite(values)
             num_nan, num_inf = num_nan + found[0], num_inf + found[1]
-            tick(values.nbytes)
         return num_nan, num_inf
 
     def _copies(self, tensor: StoredTensor, tick: Tick) -> Iterator[str]:

@@ -23,7 +23,7 @@ from fsdp_compat import __main__, checkpoint
 from fsdp_compat._text import nbytes_text
 from fsdp_compat.checkpoint._tools import commands, tables
 from fsdp_compat.checkpoint._tools.shapes import Shapes
-from fsdp_compat.checkpoint._tools.tables import ranks_text, shortened, shown
+from fsdp_compat.checkpoint._tools.tables import ranks_text, shown
 from fsdp_compat.errors import CheckpointError, explain
 from tests.checkpoint.tools.archives import archive, opens
 from tests.checkpoint.tools.program import run
@@ -68,8 +68,8 @@ def test_inspect_prints_a_line_for_each_tensor_on_demand(model: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["total", "3", "tensors,", "48", "B"] in lines
-    assert ["model/a.weight", "float32", "2", "x", "3", "24", "B", "1"] in lines
-    assert ["model/b", "bfloat16", "4", "8", "B", "1"] in lines
+    assert ["model/a.weight", "float32", "2", "x", "3", "24", "B"] in lines
+    assert ["model/b", "bfloat16", "4", "8", "B"] in lines
     (line,) = run("inspect", model, "--include", r"\.weight", "--stats").stdout.splitlines()[-1:]
     assert line.split() == ["model/a.weight", "float32", "2", "x", "3", "0", "5", "2.5"]
     assert "model/b " not in run("inspect", model, "--exclude", "^b$").stdout
@@ -80,7 +80,6 @@ def test_names_from_files_neither_move_the_cursor_nor_make_lines(model: Path, ot
         ["inspect", model],
         ["inspect", model, "--all"],
         ["diff", model, other],
-        ["diff", other, model, "--all"],
     ):
         result = run(*arguments)
         text = result.stdout
@@ -95,7 +94,7 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     content = content_of("inspect", model)
     assert list(content) == [
         *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section"),
-        *("nbytes_by_dtype", "nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
+        *("nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
     ]
     tensors = {tensor["path"]: tensor for tensor in content["tensors"]}
     assert f"model/{HOSTILE}" in tensors, "JSON has names as they are"
@@ -111,8 +110,8 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     }
     content = content_of("verify", model)
     assert list(content) == [
-        *("path", "kind", "is_intact", "problems", "num_files", "num_checksums"),
-        *("num_without_checksum", "nbytes", "num_not_finite", "dtypes", "tensors", "left_out"),
+        *("path", "kind", "is_intact", "problems", "num_checksums"),
+        *("num_without_checksum", "nbytes", "num_not_finite", "tensors", "left_out"),
     ]
     assert content["is_intact"] is True
     assert list(content["tensors"][0]) == ["path", "dtype", "shape", "num_nan", "num_inf"]
@@ -140,7 +139,7 @@ def test_ranks_copies_and_other_values_are_listed(
     opens(monkeypatch, made)
     text = run("inspect", made.path, "--all").stdout
     lines = [line.split() for line in text.splitlines()]
-    assert ["model/w", "float32", "4", "x", "2", "32", "B", "2", "0-1"] in lines
+    assert ["model/w", "float32", "4", "x", "2", "32", "B", "0-1"] in lines
     assert " 2 ranks, 16 B to 20 B each\n" in text and ["step", "12"] in lines
     assert ["head", "w"] in lines and ["extra/epoch", "7"] in lines
     assert "other values  epoch, \\x1b]0;title\\x07\n" in run("inspect", made.path).stdout
@@ -151,14 +150,14 @@ def test_colours_and_frames_are_for_terminals(
     monkeypatch: pytest.MonkeyPatch, model: Path, other: Path
 ) -> None:
     found = checkpoint.diff(model, other)
-    plain = tables.of_difference(found, False)
+    plain = tables.of_difference(found)
     assert "\x1b" not in plain and "─" not in plain
     monkeypatch.setattr(tables, "is_terminal", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "60")
     for no_color in ("", "1"):
         monkeypatch.setenv("NO_COLOR", no_color)
-        text = tables.of_difference(found, False)
+        text = tables.of_difference(found)
         assert ("\x1b[" in text) == (not no_color) and "─" in text
     assert max(map(len, text.splitlines())) <= 60, "folded, not cut"
 
@@ -222,9 +221,7 @@ def test_the_answer_no_is_1(
         (["convert", ".", "t", "--rename", "a->b"], "not of the form 'PATTERN=>REPLACEMENT'"),
         (["convert", ".", "t", "--rename", "(=>b"], "rename has the wrong type"),
         (["convert", ".", "t", "--include", "["], "expected: regular expressions"),
-        (["convert", ".", "t", "--rename-file", "list.json"], "expected: a mapping"),
-        (["convert", ".", "t", "--rename-file", "bad.json"], "cannot be read as JSON"),
-        (["convert", ".", "t", "--rename", "a=>b", "--rename-file", "names.json"], "exclude each"),
+        (["convert", ".", "t", "--optimizer-names", "bad.json"], "cannot be read as JSON"),
         (["merge", ".", "t.txt"], "does not say which format to write"),
         (["reshard", ".", "t"], "Missing option '--world-size'"),
         (["diff", ".", ".", "--rtol", "-1"], "at least 0"),
@@ -235,14 +232,12 @@ def test_the_answer_no_is_1(
 def test_wrong_arguments_are_2_and_one_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], text: str
 ) -> None:
-    (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "bad.json").write_text('{"a": ')
-    (tmp_path / "names.json").write_text('{"a": "b"}')
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in result.stderr and "Traceback" not in result.stderr
-    assert sorted(os.listdir()) == ["bad.json", "list.json", "names.json"]
+    assert sorted(os.listdir()) == ["bad.json"]
 
 
 def commands_of(source: Path, target: Path) -> list[list[Any]]:
@@ -266,14 +261,14 @@ def test_damaged_or_unknown_files_are_3(model: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [empty, model]
 
 
-def test_a_target_that_exists_is_3_and_stays_as_it_was(model: Path, tmp_path: Path) -> None:
+def test_a_target_that_exists_is_2_and_stays_as_it_was(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "target.safetensors"
     target.write_text("precious")
     shapes = ["shapes", "torch.nn:Identity", "-o", target]
     for arguments in (*commands_of(model, target), shapes):
         result = run(*arguments)
-        assert_one_message(result, 3)
-        assert "The target exists already" in result.stderr
+        assert_one_message(result, 2)
+        assert "The target exists" in result.stderr
     assert target.read_text() == "precious"
 
 
@@ -317,12 +312,10 @@ SIZES = {
 }
 PROGRAMS: dict[str, dict[str, Any]] = {
     "convert m t": {"max_file_nbytes": 5_000_000_000},
-    "convert m t.pth --dtype bf16 --no-optimizer --shapes m --max-file-size 1kB": {
-        **{"dtype": torch.bfloat16, "optimizer": False, "shapes": Path("m")},
-        "max_file_nbytes": 1000,
+    "convert m t.pth --dtype bf16 --shapes m --max-file-size 1kB": {
+        **{"dtype": torch.bfloat16, "shapes": Path("m"), "max_file_nbytes": 1000}
     },
     "merge m t.pt --rename a=>b --rename ^x=>": {"rename": (("a", "b"), ("^x", ""))},
-    "merge m t.safetensors --rename-file names.json": {"rename": {"a": "b"}},
     "merge m t.pt --as-saved": {"as_saved": True},
     "merge m t.pt --weights": {"weights": True},
     "reshard m t --world-size 4 --unit b --workers 3 --step 0": {
@@ -347,7 +340,6 @@ def test_arguments_reach_convert(
     got: dict[str, Any] = {}
     monkeypatch.setattr(commands, "convert", lambda **given: got.update(given) or given["target"])
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "names.json").write_text('{"a": "b"}')
     (tmp_path / "m").mkdir()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").touch()
@@ -433,7 +425,7 @@ def test_the_program_is_named_as_it_was_called(
     [
         (["inspekt", "model.pt"], "there is no command 'inspekt'; did you mean inspect?"),
         (["xyz"], "there is no command 'xyz'\n"),
-        (["diagnose", ".", "--trase", "x"], "there is no option --trase; did you mean --trace?"),
+        (["diagnose", ".", "--trase", "x"], "unrecognized arguments: --trase x"),
         (["verify", ".", "--quik"], "Did you mean"),
         ([], "COMMAND ...\n\nCheckpoints"),
     ],
@@ -491,6 +483,3 @@ def test_numbers_and_names_as_people_read_them() -> None:
     assert {nbytes: nbytes_text(nbytes) for nbytes in sizes} == sizes
     assert ranks_text([3, 0, 1, 2, 7, 9, 8]) == "0-3, 7-9" and ranks_text([]) == ""
     assert shown("é漢\ud800\x7f\u2028") == "é漢\\ud800\\x7f\\u2028"
-    assert (
-        shortened("x" * 10**6, 20) == "xxxxxxxx...xxxxxxxxx" and shortened("x" * 20, 20) == "x" * 20
-    )

@@ -150,7 +150,7 @@ def test_damage_of_a_native_checkpoint_is_1_and_every_damaged_file_is_named(tmp_
     assert outcome(path) == (1, [zero.name, one.name, three.name, two.name])
     for values in (True, False):
         problems = {each.where: each for each in verify(path, values=values).problems}
-        assert problems[three.name].kind == "link"
+        assert "links that stay in the directory" in problems[three.name].what
         said = f"{len(content) - 1} bytes instead of {len(content)}"
         assert problems[one.name] == Problem("file", one.name, said)
     one.unlink()

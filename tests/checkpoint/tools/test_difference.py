@@ -190,7 +190,6 @@ def test_values_that_are_not_tensors_are_compared(
         ValueDifference("extra/epoch", "3", "4"),
     )
     assert found.missing == found.added == (), "a number equals a tensor that holds it"
-    assert diff(one.path, other.path, optimizer=False).values == found.values[2:]
     assert diff(one.path, other.path, weights=True).is_same
     assert len(diff(one.path, other.path, rtol=0.5).values) == 1
 

@@ -175,13 +175,12 @@ RL_TRAINERS = ["model_world_size_12_rank_{}.pt", "optim_world_size_12_rank_{}.pt
         (["rank_{}.pth"], ["model"]),
         (RL_TRAINERS, ["model", "optimizer"]),
         (["pytorch_model_fsdp_rank{}.bin"], ["model"]),
-        (["pytorch_model_{}.bin", "optimizer_{}.bin"], ["model", "optimizer"]),
         (["shard{}.pt"], ["model"]),
         (["checkpoint_last-shard{}.pt"], ["checkpoint_last"]),
         (["ckpt-rank{}-of-12.pt"], ["ckpt"]),
         (["model_{}_of_7.safetensors", "pytorch_model-0000{}-of-00002.bin", "readme"], []),
         (["frank{}.txt", ".rank{}.pt"], []),
-        (["step_{}00.pt"], []),  # numbers alone are ranks from 0 on, without a gap
+        (["epoch_{}.pt"], []),
     ],
 )
 def test_ranks_are_recognised_in_names(tmp_path: Path, names: list[str], keys: list[str]) -> None:
@@ -223,13 +222,9 @@ def test_files_that_do_not_belong_together_are_refused(
         read_rank_files(paths)
 
 
-def test_the_names_of_files_say_how_many_there_are(d_tensors: Path, tmp_path: Path) -> None:
+def test_the_names_of_files_say_how_many_there_are(d_tensors: Path) -> None:
     with pytest.raises(CheckpointError, match="no file of rank 3"):
         read_rank_files(paths_in(d_tensors, "model*")[:3])
-    for number in range(2):
-        torch.save({"w": torch.ones(3)}, tmp_path / f"epoch_{number}.pt")
-    with pytest.raises(CheckpointError, match="none of them holds a shard"):
-        read_rank_files(paths_in(tmp_path, "*"))
 
 
 def test_a_single_file_without_a_rank_in_its_name_must_hold_everything(

