@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 
 __all__ = ["main"]
 
@@ -24,18 +25,14 @@ _TOOLS = {
     "shapes": "write a model's parameter shapes, for --shapes (FSDP1 LOCAL_STATE_DICT)",
 }
 _NEEDED = ("click", "rich")  # by _TOOLS
+# The file of each has add_arguments(parser), and main(given), which returns the exit status.
 _OTHERS = {
-    "run": "run a program with fsdp_compat instead of torch.distributed.fsdp",
-    "migrate": "rewrite source that uses torch's FSDP, or DDP",
-    "diagnose": "say why ranks wait, from what FSDP_COMPAT_BLACK_BOX kept",
-    "plan": "show the memory and traffic of a step, without GPU and process group",
+    "run": ("._install.run", "run a program with fsdp_compat instead of torch.distributed.fsdp"),
+    "migrate": ("._install.migrate.command", "rewrite source that uses torch's FSDP, or DDP"),
+    "diagnose": ("._diagnose", "say why ranks wait, from what FSDP_COMPAT_BLACK_BOX kept"),
+    "plan": ("._plan.command", "show memory and traffic of a step, without GPU or process group"),
 }
-_FILES = {  # of _OTHERS: add_arguments(parser), and main(given), which returns the exit status
-    "run": "._install.run",
-    "migrate": "._install.migrate.command",
-    "diagnose": "._diagnose",
-    "plan": "._plan.command",
-}
+_HELP = _TOOLS | {name: text for name, (_, text) in _OTHERS.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser = argparse.ArgumentParser(
             prog=f"{_program()} {name}", formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        file = importlib.import_module(_FILES[name], __package__)
+        file = importlib.import_module(_OTHERS[name][0], __package__)
         file.add_arguments(parser)
         sys.exit(file.main(parser.parse_args(arguments[1:])))
     if name in ("-h", "--help"):
@@ -59,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, _TOOLS | _OTHERS, 1)
+    nearest = difflib.get_close_matches(name, _HELP, 1)
     question = f"; did you mean {nearest[0]}?" if nearest else ""
     return f"{_usage()}\n{_program()}: there is no command {name!r}{question}"
 
@@ -69,8 +66,8 @@ def _usage() -> str:
 
 
 def _help() -> str:
-    def listed(commands: dict[str, str]) -> str:
-        return "\n".join(f"    {name:10}{text}" for name, text in commands.items())
+    def listed(commands: Iterable[str]) -> str:
+        return "\n".join(f"    {name:10}{_HELP[name]}" for name in commands)
 
     return (
         f"{_usage()}\n\nCheckpoints, in one process without a GPU:\n{listed(_TOOLS)}\n\n"

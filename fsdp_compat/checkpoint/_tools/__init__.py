@@ -23,5 +23,5 @@ Readers and writers, by format:
   ``client_directories``
 
 What users call: ``convert``, and with ``arithmetic`` ``inspection``, ``verification`` and
-``difference``; from a shell ``commands``, with ``tables``, ``listing`` and ``modules``.
+``difference``; from a shell ``commands``, with ``tables`` and ``listing``.
 """

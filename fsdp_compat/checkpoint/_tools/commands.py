@@ -415,16 +415,13 @@ def _convert(**given: Any) -> None:
     "shapes",
     params=[
         click.Argument(["factory"], metavar="MODULE:FUNCTION"),
-        _option("-o --output", "The file to write. Default: stdout.", Path, metavar="PATH"),
+        _option("-o --output", "The file to write.", Path, metavar="PATH", required=True),
     ],
-    epilog=_epilog("shapes my.module:make_model -o model.json", "shapes train:build"),
+    epilog=_epilog("shapes my.module:make_model -o model.json"),
 )
-def shapes_command(factory: str, output: Path | None) -> None:
+def shapes_command(factory: str, output: Path) -> None:
     """Write the shapes of a model's parameters as JSON, for --shapes. FUNCTION takes no
     arguments and returns the model, which is made on the meta device: without memory."""
-    if output is None:
-        sys.stdout.write(shapes_from_callable(factory).as_text())
-        return
     with published(output, "shapes") as path:
         write_text(path, shapes_from_callable(factory).as_text())
     click.echo(shown(str(output)))

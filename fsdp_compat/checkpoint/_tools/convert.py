@@ -132,9 +132,10 @@ def convert(
         workers=workers,
         step=0 if step is None else step,
     )
-    if as_saved:
-        changes = (dtype, rename, include, exclude, optimizer_names, weights)
-        _require_no_change(to, any(changes))
+    changes = (dtype, rename, *include, *exclude, optimizer_names, weights)
+    if as_saved and (to != "torch" or any(changes)):
+        expected = "False, unless a .pt is written and nothing is renamed, converted or left out"
+        raise unusable("as_saved", expected, as_saved, _CALL)
     is_selected, rename = selection(include, exclude), _renaming(rename)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)
@@ -215,6 +216,8 @@ def _selected(
     else:
         selected.states, selected.param_groups = {}, None
     if FORMATS[to].holds_optimizer:
+        selected.states = _data_in(selected.states, selected, to)
+        selected.param_groups = _data_in(selected.param_groups, selected, to)
         selected.extra = _data_in(archive.extra, selected, to)
         return selected
     selected.extra = {}
@@ -320,17 +323,6 @@ def _require_complete(archive: Archive) -> None:
 
 
 # -- arguments
-
-
-def _require_no_change(to: str, has_changes: bool) -> None:
-    if to != "torch" or has_changes:
-        raise UsageError.of(
-            "as_saved keeps everything as it is.",
-            expected="a target of torch, and no other names, dtypes or selection",
-            got=f"{to} as the target" + ", and a change" * has_changes,
-            where=f"{_CALL}(..., as_saved=True)",
-            fix="end the target in .pt, and leave out what changes or selects",
-        )
 
 
 def _format_of(target: Path, to: str | None) -> str:

@@ -26,7 +26,7 @@ from .._header import TensorInfo, is_quantized, read_header
 from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in, text_in
 from .archive import Archive, StoredPiece, StoredTensor, coverage_problem, whole_box
 from .paths import member
-from .pickles import Ignored, Record
+from .pickles import Record
 from .reading import Files, read_all, read_box
 from .safetensors_files import of_info
 from .threads import for_each
@@ -408,8 +408,6 @@ def _flattened(archive: Archive) -> dict[str, tuple[_Keys, Any]]:
         elif isinstance(value, list) and _is_nested(value):
             for number, item in enumerate(value):
                 add((*keys, number), item)
-        elif isinstance(value, (Ignored, Record)):
-            archive.left_out.append(f"{name}, an object")
         elif name in entries:
             raise UsageError.of(
                 "Two values would get the same name in the checkpoint.",

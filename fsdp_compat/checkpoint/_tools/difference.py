@@ -63,7 +63,7 @@ class Difference(Facts):
     distance to the smallest."""
     values: tuple[ValueDifference, ...]
     compares_dtypes: bool  # whether tensors of different dtypes are different
-    in_json = ("one", "other", "is_same", "num_different", "missing", "added", "tensors", "values")
+    also_in_json = ("is_same", "num_different")
 
     @property
     def different(self) -> tuple[TensorDifference, ...]:

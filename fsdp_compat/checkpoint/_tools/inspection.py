@@ -25,18 +25,19 @@ from .walk import leaves
 
 _CALL = "fsdp_compat.checkpoint.inspect"
 _TEMPORARY_NBYTES = 16  # per element: as stored, and in float64
+_MAX_MODULES = 40
 
 
 class Facts:
     """A result: a dataclass that becomes JSON."""
 
-    in_json: ClassVar[tuple[str, ...]] = ()  # fields, properties, methods; empty: the fields
+    also_in_json: ClassVar[tuple[str, ...]] = ()  # properties and methods
 
     def as_json(self) -> dict[str, Any]:
         """Return the same for ``json.dumps``: dtypes, paths and not finite numbers are texts."""
         fields: Any = self
-        names = self.in_json or [field.name for field in dataclasses.fields(fields)]
-        found = {name: getattr(self, name) for name in names}
+        names = [field.name for field in dataclasses.fields(fields)]
+        found = {name: getattr(self, name) for name in (*names, *self.also_in_json)}
         return {name: _plain(item() if callable(item) else item) for name, item in found.items()}
 
 
@@ -103,10 +104,7 @@ class Inspection(Facts):
     world_size: int | None  # ranks that wrote it; None if the files do not say so
     step: int | None  # of training; None if the files do not say so
     left_out: tuple[str, ...]  # what could not be read, and why
-    in_json = (
-        *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section"),
-        *("nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
-    )
+    also_in_json = ("nbytes", "nbytes_by_section", "nbytes_by_rank")
 
     @property
     def nbytes(self) -> int:
@@ -238,6 +236,35 @@ def _part(piece: StoredPiece, is_copy: bool, dtype: torch.dtype, directory: Path
         file, start = relative_name(piece.source.path, directory), piece.source.start
     box, nbytes = piece.box, piece.box.numel * dtype.itemsize
     return Part(box.offsets, box.sizes, nbytes, piece.holder, file, start, is_copy)
+
+
+def modules_of(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
+    """Return the tensors of each module, with the optimizer states of its parameters. Names have as
+    many components as give few modules."""
+    owners = [(tensor, _owner(tensor)) for tensor in tensors if tensor.section != "extra"]
+    depth = _depth_for([owner for _, owner in owners])
+    found: dict[str, list[TensorFacts]] = {}
+    for tensor, owner in owners:
+        found.setdefault(".".join(owner[:depth]), []).append(tensor)
+    return found
+
+
+def _owner(tensor: TensorFacts) -> Sequence[str]:
+    """Return the name of the module that a tensor, or the parameter of a state, belongs to."""
+    name = tensor.path.partition("/")[2]
+    if tensor.section == "optimizer":
+        name = name.rpartition("/")[0]
+        if name.isdecimal():
+            return ("optimizer, by number",)
+    parts = name.split(".")
+    return parts[:-1] or parts
+
+
+def _depth_for(owners: Sequence[Sequence[str]]) -> int:
+    for depth in range(max(map(len, owners), default=1), 1, -1):
+        if len({tuple(owner[:depth]) for owner in owners}) <= _MAX_MODULES:
+            return depth
+    return 1
 
 
 def relative_name(path: Path, directory: Path) -> str:

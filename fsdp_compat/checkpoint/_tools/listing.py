@@ -42,7 +42,7 @@ class Listing(Facts):
 
     path: Path
     checkpoints: tuple[Listed, ...]
-    in_json = ("path", "checkpoints", "latest")
+    also_in_json = ("latest",)
 
     @property
     def latest(self) -> Path | None:

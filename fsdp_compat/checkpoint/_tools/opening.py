@@ -18,7 +18,7 @@ from .client_directories import read_client_directory, tensors_of_index
 from .dcp import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .native import native_in, read_native
 from .paths import require_inside
-from .rank_files import TORCH_SUFFIXES, rank_files_in, read_rank_files
+from .rank_files import TORCH_SUFFIXES, rank_groups, read_rank_files
 from .safetensors_files import INDEX, read_safetensors
 from .shapes import Shapes, shapes_of_archive
 from .sharded_records import RankPart
@@ -98,7 +98,8 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
         return read_sharded_safetensors(path)
     if _TORCH_INDEX in names:
         return _read_file(path / _TORCH_INDEX, shapes, ignored)
-    ranks = [file for group in rank_files_in(path) for file in group.paths.values()]
+    files = [path / name for name in names if (path / name).is_file()]
+    ranks = [file for group in rank_groups(files) for file in group.paths.values()]
     if ranks:
         files = [require_inside(path, file) for file in ranks]
         return read_rank_files(files, shapes, ignored=ignored)

@@ -4,7 +4,6 @@ together."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -52,12 +51,6 @@ class RankFiles:
         if "optim" in stem:
             return "optimizer"
         return "model" if not stem or re.search(r"model|weights|fsdp", stem) else self.stem
-
-
-def rank_files_in(directory: Path) -> list[RankFiles]:
-    """Return a directory's per-rank files."""
-    with os.scandir(directory) as entries:
-        return rank_groups([directory / entry.name for entry in entries if entry.is_file()])
 
 
 def rank_groups(paths: Sequence[Path]) -> list[RankFiles]:

@@ -18,12 +18,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..._text import count_of, joined, nbytes_text
+from ..._text import count_of, nbytes_text
 from .._header import dtype_name
 from .difference import Difference, TensorDifference
-from .inspection import Inspection, TensorFacts
+from .inspection import Inspection, TensorFacts, modules_of
 from .listing import Listed, Listing
-from .modules import modules_of
 from .verification import TensorCheck, Verification
 
 _FAR = 100_000  # columns where there is no terminal: nothing is folded
@@ -113,9 +112,6 @@ def _facts_of_inspection(found: Inspection) -> Iterator[tuple[str, str]]:
     for section, nbytes in found.nbytes_by_section().items():
         yield section, f"{count_of(numbers[section], 'tensor')}, {nbytes_text(nbytes)}"
     yield "total", f"{count_of(len(found.tensors), 'tensor')}, {nbytes_text(found.nbytes)}"
-    extra = [path.partition("/")[2] for path in found.values if path.startswith("extra/")]
-    if extra:
-        yield "other values", joined(extra, 8, ", ")
 
 
 def _row_of_module(name: str, tensors: Sequence[TensorFacts]) -> tuple[str, ...]:

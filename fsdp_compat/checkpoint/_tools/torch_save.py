@@ -37,7 +37,6 @@ from .pickles import (
 )
 from .reading import Files
 from .sharded_records import boxed_tensor, d_tensor, sharded_tensor
-from .walk import LEFT_OUT, map_leaves
 from .writing import Elements, WriteOptions, dtype_to_write, nbytes_to_write
 
 ZIP = b"PK\x03\x04"  # how a record of a zip archive begins
@@ -67,11 +66,6 @@ def read_torch_range(
     """Return the values of a torch.save file of ``nbytes`` in a larger file, see ``unpickle``."""
     with refusing(path):
         records = _Records(descriptor, path, start, nbytes)
-        if "constants.pkl" in records:
-            raise Refused(
-                "a TorchScript archive, which holds a program; save model.state_dict() with "
-                "torch.save"
-            )
         if "byteorder" in records and records.content("byteorder") != b"little":
             raise Refused("a file in big-endian byte order")
         return unpickle(records.content("data.pkl"), path, records.storage, ignored=ignored)
@@ -291,11 +285,7 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
     ``options.slab_nbytes``. Raises CheckpointError and OSError."""
     text = io.BytesIO()
     pickler = _Pickler(text)
-
-    def read(leaf: Any, path: str) -> Any:
-        return LEFT_OUT if isinstance(leaf, (Ignored, Record)) else leaf
-
-    pickler.dump(map_leaves(state_dict_of(archive), read))
+    pickler.dump(state_dict_of(archive))
     with new_file(path) as file, zipfile.ZipFile(file, "w") as target:
         _add(target, "data.pkl", text.getvalue())
         _add(target, ".format_version", b"1")

@@ -16,7 +16,6 @@ from ..._text import joined
 from ...errors import CheckpointError, unusable
 from .._arguments import require_arguments
 from .._blocks import FileFacts, Tick
-from .._manifest import MANIFEST
 from .._texts import brief
 from .archive import Archive, NotRead, Span, StoredTensor, coverage_problem, moved
 from .arithmetic import count_not_finite, count_unequal
@@ -65,10 +64,7 @@ class Verification(Facts):
     num_without_checksum: int  # tensors whose values could change without a trace
     nbytes: int  # of all tensors
     left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
-    in_json = (
-        *("path", "kind", "is_intact", "problems", "num_checksums"),
-        *("num_without_checksum", "nbytes", "num_not_finite", "tensors", "left_out"),
-    )
+    also_in_json = ("is_intact", "num_not_finite")
 
     @property
     def is_intact(self) -> bool:
@@ -129,8 +125,7 @@ def verify(
         title = str(error).partition("\n")[0].rstrip(".")
         problems = (Problem("file", Path(path).name, f"{title}: {_line(error)}"),)
         archive = Archive(Path(path), "not known: it cannot be opened", {})
-        directory = archive.path.parent if archive.path.name == MANIFEST else archive.path
-        if native := native_in(directory):
+        if native := native_in(archive.path):
             with contextlib.suppress(CheckpointError):
                 archive = files_of_native(native)
     verifier = _Verifier(archive, values, finite, memory // workers // _TEMPORARY)
@@ -160,11 +155,12 @@ class _Verifier:
 
     def run(self, workers: int, progress: bool) -> Verification:
         archive, checksums = self._archive, self._archive.checksums
-        problems = [*self._of_files()]
+        problems = list(self._of_files())
         unusable = {problem.where for problem in problems}
-        compared: list[tuple[Path, Any]] = [*checksums.items(), *self._records]
-        compared = [
-            item for item in compared if self._values and self._name(item[0]) not in unusable
+        compared: list[tuple[Path, Any]] = [
+            item
+            for item in (*checksums.items(), *self._records)
+            if self._values and self._name(item[0]) not in unusable
         ]
         items = [*compared, *self._tensors]
         with self._files:

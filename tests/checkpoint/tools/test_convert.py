@@ -304,8 +304,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         ({"rename": [("(", "x")]}, "rename"),
         ({"rename": lambda name: 3}, "rename"),
         ({"rename": lambda name: "same"}, "same name"),
-        ({"to": "torch", "as_saved": True, "weights": True}, "torch as the target, and a change"),
-        ({"to": "dcp", "as_saved": True}, "dcp as the target"),
+        ({"to": "torch", "as_saved": True, "weights": True}, "nothing is renamed"),
+        ({"to": "dcp", "as_saved": True}, "False, unless"),
     ]
     before = sorted(tmp_path.iterdir())
     for settings, said in wrong:

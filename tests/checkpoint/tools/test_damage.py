@@ -267,6 +267,12 @@ def test_a_refused_class_names_the_option_that_leaves_it_out(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="settings, an object"):
         found = convert(tmp_path / "x.pt", tmp_path / "y.pt", ignored=[name])
     assert values(found) == values(tmp_path / "plain.pt")
+    optimizer = {"param_groups": [{"params": [*TENSORS], "odd": Settings()}], "state": {}}
+    torch.save({"model": TENSORS, "optimizer": optimizer}, tmp_path / "z.pt")
+    for to in ("torch", "dcp", "native"):
+        with pytest.warns(UserWarning, match="odd, an object"):
+            found = convert(tmp_path / "z.pt", tmp_path / to, to=to, ignored=[name])
+        assert open_archive(found).param_groups == [{"params": [*TENSORS]}]
 
 
 def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 from fsdp_compat.checkpoint import inspect
 from fsdp_compat.checkpoint._tools import tables
 from fsdp_compat.checkpoint._tools.archive import of_memory
-from fsdp_compat.checkpoint._tools.modules import modules_of
+from fsdp_compat.checkpoint._tools.inspection import modules_of
 from tests.checkpoint.tools.archives import archive, opens
 
 

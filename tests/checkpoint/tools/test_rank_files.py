@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_compat.checkpoint._tools.archive import of_memory, slices
 from fsdp_compat.checkpoint._tools.pickles import Refused
-from fsdp_compat.checkpoint._tools.rank_files import rank_files_in, read_rank_files
+from fsdp_compat.checkpoint._tools.rank_files import rank_groups, read_rank_files
 from fsdp_compat.checkpoint._tools.sharded_records import d_tensor
 from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.tools.archives import record, spec_of
@@ -187,7 +187,7 @@ def test_ranks_are_recognised_in_names(tmp_path: Path, names: list[str], keys: l
     for name in names:
         for rank in range(12):
             (tmp_path / name.format(rank)).touch()
-    groups = rank_files_in(tmp_path)
+    groups = rank_groups([*tmp_path.iterdir()])
     assert sorted(group.key for group in groups) == sorted(keys)
     assert all(list(group.paths) == list(range(12)) for group in groups)
 
