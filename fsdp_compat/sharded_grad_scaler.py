@@ -178,7 +178,8 @@ class ShardedGradScaler(GradScaler):
         self._refuse_call("step", optimizer)
         scale = self._scale if self.is_enabled() else None
         away = scale is not None and scale.device.type != "cpu" and _has_cpu_gradients(optimizer)
-        with _as_unfused(optimizer) if away else contextlib.nullcontext():
+        composite = isinstance(optimizer, CompositeOptimizer)
+        with _as_unfused(optimizer) if away or composite else contextlib.nullcontext():
             return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError
-from .optim_contents import CompositeOptimizer, ParamOwnership, is_count
+from .optim_contents import CompositeOptimizer, ParamOwnership, inner_optimizers, is_count
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
@@ -85,7 +85,7 @@ def _after_one_step(
     """Return a copied optimizer's states after one step with zero gradients on copies."""
     if isinstance(optimizer, CompositeOptimizer):
         states: dict[nn.Parameter, dict[Any, Any]] = {}
-        for each in optimizer.optimizers:
+        for each in inner_optimizers(optimizer):
             its = {p for group in each.param_groups for p in group["params"]}
             states |= _after_one_step(ownership, each, [p for p in parameters if p in its])
         return states

@@ -23,6 +23,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 _LR = 0.01  # instead of a schedule's first one, which may be 0
+_OWN = frozenset({"params", "param_names", "lr", "initial_lr"})  # what groups may differ in
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -37,25 +38,35 @@ def warn_of_parts(
     if optimizer in _told:
         return
     _told.add(optimizer)
+    tried: set[str] = set()
     for number, shape in shapes.items():
         group, small = optimizer.param_groups[number], small_shape(shape)
-        settings = {key: value for key, value in group.items() if key != "params"}
-        if isinstance(settings.get("lr"), (int, float)):
+        settings = {key: value for key, value in group.items() if key not in _OWN}
+        kind = repr((small, settings))
+        if isinstance(group.get("lr"), (int, float, torch.Tensor)):
             settings["lr"] = _LR
-
-        def make(params: list[nn.Parameter], settings: dict[str, Any] = settings) -> Optimizer:
-            return type(optimizer)([{**settings, "params": params}])  # type: ignore[call-arg]
-
-        device = group["params"][0].device
-        if depends_on_shape(make, small, device):
-            name = type(optimizer).__name__
-            text = f"fsdp_compat.WholeParameterOptimizer(model, lambda params: {name}(params, ...))"
-            fix = f"Use {text}, which steps whole parameters."
-            if depends_on_others(make, small, device):
-                fix = "It needs all parameters at once; use another optimizer."
-            warnings.warn(
-                f"{name} is wrong on shards: its update of a part of a parameter is not that part "
-                f"of the update of the whole (parameter group {number}). {fix}",
-                stacklevel=stacklevel,
-            )
+        if kind not in tried and (text := _unfit(optimizer, settings, small, group["params"][0])):
+            warnings.warn(f"{text} (parameter group {number})", stacklevel=stacklevel)
             return
+        tried.add(kind)
+
+
+def _unfit(
+    optimizer: Optimizer, settings: dict[str, Any], shape: tuple[int, ...], example: torch.Tensor
+) -> str:
+    """Return what is wrong with an optimizer of these settings on shards, or ""."""
+    name = type(optimizer).__name__
+
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        return type(optimizer)([{**settings, "params": params}])  # type: ignore[call-arg]
+
+    if not depends_on_shape(make, shape, example.device):
+        return ""
+    text = f"fsdp_compat.WholeParameterOptimizer(model, lambda params: {name}(params, ...))"
+    fix = f"Use {text}, which steps whole parameters."
+    if depends_on_others(make, shape, example.device):
+        fix = "It needs all parameters at once; use another optimizer."
+    return (
+        f"{name} is wrong on shards: its update of a part of a parameter is not that part of the "
+        f"update of the whole. {fix}"
+    )

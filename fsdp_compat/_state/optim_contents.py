@@ -7,10 +7,11 @@ import copy
 import dataclasses
 import enum
 import functools
+import itertools
 import numbers
 import textwrap
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -189,12 +190,21 @@ def ownership_of(
 
 
 class CompositeOptimizer(torch.optim.Optimizer):
-    """Optimizers that step together and share one state. Some of their parameters may be whole ones
-    that this rank owns: ``state_dict()`` has names, and only ``numbered_state_dict`` numbers."""
+    """Optimizers that step together. Some of their parameters may be whole ones that this rank
+    owns: ``state_dict()`` has names, and only ``numbered_state_dict`` numbers."""
 
     optimizers: Sequence[torch.optim.Optimizer] = ()
     trained: Sequence[nn.Parameter] = ()  # those of the model, whose gradients are used
     group_names: Sequence[Sequence[str]] = ()  # by parameter group, the names of all ranks
+
+
+class NumberedState(dict[str, Any]):
+    """A state dict by the numbers of this rank's parameters, which no other rank can load."""
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that keep state: one, unless it is composite."""
+    return optimizer.optimizers if isinstance(optimizer, CompositeOptimizer) else [optimizer]
 
 
 def numbered_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -202,6 +212,38 @@ def numbered_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if isinstance(optimizer, CompositeOptimizer):
         return torch.optim.Optimizer.state_dict(optimizer)
     return optimizer.state_dict()
+
+
+class StateView(MutableMapping[Any, Any]):
+    """The states of several optimizers as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+        """Return the state of the optimizer with a parameter; of the first for any other key."""
+        for each in self._optimizers:
+            if any(key is p for group in each.param_groups for p in group["params"]):
+                return each.state
+        return self._optimizers[0].state
+
+    def __getitem__(self, key: Any) -> Any:
+        for each in self._optimizers:
+            if key in each.state:
+                return each.state[key]
+        raise KeyError(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(each.state for each in self._optimizers)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
 
 
 # {whole parameter: weak reference to the group and index of what it is whole of; None: of nothing}

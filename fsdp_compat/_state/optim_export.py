@@ -38,6 +38,7 @@ from .optim_contents import (
     begin,
     classify_all,
     in_tensors,
+    inner_optimizers,
     is_whole,
     numbered_state_dict,
     ownership_of,
@@ -104,11 +105,10 @@ def export_optim_state(
     try:
         cut_state(optim)
         ownership = ownership_of(groups, label, units, model)
-        given = numbered_state_dict(optim) if state_dict is None else state_dict
-        source = _source_of(ownership, given, where)
-        if form.first_step and not source.states and not optim.state:
-            states = first_states(ownership, optim)
-            source = dataclasses.replace(source, states=states, is_dry_run=True)
+        is_own = state_dict is None or isinstance(optim, CompositeOptimizer)
+        source = _source_of(ownership, numbered_state_dict(optim) if is_own else state_dict, where)
+        if form.first_step:
+            source = source.with_first_states(optim)
     except Exception as error:  # raised later, after the other ranks have been told
         source, problem = None, error
     agreed = _agree(source, all_groups, problem, where)
@@ -130,17 +130,23 @@ def export_optim_state(
 
 def _owned_states(source: _Source, groups: Sequence[Group], form: ExportForm) -> dict[str, Any]:
     """Return the states of the whole parameters that this rank owns, by name; for whole values
-    those of all ranks. Collective then."""
-    owned = [
-        (name, snapshot(in_tensors(source.states[parameter]), form.to_cpu))
+    those of all ranks, where they are kept. Collective then."""
+    found = {
+        name: snapshot(in_tensors(source.states[parameter]), form.to_cpu)
         for parameter, name in source.ownership.owned
         if parameter in source.states
-    ]
-    found = dict(owned)
-    for axis in dict.fromkeys(group.shard for group in groups if form.values is Values.WHOLE):
+    }
+    axes = dict.fromkeys(group.shard for group in groups if group.shard.ranks > 1)
+    own = packed_bytes(found)
+    for axis in axes if form.values is Values.WHOLE else ():
+        facts = axis.gather_objects((own.numel(), form.keep))
+        sends = [own.numel() if keeps else 0 for _, keeps in facts]
+        sizes = [(n, nbytes * form.keep) for n, (nbytes, _) in zip(sends, facts, strict=True)]
+        sent = own.repeat(sum(keeps for _, keeps in facts)).to(axis.device)
+        received = axis.exchange(sent, sizes, "the optimizer state that ranks own").cpu()
         device = torch.device("cpu") if form.to_cpu else groups[0].store.shard.device
-        for packed in axis.gather_objects(packed_bytes(owned)) if axis.ranks > 1 else ():
-            found |= unpacked(packed, device) if form.keep else {}
+        for packed in received.split([nbytes for _, nbytes in sizes]):
+            found |= unpacked(packed, device) if packed.numel() else {}
     return found
 
 
@@ -179,6 +185,16 @@ class _Source:
     # The dict's, with parameters as "params"; None if it has none.
     param_groups: Sequence[Mapping[str, Any]] | None
     is_dry_run: bool = False  # the optimizer has no state yet: what its first step would create
+
+    def with_first_states(self, optim: Optimizer) -> _Source:
+        """Add what the first step would create, for optimizers without state."""
+        found: dict[nn.Parameter, Mapping[Any, Any]] = {}
+        for each in inner_optimizers(optim):
+            if not each.state and not (each is optim and self.states):
+                ownership = dataclasses.replace(self.ownership, groups=each.param_groups)
+                found |= first_states(ownership, each)
+        is_dry_run = bool(found) and not self.states
+        return dataclasses.replace(self, states={**self.states, **found}, is_dry_run=is_dry_run)
 
     @functools.cached_property
     def kinds(self) -> Kinds:

@@ -26,6 +26,7 @@ from ..errors import (
 )
 from .optim_agreement import describe, global_rank, require_alike
 from .optim_contents import (
+    NumberedState,
     ParamOwnership,
     StateKind,
     begin,
@@ -100,7 +101,7 @@ def import_optim_state(
         require_alike(ownership, shared, dict(exact), where, unmanaged=not all(have))
     sender = None if all(have) else rank0
     if sender is not None:
-        told = sender.send_object(plan and plan.outline(), "the optimizer state dict")
+        told = sender.send_object(plan and plan.outline(ownership), "the optimizer state dict")
         plan = plan if rank0.is_here else told
     assert plan is not None
     return _Loading(ownership, plan, sender, wanted).result(all_groups)
@@ -167,8 +168,15 @@ class _Given:
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # states that belong to no parameter
 
-    def outline(self) -> _Given:
-        """Return a copy without the values that are sent one group at a time."""
+    def whole_names(self, ownership: ParamOwnership) -> list[str]:
+        """Return the names of parameters that ranks step whole, here or elsewhere."""
+        own = {name for _, name in ownership.owned}
+        names = self.states[SCALAR]
+        return [name for name in names if name in own or ownership.is_stepped_elsewhere(name)]
+
+    def outline(self, ownership: ParamOwnership) -> _Given:
+        """Return a copy without the values that are sent one group at a time, or one parameter."""
+        whole: dict[str, Any] = {name: {} for name in self.whole_names(ownership)}
         states: dict[StateKind, Any] = {
             PER_ELEMENT: {
                 name: {key: outline_of(value) for key, value in entry.items()}
@@ -177,6 +185,7 @@ class _Given:
             RANK_LOCAL: {
                 name: dict.fromkeys(entry) for name, entry in self.states[RANK_LOCAL].items()
             },
+            SCALAR: {**self.states[SCALAR], **whole},
         }
         return dataclasses.replace(self, states={**self.states, **states})
 
@@ -197,6 +206,7 @@ def _read(
     keys = (*state, *(key for group in groups or () for key in group["params"]))
     names = {key: ownership.name_before(key) for key in keys}
     if any(isinstance(key, int) for key in keys):
+        _refuse_numbers(ownership, where)
         names |= _names_of_numbers(groups, ownership, order)
     if groups is not None:
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in groups]
@@ -218,6 +228,19 @@ def _read(
             states[kind][name][key] = value
     check_layout(ownership, states[RANK_LOCAL])
     return _Given(states, groups, user_states)
+
+
+def _refuse_numbers(ownership: ParamOwnership, where: str) -> None:
+    """Raise CheckpointError if the numbers of parameters differ by rank."""
+    if ownership.has_owners:
+        raise CheckpointError.of(
+            "The optimizer state is keyed by numbers, and WholeParameterOptimizer by names.",
+            expected="names of parameters",
+            got="numbers, as torch.optim saves them",
+            where=where,
+            fix="give it names first: FSDP.rekey_optim_state_dict(state, "
+            "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)",
+        )
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
@@ -379,7 +402,14 @@ class _Loading:
             state.update(
                 (p, entry) for p, entry in self._of_group(group).items() if p in ownership.numbers
             )
-        for parameter, name in (*ownership.unmanaged, *ownership.owned):
+        owned = {name: parameter for parameter, name in ownership.owned}
+        for name in plan.whole_names(ownership):
+            entry = plan.states[SCALAR][name]
+            if self.sender is not None:
+                entry = self.sender.send_object(entry, f"the state of {name}")
+            if name in owned:
+                state[owned[name]] = snapshot(dict(entry))
+        for parameter, name in ownership.unmanaged:
             if name in plan.states[SCALAR]:
                 state[parameter] = snapshot(dict(plan.states[SCALAR][name]))
         vacant = {p for p in ownership.numbers if ownership.is_vacant(p)}
@@ -390,7 +420,8 @@ class _Loading:
             keys = ownership.names
             state.update({p: snapshot(dict(named.state[p])) for p in vacant if named.state.get(p)})
         by_key = {keys[p]: state[p] for p in ownership.numbers if p in state}
-        result: dict[str, Any] = {"state": by_key | snapshot(dict(plan.user_states))}
+        result: dict[str, Any] = NumberedState() if ownership.has_owners else {}
+        result["state"] = by_key | snapshot(dict(plan.user_states))
         if plan.groups is not None:
             result["param_groups"] = self._groups(plan.groups, keys)
         return result

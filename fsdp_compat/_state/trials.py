@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from .. import _torch_private
 
 _NUM_STEPS = 8  # until step sizes that are estimated have grown
 _MAX_SIZE = 24  # of a dim
@@ -59,11 +62,12 @@ def _updates(
     elements, 1-D."""
     with _own_random_state(device), torch.enable_grad():
         values = [_random(shape, number) for number, shape in enumerate(shapes)]
-        # Much the same in each step, as then estimated step sizes grow; of different sizes.
+        # Much the same in each step, as then estimated step sizes grow. The second parameter's are
+        # large, so that clipping by the norm of all shows.
         grads = [
             [
                 (_random(shape, 100 + number) + 0.1 * _random(shape, 1000 * step + number))
-                * 4**number
+                * 1e4**number
                 for number, shape in enumerate(shapes)
             ]
             for step in range(1, _NUM_STEPS + 1)
@@ -77,25 +81,37 @@ def _updates(
             for step, of_step in enumerate(grads):
                 for param, grad in zip(params, of_step, strict=True):
                     param.grad = grad.to(device)
-                torch.manual_seed(step)
+                _seed(step, device)
                 _step(optimizer)
         except Exception:  # of the user's optimizer, which may raise anything
             return None
     return [param.detach().cpu() - value for param, value in zip(params, values, strict=True)]
 
 
-def _own_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng([device], device_type=device.type)
+@contextlib.contextmanager
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    """A context after which the random states of Python, the CPU and ``device`` are as before."""
+    state, devices = random.getstate(), [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+    random.setstate(state)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def _step(optimizer: Optimizer) -> None:
+    """Step without the hooks that users register for all optimizers."""
+    step = _torch_private.step_without_hooks(optimizer)
     try:
-        optimizer.step()
+        step(optimizer)
     except TypeError:  # it needs a closure
-        optimizer.step(lambda: 0.0)
+        step(optimizer, lambda: 0.0)
 
 
 def _random(shape: Sequence[int], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu")

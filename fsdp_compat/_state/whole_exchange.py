@@ -51,7 +51,9 @@ class Place:
 
     def numel(self, rank: int) -> int:
         """Return the number of elements that ``rank`` has."""
-        return self.part_of(torch.empty(self.shape, device="meta"), rank).numel()
+        if self.store.is_flattened:
+            return self.store.part(self.index, rank).numel
+        return math.prod(self.store.sharded_shape(self.index, rank))
 
 
 class Exchange:
@@ -75,6 +77,9 @@ class Exchange:
         itemsize = self._dtype.itemsize
         self._sizes = [(s * itemsize, r * itemsize) for s, r in zip(sends, receives, strict=True)]
         self.wholes = [nn.Parameter(value) for value in self._to_owners(Place.value)]
+        for place, whole in zip(self.owned, self.wholes, strict=True):
+            of_user = place.store.kinds[place.index].attributes.items()
+            whole.__dict__.update((k, v) for k, v in of_user if not k.startswith("_fsdp"))
 
     def fetch(self) -> None:
         """Give the owned parameters their values and gradients. Collective."""
@@ -102,6 +107,8 @@ class Exchange:
 
     def put_back(self) -> None:
         """Write this rank's part of every parameter into the shard. Collective."""
+        for whole in self.wholes:
+            whole.grad = None  # before the values need memory
         parts = [
             place.part_of(whole, rank)
             for rank in range(self._axis.ranks)

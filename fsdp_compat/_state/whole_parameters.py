@@ -5,7 +5,6 @@ values back to the shards."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,8 @@ from .dry_run import states_to_be
 from .grad_norms import require_reduced
 from .optim_contents import (
     CompositeOptimizer,
+    NumberedState,
+    StateView,
     begin,
     contents_of,
     numbered_state_dict,
@@ -55,9 +56,9 @@ class WholeParameterOptimizer(CompositeOptimizer):
     On shards such optimizers are silently wrong, or raise. Here each selected parameter is stepped
     on one of the ranks that have a part of it, its owner, and the result is that of one process.
     Schedulers, closures, accumulation with ``no_sync``, ``model.clip_grad_norm_`` and
-    ShardedGradScaler (not torch's GradScaler) work as with any optimizer. Replicas of HYBRID_SHARD
-    compute the same update each, so an optimizer that draws random numbers must draw the same on
-    all of them.
+    ShardedGradScaler work as with any optimizer. Replicas of HYBRID_SHARD compute the same update
+    each, so an optimizer that draws random numbers must draw the same on all of them. Optimizers
+    that show other weights for evaluation, such as schedule-free ones, do not work.
 
     A step sends the values and the gradients of about one shard to owners, and new values back.
     Between steps only the owners' state takes memory, about as much on each rank.
@@ -92,7 +93,8 @@ class WholeParameterOptimizer(CompositeOptimizer):
         self.unselected = choice.rest if others is None else []
         by_kind: dict[object, list[Place]] = {}
         for place in choice.places:
-            by_kind.setdefault((place.group.shard, place.store.dtype), []).append(place)
+            kind = place.group.shard, place.store.dtype, place.store.shard.device
+            by_kind.setdefault(kind, []).append(place)
         self._exchanges = [Exchange(places, owners_of(places)) for places in by_kind.values()]
         try:
             self._make(choice, make, others)
@@ -100,7 +102,8 @@ class WholeParameterOptimizer(CompositeOptimizer):
         except Exception as error:  # the user's function may raise anything
             problem = error
         self._agree_on_groups(units, problem)
-        self.trained = choice.trained
+        self.trained = choice.trained(with_rest=others is not None)
+        self._frozen = [p for p in self._sharded_params() if not p.requires_grad]
         for each in self._exchanges:
             each.release()
 
@@ -135,22 +138,18 @@ class WholeParameterOptimizer(CompositeOptimizer):
                 register_whole(whole, place.group, place.index)
                 wholes[place.is_selected].append(whole)
         example = choice.example
+        _require_independent(make, example)
         optimizers = [_made("make", make, choice.unsharded + wholes[True], example)]
-        _require_independent(make, optimizers[0], example)
         if others is not None and choice.has_rest:
             optimizers.append(_made("others", others, choice.rest + wholes[False], example))
         super().__init__([p for each in optimizers for p in _params_of(each)], {})
-        self.optimizers = optimizers
-        self._join()
+        self.optimizers, self.defaults = optimizers, dict(optimizers[0].defaults)
+        self._step_supports_amp_scaling = True  # torch's GradScaler then says that it is there
+        self.state = StateView(optimizers)  # type: ignore[assignment]
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
 
-    def _join(self) -> None:
-        """Show the groups and the states of the inner optimizers as one."""
-        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-        self.state = collections.defaultdict(dict)
-        for each in self.optimizers:
-            self.state.update(each.state)
-        for each in self.optimizers:
-            each.state = self.state
+    def _sharded_params(self) -> list[nn.Parameter]:
+        return [param for group in self._groups for param, _ in store_of(group).sharded_params]
 
     def _agree_on_groups(self, units: Sequence[NamedUnit], problem: Exception | None) -> None:
         """Collective: an error on all ranks if there is one on any, and the names of all ranks."""
@@ -217,13 +216,21 @@ class WholeParameterOptimizer(CompositeOptimizer):
             runtime.require_idle(what)
             runtime.require_parts(what)
         groups = [group for own in units for group in own.unit.groups]
-        if groups != self._groups:
+        if groups != self._groups or any(p.requires_grad for p in self._frozen):
             raise UsageError.of(
-                "The model's units have changed.",
-                expected=f"the units that the model had when {_WHAT} was made",
-                got=f"{len(groups)} groups of parameters, of {len(self._groups)} then",
+                "The model's units, or the parameters that are trained, have changed.",
+                expected=f"those that the model had when {_WHAT} was made",
+                got="units that were made later, or a parameter that was frozen then",
                 where=f"{what}()",
-                fix="make it after the last change of wrapping and of requires_grad",
+                fix="make it after the last change of wrapping, and after unfreezing parameters",
+            )
+        if vars(self).pop("found_inf", None) is not None:  # torch's GradScaler has set it
+            raise UsageError.of(
+                f"torch.amp.GradScaler does not see the gradients that {_WHAT} uses.",
+                expected="ShardedGradScaler",
+                got="a GradScaler",
+                where=f"{what}()",
+                fix="use fsdp_compat.sharded_grad_scaler.ShardedGradScaler",
             )
         require_reduced(groups)
         rendezvous.require_all_ranks_once(what, groups)
@@ -236,7 +243,7 @@ class WholeParameterOptimizer(CompositeOptimizer):
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                parameter.grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: raises UsageError."""
@@ -264,9 +271,7 @@ class WholeParameterOptimizer(CompositeOptimizer):
         """Load what ``state_dict()``, ``FSDP.optim_state_dict`` or
         ``FSDP.optim_state_dict_to_load`` returned, or what torch.distributed.checkpoint has read
         into it. Collective, unless it comes from optim_state_dict_to_load."""
-        groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
-        keys = [key for group in groups for key in group["params"]]
-        if not keys or not all(isinstance(key, int) for key in keys):
+        if not isinstance(state_dict, NumberedState):
             where, wanted = f"{_WHAT}.load_state_dict()", LoadOptions(self, from_rank0=False)
             state_dict = import_optim_state(
                 self._model, self.param_groups, state_dict, wanted, where
@@ -274,31 +279,42 @@ class WholeParameterOptimizer(CompositeOptimizer):
         states, start = self._put_together(state_dict["state"]), 0
         saved = state_dict.get("param_groups") or numbered_state_dict(self)["param_groups"]
         groups = list(saved)
+        own = {key: state for key, state in states.items() if not isinstance(key, int)}
         for each in self.optimizers:
             stop, number = start + len(_params_of(each)), len(each.param_groups)
-            each.load_state_dict(
-                {
-                    "state": {
-                        key - start: state for key, state in states.items() if start <= key < stop
-                    },
-                    "param_groups": [
-                        {**group, "params": [key - start for key in group["params"]]}
-                        for group in groups[:number]
-                    ],
-                }
-            )
-            start, groups = stop, groups[number:]
-        self._join()
+            own |= {
+                key - start: state
+                for key, state in states.items()
+                if isinstance(key, int) and start <= key < stop
+            }
+            its_groups = [
+                {**group, "params": [key - start for key in group["params"]]}
+                for group in groups[:number]
+            ]
+            each.load_state_dict({"state": own, "param_groups": its_groups})
+            start, groups, own = stop, groups[number:], {}
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
 
-    def _put_together(self, states: Mapping[int, Any]) -> Mapping[int, Any]:
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError.of(
+            f"{_WHAT} cannot be copied or pickled.",
+            expected="state_dict(), or FSDP.optim_state_dict(model, optimizer)",
+            got="a copy of the optimizer itself",
+            where=_WHAT,
+            fix="make another one for the other model, and load the state into it",
+        )
+
+    def _put_together(self, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return states with the tensors that wrap others, by number, as a first step makes
         them."""
-        if not any(isinstance(v, Mapping) for state in states.values() for v in state.values()):
+        owned = {key: state for key, state in states.items() if isinstance(key, int)}
+        if not any(isinstance(v, Mapping) for state in owned.values() for v in state.values()):
             return states
         units = units_of(self._model)
         like = states_to_be(ownership_of(self.param_groups, _WHAT, units, self._model), self)
         params = _params_of(self)
-        return {key: of_tensors(state, like.get(params[key], {})) for key, state in states.items()}
+        found = {key: of_tensors(each, like.get(params[key], {})) for key, each in owned.items()}
+        return {**states, **found}
 
 
 @dataclasses.dataclass
@@ -361,25 +377,23 @@ class _Choice:
 
     @property
     def example(self) -> torch.Tensor:
-        """A parameter that stands for the selected ones on a rank without any: small, and with as
-        many dims."""
-        values = [*self.unsharded, *(place.value() for place in self.places if place.is_selected)]
-        shapes = [
-            *(each.shape for each in self.unsharded),
-            *(place.shape for place in self.places if place.is_selected),
-        ]
-        shape = max(shapes, key=len)
-        return torch.zeros(small_shape(shape), dtype=values[0].dtype, device=values[0].device)
+        """A small tensor with as many dims as the selected parameters, at most."""
+        shapes = [tuple(parameter.shape) for parameter in self.unsharded]
+        shapes += [place.shape for place in self.places if place.is_selected]
+        like, shape = (
+            [*self.unsharded, *(each.value() for each in self.places[:1])][0],
+            max(shapes, key=len),
+        )
+        return torch.zeros(small_shape(shape), dtype=like.dtype, device=like.device)
 
     @property
     def has_rest(self) -> bool:
         """True if there is something for ``others``, here or on another rank."""
         return bool(self.rest) or not all(place.is_selected for place in self.places)
 
-    @property
-    def trained(self) -> list[nn.Parameter]:
+    def trained(self, with_rest: bool) -> list[nn.Parameter]:
         sharded = dict.fromkeys(place.param for place in self.places)
-        return [*sharded, *self.unsharded, *self.rest]
+        return [*sharded, *self.unsharded, *(self.rest if with_rest else ())]
 
 
 def _require_whole(place: Place) -> None:
@@ -444,11 +458,12 @@ def _made(name: str, make: Make, given: list[nn.Parameter], example: torch.Tenso
     return optimizer
 
 
-def _require_independent(make: Make, optimizer: Optimizer, example: torch.Tensor) -> None:
+def _require_independent(make: Make, example: torch.Tensor) -> None:
     """Raise UsageError for an optimizer in which parameters depend on each other."""
     if depends_on_others(make, tuple(example.shape), example.device):
+        name = type(make([nn.Parameter(torch.zeros_like(example))])).__name__
         raise UsageError.of(
-            f"The updates of {type(optimizer).__name__} depend on all parameters together.",
+            f"The updates of {name} depend on all parameters together.",
             expected="an optimizer that updates each parameter by itself",
             got="another update of a parameter if the optimizer has a second one",
             where=f"{_WHAT}(make=)",

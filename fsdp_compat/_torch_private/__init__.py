@@ -517,3 +517,10 @@ def place_in_file(name: str, start: int, nbytes: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, start, nbytes)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the ``step`` of an optimizer's class, without the global hooks that torch has put
+    around it, which would see trials on small parameters as steps."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -13,7 +13,13 @@ from torch import nn
 from .. import _torch_private
 from .._engine.state_store import store_of
 from .._layout.spec import Interval
-from .._state.optim_contents import numbered_names, ownership_of
+from .._state.optim_contents import (
+    CompositeOptimizer,
+    NumberedState,
+    inner_optimizers,
+    numbered_names,
+    ownership_of,
+)
 from .._state.units import names_before, units_of
 from .._text import joined
 from ..errors import CheckpointError
@@ -87,13 +93,13 @@ class OptimizerLoadPlan:
             for parameter, values in self._state.items()
         }
         optimizer.load_state_dict(
-            {
-                "state": {numbers[p]: dict(values) for p, values in state.items()},
-                "param_groups": [
+            NumberedState(
+                state={numbers[p]: dict(values) for p, values in state.items()},
+                param_groups=[
                     {**group, **settings, "params": [numbers[p] for p in group["params"]]}
                     for group, settings in zip(optimizer.param_groups, self._settings, strict=True)
                 ],
-            }
+            )
         )
         # load_state_dict casts tensors to the dtype of their parameter, and mangles texts.
         for parameter, values in state.items():
@@ -103,7 +109,8 @@ class OptimizerLoadPlan:
                     continue  # the optimizer has put a tensor together
                 if not isinstance(value, torch.Tensor) or loaded not in (None, value.dtype):
                     optimizer.state[parameter][key] = value
-        optimizer.state.update(kept)
+        for parameter, values in kept.items():
+            optimizer.state[parameter] = values
 
     # -- planning
 
@@ -249,8 +256,10 @@ def _why_kept(
     momentum or AdamW's betas."""
     if saved is None:
         return "no optimizer state"
-    if not classes or {*classes} & {*classes_of(optimizer)}:
+    if not classes or all({*classes} & {*classes_of(each)} for each in inner_optimizers(optimizer)):
         return ""
+    if isinstance(optimizer, CompositeOptimizer):
+        return f"the state of {joined(classes, 4, ', ')}"
     keys = [{key for group in each for key in group} for each in (saved, optimizer.param_groups)]
     is_alike = keys[0] <= keys[1] or keys[1] <= keys[0]
     return "" if is_alike else f"the state of {classes[0]}"

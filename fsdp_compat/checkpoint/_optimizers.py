@@ -14,7 +14,7 @@ from torch import nn
 from .._comm.mesh import Axis, named
 from .._engine.group import Group
 from .._state.optim_agreement import OptimizerFacts, describe, global_rank, require_alike
-from .._state.optim_contents import CompositeOptimizer, ParamOwnership, ownership_of
+from .._state.optim_contents import ParamOwnership, inner_optimizers, ownership_of
 from .._state.units import units_of
 from .._text import joined
 from ..errors import RuntimeUsageError, UsageError
@@ -71,10 +71,9 @@ class SharedOptimizer:
 
 def classes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of an optimizer's class and its base classes, without Optimizer itself."""
-    inner = optimizer.optimizers if isinstance(optimizer, CompositeOptimizer) else [optimizer]
     return tuple(
         f"{each.__module__}.{each.__qualname__}"
-        for own in inner
+        for own in inner_optimizers(optimizer)
         for each in type(own).__mro__
         if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
     )

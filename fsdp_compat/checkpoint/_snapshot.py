@@ -151,9 +151,10 @@ def take_snapshot(
         snapshot.add_whole_states(owned)
         not_here.update(parameter for parameter, _ in ownership.owned)
         other_states = {
-            ownership.names_in(parameter)[0]: state
+            names[0]: state
             for parameter in ownership.numbers
             if (state := optimizer.state.get(parameter)) and parameter not in not_here
+            if (names := ownership.names_in(parameter))
         }
     snapshot.head.extra = encode(extra, "extra", snapshot.under("extra"))
     snapshot.add_common(model, other_states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.optim import Optimizer
 
 from fsdp_compat import (
+    CheckpointError,
     CPUOffload,
     ShardingStrategy,
     StateDictType,
@@ -334,8 +336,88 @@ def test_parameters_outside_of_units_are_stepped_where_they_are() -> None:
 def test_the_rest_is_for_an_optimizer_of_your_own() -> None:
     model = original(Net())
     whole = WholeParameterOptimizer(model, muon, is_matrix)
-    train(model, Together(whole, adamw(whole.unselected)))
+    rest, scaler = adamw(whole.unselected), ShardedGradScaler("cpu")
+    for step in range(4):
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        for each in (whole, rest):  # neither touches the gradients of the other
+            scaler.step(each)
+            each.zero_grad(set_to_none=False)
+        scaler.update()
+        model.zero_grad()
     assert_near(values(model), expected(muon), is_exact=True)
+
+
+class Scaled(torch.optim.SGD):
+    """Multiplies gradients by an attribute of their parameters, and counts its steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.mul_(getattr(p, "factor", 1.0))
+        return super().step(closure)
+
+
+def with_factors() -> Net:
+    model = Net()
+    model.head.weight.factor = 3.0  # type: ignore[union-attr]
+    return model
+
+
+@each_layout
+@on_ranks(2)
+def test_attributes_momentum_schedules_and_state_of_no_parameter_are_kept(layout: str) -> None:
+    def scaled(params: Any) -> Optimizer:
+        made.append(Scaled(params, lr=LR, momentum=0.9))
+        return made[-1]
+
+    made: list[Optimizer] = []
+    plain, model = with_factors(), LAYOUTS[layout](with_factors())
+    whole = WholeParameterOptimizer(model, scaled)
+    assert whole.optimizers[0] is made[-1]
+    one = scaled([p for p in plain.parameters() if p.requires_grad])
+    for net, optimizer in ((plain, one), (model, whole)):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+        for step in range(3):
+            train(net, optimizer, [step])
+            scheduler.step()
+    assert_near(values(model), plain.state_dict(), is_exact=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # state that belongs to no parameter is copied
+        state = FSDP.optim_state_dict(model, whole)
+        again = WholeParameterOptimizer(model, scaled)
+        again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, state))
+    assert again.state["steps"] == 3
+
+
+@on_ranks(2)
+def test_state_that_constructors_make_is_saved(tmp_path: Path) -> None:
+    folders: list[Any] = [None, None]
+    dist.all_gather_object(folders, tmp_path)
+
+    def adagrad(params: Any) -> Optimizer:
+        return torch.optim.Adagrad(params, lr=LR)
+
+    def is_first(name: str, shape: tuple[int, ...]) -> bool:
+        return name == "layers.0.up.weight"
+
+    plain = Net()
+    first = plain.layers[0].up.weight
+    rest = [p for p in plain.parameters() if p.requires_grad and p is not first]
+    train(plain, Together(muon([first]), adagrad(rest)))
+    model, other = original(Net()), original(Net())
+    optimizer = WholeParameterOptimizer(model, muon, is_first, adagrad)
+    train(model, optimizer, (0, 1))
+    for way in WAYS:
+        folder = folders[0] / way
+        save(way, folder, model, optimizer)
+        loading = WholeParameterOptimizer(other, muon, is_first, adagrad)
+        load(way, folder, other, loading)
+        train(other, loading, (2, 3))
+        with about(way):
+            assert_near(values(other), plain.state_dict(), is_exact=True)
+    adagrads = WholeParameterOptimizer(original(Net()), adagrad, is_first)
+    checkpoint.save(folders[0] / "adagrads", adagrads._model, adagrads, step=1)
 
 
 # -- its state
@@ -377,7 +459,6 @@ def save(way: str, folder: Path, model: nn.Module, optimizer: WholeParameterOpti
         with _full(model):
             state = FSDP.optim_state_dict(model, optimizer)
         assert "layers.1.up.weight" in state["state"]
-        assert "unused.up.weight" not in state["state"]
         if dist.get_rank() == 0:
             torch.save(state, folder / "optimizer.pt")
 
@@ -446,6 +527,18 @@ def test_state_of_shards_and_of_whole_parameters_load_into_each_other(
         plain = Net()
         train(plain, adamw([p for p in plain.parameters() if p.requires_grad]))
         assert_near(values(loading), plain.state_dict(), is_exact=False)
+
+
+@on_ranks(2)
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    folders: list[Any] = [None, None]
+    dist.all_gather_object(folders, tmp_path)
+    model = original(Net())
+    optimizer = sharded(model, adafactor)
+    train(model, optimizer, (0,))
+    path = checkpoint.save(folders[0], model, optimizer, step=1)
+    with pytest.raises(CheckpointError, match="Adafactor"):
+        checkpoint.load(path, model, sharded(model, muon))
 
 
 @on_ranks(2)
@@ -567,6 +660,20 @@ def test_steps_at_the_wrong_time_are_refused() -> None:
         optimizer.step()
     with pytest.raises(UsageError, match="no further parameters"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    with pytest.raises(UsageError, match="copied or pickled"):
+        copy.deepcopy(optimizer)
+    numbers = torch.optim.Optimizer.state_dict(optimizer)
+    with pytest.raises(CheckpointError, match="keyed by numbers"):
+        optimizer.load_state_dict({**numbers})
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(0)).sum()).backward()
+    with pytest.raises(UsageError, match="ShardedGradScaler"):
+        scaler.step(optimizer)
+    (frozen,) = (p for p in model.parameters() if not p.requires_grad)
+    frozen.requires_grad_()
+    with pytest.raises(UsageError, match="have changed"):
+        optimizer.step()
+    frozen.requires_grad_(False)
     assert_near(values(model), before, is_exact=True)
     optimizer.zero_grad()
     train(model, optimizer)
