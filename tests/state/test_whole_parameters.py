@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -303,12 +304,24 @@ def test_a_scaler_skips_the_step_of_all_ranks(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["flat", "original"])
 @on_ranks(4)
-def test_replicas_stay_equal(layout: str) -> None:
+def test_replicas_stay_equal_and_one_of_them_saves(layout: str, tmp_path: Path) -> None:
+    folders: list[Any] = [None] * 4
+    dist.all_gather_object(folders, tmp_path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
     model = LAYOUTS[layout](Net(), device_mesh=mesh, sharding_strategy=strategy)
-    train(model, sharded(model, muon))
+    optimizer = sharded(model, muon)
+    train(model, optimizer, (0, 1))
+    path = checkpoint.save(folders[0], model, optimizer, step=2)
+    train(model, optimizer, (2, 3))
     assert_near(values(model), expected(muon), is_exact=True)
+    owners = json.loads((path / "manifest.json").read_text())["content"]["owners"]
+    assert set(owners.values()) <= {0, 1} and len(owners) >= 4
+    other = rows(Net())
+    optimizer = sharded(other, muon)
+    checkpoint.load(path, other, optimizer)
+    train(other, optimizer, (2, 3))
+    assert_near(values(other), expected(muon), is_exact=True)
 
 
 @on_ranks(2)
