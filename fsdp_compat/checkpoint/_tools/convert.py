@@ -135,7 +135,8 @@ def convert(
     changes = (dtype, rename, *include, *exclude, optimizer_names, weights)
     if as_saved and (to != "torch" or any(changes)):
         expected = "False, unless a .pt is written and nothing is renamed, converted or left out"
-        raise unusable("as_saved", expected, as_saved, _CALL)
+        fix = "end the target in .pt, and leave out all arguments that change or select"
+        raise unusable("as_saved", expected, as_saved, _CALL, fix)
     is_selected, rename = selection(include, exclude), _renaming(rename)
     if path.absolute().parent.is_relative_to(Path(source).absolute()):
         raise unusable("target", "a path outside of the source", str(path), _CALL)

@@ -59,7 +59,7 @@ from .threads import for_each
 from .walk import map_values
 from .writing import Elements, FilePart, FileTensor, WriteOptions, dtype_to_write, write_file
 
-KIND = "native checkpoint of fsdp_compat"
+KIND = "native"
 
 # Keys in ``Archive.extra``: an extra value that is not a dict of names, and modules' extra state.
 EXTRA, EXTRA_STATE = "extra", "extra_state"
