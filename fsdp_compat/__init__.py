@@ -20,13 +20,22 @@ else:
     def __getattr__(name: str) -> object:
         if find_spec(f"{__name__}.{name}"):
             return import_module(f"{__name__}.{name}")
-        if name.startswith("_") and name != "__all__":
+        is_private = name.startswith("_") and name != "__all__"
+        public = None if is_private else import_module(f"{__name__}._public")
+        if not hasattr(public, name):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}._public"), name)
+        value = globals()[name] = getattr(public, name)
         return value
 
     def __dir__() -> list[str]:
         return __getattr__("__all__")
 
-    if not {"fsdp-compat", "fsdp_compat"} & {Path(each).name for each in sys.orig_argv}:
+    def _is_command() -> bool:
+        """True while the command imports the package, also as ``python -m``."""
+        program, given = sys.argv[0] if sys.argv else "", sys.orig_argv
+        if program == "-m" and "-m" in given:
+            return given[given.index("-m") + 1] == __name__
+        return Path(program).name.startswith("fsdp-compat")
+
+    if not _is_command():
         import_module(f"{__name__}._public")
