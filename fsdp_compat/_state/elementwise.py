@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import _torch_private
 from .optim_contents import CompositeOptimizer
 from .trials import depends_on_others, depends_on_shape, small_shape
 
@@ -64,6 +65,8 @@ def _unfit(
         return ""
     text = f"fsdp_compat.WholeParameterOptimizer(model, lambda params: {name}(params, ...))"
     fix = f"Use {text}, which steps whole parameters."
+    if not _torch_private.is_plain(example):
+        return f"{name} needs whole parameters: with DTensors it gathers them, or raises. {fix}"
     if depends_on_others(make, shape, example.device):
         fix = "It needs all parameters at once; use another optimizer."
     return (

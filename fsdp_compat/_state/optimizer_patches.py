@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import _torch_private
 from .._engine import hooks
 from .._engine.patches import Patch, Undo
 from .._engine.runtime import live_runtimes
@@ -131,11 +132,13 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
 
 def shapes_of_parts(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
     """Return, by the number of a group, the shape of a whole parameter of which the optimizer has a
-    part, or which is flattened: one with the most dims. DTensors know their shape themselves."""
+    part, or which is flattened: one with the most dims."""
     found: dict[int, tuple[int, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            store = store_of_param(parameter)
+            store, whole = store_of_param(parameter), tuple(parameter.shape)
+            if _torch_private.local_part(parameter).shape != whole:  # of a DTensor
+                found[number] = max(found.get(number, ()), whole, key=len)
             if store is None or not (store.ranks > 1 or store.is_flattened):
                 continue
             first = _managed[parameter][1]
