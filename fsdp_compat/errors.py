@@ -94,14 +94,16 @@ class TypeUsageError(UsageError, TypeError):
     """A value of the wrong type; torch raises TypeError."""
 
 
-def wrong_type(name: str, expected: str, got: object, where: str = "") -> TypeUsageError:
+def wrong_type(
+    name: str, expected: str, got: object, where: str = "", fix: str = ""
+) -> TypeUsageError:
     """Return the error for an argument ``name`` of the function ``where``, if that is known."""
     return TypeUsageError.of(
         f"{name} has the wrong type.",
         expected=expected,
         got=_shown(got),
         where=f"argument {name!r}" + (f" of {where}" if where else ""),
-        fix=f"pass {expected}",
+        fix=fix or f"pass {expected}",
     )
 
 

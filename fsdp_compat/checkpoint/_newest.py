@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._text import joined
-from ..errors import CheckpointError
+from ..errors import CheckpointError, unusable
 from ._directory import Saved, complete_in, newest_common, steps_in
 from ._manifest import MANIFEST, file_name, read_manifest
 from ._tools.archive import Unrecognised
@@ -17,7 +17,10 @@ def saved_in(path: Path, may_be_none: bool) -> list[Saved] | None:
     """Return the complete checkpoints in a run's folder, or None if ``path`` is none.
 
     may_be_none: take a path without any checkpoint for the folder of a run that has not saved yet.
-    Raises CheckpointError if all checkpoints in the folder are damaged."""
+    Raises CheckpointError if all in the folder are damaged, UsageError for one rank's file."""
+    if path.match("rank-*.safetensors") and (path.parent / MANIFEST).is_file():
+        fix, expected = f"pass {path.parent}", "the directory of a checkpoint"
+        raise unusable("A file with the part of one rank", expected, str(path), "path", fix)
     if (path / MANIFEST).exists() or (path / file_name(0)).exists():
         return None
     steps = steps_in(path)

@@ -21,7 +21,7 @@ from .._comm.mesh import Axis, Mesh
 from .._engine import rendezvous
 from .._state.optim_contents import require_units
 from .._state.units import ModelUnit, model_units_in, runtimes_of
-from ..errors import CheckpointError, StateError, UsageError
+from ..errors import CheckpointError, StateError, UsageError, wrong_type
 from . import _background as background
 from ._mailbox import RankLost, StoreMailbox
 from ._named_groups import tensor_parallel_axes
@@ -121,10 +121,13 @@ class Agreement:
     by_rank: list[Any] = dataclasses.field(default_factory=list)  # set at its end
 
 
-def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
+def ranks_of(model: Any, call: str) -> tuple[list[ModelUnit], Ranks]:
     """Return the units in ``model`` and their ranks, once all of them have made this call. Raises
     UsageError without units, StateError if only some ranks call. Collective."""
-    units = model_units_in(model) if isinstance(model, nn.Module) else []
+    if not isinstance(model, nn.Module):
+        fix = f"pass the path first: {call}(path, model, ...)"
+        raise wrong_type("model", "a torch.nn.Module", model, call, fix)
+    units = model_units_in(model)
     require_units(units, model, f"{call}(..., model)")
     axes = tensor_parallel_axes([each.unit for each in units])
     groups = [group for each in units for group in each.unit.groups]

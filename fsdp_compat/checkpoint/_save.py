@@ -64,8 +64,8 @@ def save(
         model: contains sharded modules, of either front end.
         optimizer: of the model's parameters. Every parameter keeps the settings of its group,
             which must be the same on all ranks.
-        extra: numbers, strings, tensors, and containers of these; each rank saves its own. The
-            exact list of types is in `_values`.
+        extra: None, numbers, strings, bytes, dtypes, devices, tensors, NumPy arrays of numbers,
+            and lists, tuples, sets, deques and dicts of these; each rank saves its own.
         step: at least 0, and not saved in the folder yet.
         keep_last: keep this many of the newest complete checkpoints, this one included, and remove
             older ones once this one is complete.

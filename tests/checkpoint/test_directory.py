@@ -24,7 +24,7 @@ from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import _publishing as publishing
 from fsdp_compat.checkpoint import _texts
 from fsdp_compat.checkpoint._manifest import read_manifest
-from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError
+from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
 from tests.support.checkpoints import refused
 from tests.support.ranks import on_ranks
 
@@ -252,6 +252,10 @@ def test_the_folder_of_a_run_loads_its_newest_checkpoint_or_starts_anew(tmp_path
     assert checkpoint.load(root, model) == 20
     assert checkpoint.load(root, model, default=default) == 20
     assert checkpoint.load(root / "step-00000003", model, default=default) == 3
+    with refused(UsageError, f"pass {root / 'step-00000003'}"):
+        checkpoint.load(root / "step-00000003" / "rank-00000.safetensors", model)
+    with refused(UsageError, "pass the path first"):
+        checkpoint.save(model, root, step=4)
     checkpoint.save_safetensors(tmp_path / "exported", model)
     with torch.no_grad():
         expected = [parameter.clone() for parameter in model.parameters()]

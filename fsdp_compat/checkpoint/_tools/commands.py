@@ -31,10 +31,10 @@ from .shapes import shapes_from_callable
 from .tables import shown
 from .verification import verify
 
-STATUS = """\b
+_FOUND = "\n  1    verify found a problem, or diff a difference"
+STATUS = f"""\b
 Exit status:
-  0    everything is fine
-  1    verify found a problem, or diff a difference
+  0    everything is fine{_FOUND}
   2    wrong arguments, the target exists, or a package is missing
   3    the checkpoint is damaged (but see 1), refused or unreadable
   130  interrupted by Ctrl-C; nothing is left under the target's name
@@ -99,16 +99,21 @@ def commands() -> None:
     """Look into, check, compare and convert checkpoints, in one process without a GPU."""
 
 
-def _epilog(*examples: str) -> str:
+def _epilog(*examples: str, compares: bool = False) -> str:
     lines = (f"  fsdp-compat {example}" for example in examples)
-    return "\n".join(["\b", "Examples:", *lines, "", STATUS])
+    status = STATUS if compares else STATUS.replace(_FOUND, "").replace(" (but see 1)", "")
+    return "\n".join(["\b", "Examples:", *lines, "", status])
 
 
 # -- types of arguments; --help shows their names
 
 
 def regex(value: str) -> str:
-    """A pattern. The call checks it."""
+    """A pattern."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise click.BadParameter(f"{value!r} is no regular expression: {error}") from error
     return value
 
 
@@ -297,7 +302,7 @@ def list_command(folder: Path, as_json: bool, ignored: tuple[str, ...]) -> None:
         _AS_JSON,
         *_READING,
     ],
-    epilog=_epilog("verify runs/7/step-00001200", "verify checkpoint-1000 --finite"),
+    epilog=_epilog("verify runs/7/step-00001200", "verify checkpoint-1000 --finite", compares=True),
 )
 def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> None:
     """Check that every element of every tensor is there exactly once, that files have their lengths
@@ -323,6 +328,7 @@ def verify_command(source: Path, quick: bool, as_json: bool, **given: Any) -> No
     epilog=_epilog(
         "diff runs/7/step-00001100 runs/7/step-00001200",
         "diff full.pt exported --weights --rtol 1e-2 --any-dtype",
+        compares=True,
     ),
 )
 def diff_command(any_dtype: bool, as_json: bool, **given: Any) -> None:
@@ -340,8 +346,8 @@ def diff_command(any_dtype: bool, as_json: bool, **given: Any) -> None:
     params=[
         _option(
             "--to",
-            "Format of the target. Default: by its suffix (.safetensors, .pt, .pth, .bin), or else "
-            "a directory of safetensors files with an index, as Hugging Face has it.",
+            "Format of the target. Default: by suffix (.safetensors, .pt, .pth, .bin, .ckpt) or "
+            "else a directory of safetensors files with an index, as Hugging Face has it.",
             click.Choice(tuple(FORMATS)),
         ),
         _option("--world-size", "Ranks to split the files for.", _COUNT, metavar="N"),
@@ -380,7 +386,7 @@ def convert_command(**given: Any) -> None:
 )
 def merge_command(target: Path, **given: Any) -> None:
     """Write a checkpoint of many files as one. Its format is that of TARGET's suffix: .safetensors,
-    or .pt, .pth and .bin for torch.load."""
+    or .pt, .pth, .bin and .ckpt for torch.load."""
     if target.suffix.lower() not in _SUFFIXES:
         raise click.UsageError(
             f"{str(target)!r} does not say which format to write: end it in {', '.join(_SUFFIXES)}"

@@ -116,7 +116,7 @@ def diff(
     one, other: files or directories; their formats are recognised.
     rtol, atol: two values are the same if they are at most ``atol + rtol * m`` apart, where m is
     the larger of their magnitudes.
-    dtypes: False compares the values of tensors of different dtypes, and nothing else.
+    dtypes: False: ignore dtypes, compare values.
     include, exclude: regular expressions, searched in names of parameters and, for all else, in
     paths. Only names with a match of one in ``include`` (if there is any) and of none in
     ``exclude`` are compared.

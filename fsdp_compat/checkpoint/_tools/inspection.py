@@ -147,7 +147,7 @@ def inspect(
             print(tensor.path, tensor.dtype, tensor.shape, tensor.ranks)
 
     path: a file or a directory; its format is recognised.
-    include, exclude: as for ``diff``: of what to return tensors and other values.
+    include, exclude: patterns that choose what is returned, as for ``diff``.
     stats: also read the values of these tensors, for their smallest, largest and mean value.
     shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file or folder of whole
     tensors, or the JSON file that ``fsdp-compat shapes`` writes. Without it, parameters stay flat.

@@ -7,12 +7,13 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from ..._text import joined
 from ...errors import CheckpointError
 from .._blocks import damaged
 from .._directory import step_in, steps_in
 from .._manifest import MANIFEST
 from .._progress import elapsing
-from .._texts import brief, found_in
+from .._texts import found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
 from .native import files_of_native
@@ -63,7 +64,14 @@ def list_checkpoints(
         found = [each for path in paths if (each := _listed(path, ignored)) is not None]
     listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
     if not listed:
-        open_archive(folder, ignored=ignored)  # raises
+        raise Unrecognised.of(
+            "No checkpoint was recognised.",
+            expected="checkpoints in this folder, or the files of one",
+            got=joined([path.name for path in paths], 8, ", ")
+            or "neither files of one nor folders",
+            where=str(folder),
+            fix="pass the folder that holds the checkpoints themselves",
+        )
     return Listing(folder, tuple(listed))
 
 
@@ -101,7 +109,7 @@ def _listed(path: Path, ignored: Collection[str]) -> Listed | None:
     except CheckpointError as error:
         problem = f"{str(error).splitlines()[0].rstrip('.')}: {found_in(error)}"
     except OSError as error:  # a running job may have removed it
-        problem = brief(error)
+        problem = f"{error.strerror}: {error.filename}"
     number = _NUMBER.search(unfinished[1] if unfinished else path.stem)
     step = int(number[1]) if archive.step is None and number else archive.step
     return Listed(path, archive.kind, step, archive.world_size, nbytes, problem)

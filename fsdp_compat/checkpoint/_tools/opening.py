@@ -91,7 +91,7 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
         return found
     names = sorted(os.listdir(path))
     if any(map(_DEEPSPEED.fullmatch, names)):
-        raise _of_deepspeed(path)
+        raise _of_deepspeed(path, path.parent)
     if is_dcp(path):
         return read_dcp(path)
     if is_sharded_safetensors(path):
@@ -108,8 +108,9 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
     files = [path / name for name in names if Path(name).suffix in TORCH_SUFFIXES]
     if len(files) == 1:
         return _read_file(require_inside(path, files[0]), shapes, ignored)
-    if _DEEPSPEED_SCRIPT in names:
-        raise _of_deepspeed(path)
+    steps = (each.name for each in path.glob("global_step*/*"))
+    if _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED.fullmatch, steps)):
+        raise _of_deepspeed(path, path)
     names = [file.name for file in files] or names
     raise _unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
@@ -142,21 +143,22 @@ def require_lengths(archive: Archive) -> None:
             raise damaged(file, f"{facts.nbytes} bytes", f"{nbytes} bytes")
 
 
-def _of_deepspeed(path: Path) -> NotRead:
-    folder = path if (path / _DEEPSPEED_SCRIPT).exists() else path.parent
+def _of_deepspeed(path: Path, folder: Path) -> NotRead:
+    script = folder / _DEEPSPEED_SCRIPT
+    copy = "" if script.exists() else "copy the script there, from the run that saved it; "
     return NotRead.of(
-        "Checkpoints of DeepSpeed are not read: run its zero_to_fp32.py first.",
+        "Checkpoints of DeepSpeed have to be converted by its zero_to_fp32.py.",
         expected="the whole state dict that zero_to_fp32.py makes of one",
-        got="files of DeepSpeed, whose own code is needed to put its parts together",
+        got="files of DeepSpeed",
         where=str(path),
-        fix=f"python {folder / _DEEPSPEED_SCRIPT} {folder} whole; then pass whole",
+        fix=f"{copy}python {script} {folder} whole; then pass whole",
     )
 
 
 def _unreadable(path: Path, got: str) -> Unrecognised:
     fix = "pass the file, or the directory that holds the files themselves"
     if any(each.is_dir() for each in path.glob("*")):
-        fix = f"pass one of the checkpoints in it, which `fsdp-compat list {path}` shows"
+        fix = f"pass one of the checkpoints in it: `fsdp-compat list {path}` shows any"
     return Unrecognised.of(
         "No checkpoint was recognised.",
         expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "

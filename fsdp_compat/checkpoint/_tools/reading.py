@@ -357,7 +357,7 @@ class Files:
                         raise damaged(
                             path,
                             f"checksum {expected:08x} of the block at byte {start}",
-                            f"{got:08x}: the file was changed, or is from another checkpoint",
+                            f"checksum {got:08x}",
                         )
                     yield start, memory
 

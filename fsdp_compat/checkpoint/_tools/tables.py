@@ -209,10 +209,12 @@ def of_difference(found: Difference) -> str:
         summary = Text(f"{count_of(len(found.tensors), 'tensor')}, all the same", "bold green")
     alone = [(path, "only in the first") for path in found.missing]
     alone += [(path, "only in the second") for path in found.added]
+    has_more = any(not path.startswith("model/") for path, _ in alone)
     rows = map(_row_of_difference, found.different)
     values = ((each.path, each.one or "-", each.other or "-") for each in found.values)
     return _printed(
-        _table("tensor |", alone),
+        _table("tensor or value | where", alone),
+        "--weights compares the models alone" if has_more else None,
         _table("tensor | dtype | shape | different> | largest distance> | relative>", rows),
         _table("other value | first | second", values),
         summary,

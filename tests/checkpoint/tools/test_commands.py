@@ -220,7 +220,7 @@ def test_the_answer_no_is_1(
         (["convert", ".", "t", "--dtype", "nn"], "'nn' is not a dtype"),
         (["convert", ".", "t", "--rename", "a->b"], "not of the form 'PATTERN=>REPLACEMENT'"),
         (["convert", ".", "t", "--rename", "(=>b"], "rename has the wrong type"),
-        (["convert", ".", "t", "--include", "["], "expected: regular expressions"),
+        (["convert", ".", "t", "--include", "["], "'[' is no regular expression: unterminated"),
         (["convert", ".", "t", "--optimizer-names", "bad.json"], "cannot be read as JSON"),
         (["merge", ".", "t.txt"], "does not say which format to write"),
         (["reshard", ".", "t"], "Missing option '--world-size'"),

@@ -288,5 +288,11 @@ def test_a_directory_of_deepspeed_is_named_with_the_script_that_converts_it(tmp_
         title, *_, to_do = result.stderr.splitlines()
         assert "DeepSpeed" in title and "zero_to_fp32.py" in title
         assert f"python {job / 'zero_to_fp32.py'} {job} whole" in to_do
+    (job / "zero_to_fp32.py").unlink()
+    for path in (job, step):
+        assert (
+            f"copy the script there, from the run that saved it; python {job}"
+            in run("inspect", path).stderr
+        )
     torch.save(TENSORS, job / "pytorch_model.bin")  # what the script makes
     assert set(open_archive(job).tensors) == set(TENSORS)

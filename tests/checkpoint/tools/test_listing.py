@@ -104,6 +104,7 @@ def test_a_checkpoint_is_listed_as_one_and_an_empty_folder_is_3(runs: Path, tmp_
     empty.mkdir()
     result = run("list", empty)
     assert result.exit_code == 3 and "No checkpoint was recognised" in result.stderr
+    assert "fsdp-compat list" not in result.stderr
     assert os.listdir(empty) == []
 
 
