@@ -33,7 +33,11 @@ Sequences = Mapping[int, Sequence[Record]]  # of each rank
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("folder", type=Path, help="that FSDP_COMPAT_BLACK_BOX named; of all hosts")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="the folder set in FSDP_COMPAT_BLACK_BOX; for several hosts, all files in one",
+    )
     parser.add_argument("--trace", type=Path, help="also write a timeline for ui.perfetto.dev")
 
 
@@ -81,7 +85,7 @@ def _last(box: BlackBox, end: int) -> str:
         return "used no unit"
     last = box.records[-1]
     is_waiting = last.event == events.WAITING and not last.until
-    waits = ", whose all-gather has not ended" if is_waiting else ""
+    waits = ", whose all-gather never finished" if is_waiting else ""
     return (
         f"last {_named(last)}{waits}, forward {last.forward}, "
         f"{(end - last.ns) / 1e6:.0f} ms before the last of any rank"
@@ -106,7 +110,7 @@ def _differences(boxes: Boxes) -> list[str]:
     forward, number, sequences = min(found, key=lambda each: each[0])
     before = _at(sequences, number - 1) if number else {}
     where = "".join({f", after the {_named(record)}" for record in before.values()})
-    lines = [f"The ranks part in forward {forward}{where}:"]
+    lines = [f"The ranks diverge in forward {forward}{where}:"]
     lines += [f"  rank {rank}: {_named(each)}" for rank, each in _at(sequences, number).items()]
     return lines + _verdicts(number, sequences)
 
@@ -146,7 +150,7 @@ def _verdicts(number: int, sequences: Sequences) -> list[str]:
         if _named(record) == usual:
             continue
         if record is None:
-            lines.append(f"  Rank {rank} did not come to the {usual}.")
+            lines.append(f"  Rank {rank} never reached the {usual}.")
         elif _named(later[most]) == _named(record) and _named(later[rank]) != usual:
             lines.append(f"  Rank {rank} skipped the {usual}, or rank {most} did it once more.")
         else:

@@ -39,6 +39,12 @@ _T = TypeVar("_T")
 # The common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
 _BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
 _TORCH_FSDP = "torch.distributed.fsdp"
+_EXAMPLES = {
+    "ShardingStrategy": "ShardingStrategy.FULL_SHARD",
+    "MixedPrecision": "MixedPrecision(param_dtype=torch.bfloat16)",
+    "MixedPrecisionPolicy": "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+    "CPUOffload": "CPUOffload(offload_params=True)",
+}
 
 
 class ShardingStrategy(enum.Enum):
@@ -259,8 +265,9 @@ def as_ours(value: object, expected: type[_T], argument_name: str) -> _T | None:
     ours = _translated(value, expected, argument_name)
     if isinstance(ours, expected):
         return ours
-    name = f"{expected.__module__}.{expected.__qualname__}"
-    raise wrong_type(argument_name, f"a {name}, or torch's class of that name", value)
+    name = expected.__name__
+    fix = f"pass {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+    raise wrong_type(argument_name, f"a {name} of fsdp_compat or torch", value, fix=fix)
 
 
 def _translated(value: Any, expected: type, argument_name: str) -> Any:

@@ -89,7 +89,7 @@ class FullyShardedDataParallel(ClientAttributes):
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
         limit_all_gathers: on the CPU, True keeps one gradient buffer at a time, and False overlaps
             reducing one unit's gradients with computing the next unit's, as devices with streams
-            always do. At most two units are gathered either way.
+            always do. Besides the root, at most two units are gathered.
         use_orig_params: expose the module's own Parameter objects, as views of the shard, to the
             optimizer instead of FlatParameters. Needed to change ``requires_grad`` of some of a
             unit's parameters: with False a layer inside a unit has no parameters between steps, so

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint._progress import elapsing
-from ..errors import FsdpCompatError
+from ..errors import FsdpCompatError, unusable
 from .plan import plan
 
 EPILOG = """def tiny():  # in job.py
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="module:function; it runs on the meta device and returns "
         "the arguments of fsdp_compat.plan as a dict",
     )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N")
-    parser.add_argument("--device", default="H100", help="of the estimate of the time")
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("--device", default="H100", help="to estimate times for (only H100)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw memory over the step")
 
 
@@ -45,6 +45,10 @@ def main(given: argparse.Namespace) -> int:
         with elapsing(sys.stderr.isatty(), "simulating a step"):
             with torch.device("meta"):
                 arguments = function()
+            if not isinstance(arguments, dict):
+                what, expected = f"What {given.function} returns", "the arguments of plan as a dict"
+                fix = 'return {"model": model, "batch": batch}'
+                raise unusable(what, expected, arguments, "fsdp-compat plan", fix)
             made = plan(world_size=given.world_size, device=given.device, **arguments)
     except FsdpCompatError as error:
         print(error, file=sys.stderr)

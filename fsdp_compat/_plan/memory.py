@@ -112,4 +112,4 @@ class Memory(simulation.DispatchMode):
         if self.nbytes > self.most:
             self.most = self.nbytes
             if self._on_peak is not None:
-                self._on_peak(self.nbytes, dict(+self.by_kind))
+                self._on_peak(self.nbytes, +self.by_kind)

@@ -78,8 +78,8 @@ class Plan:
                 lines.append(f"{axis}: {number} x {kind}, {_gib(nbytes)} GiB sent in a step")
         lines.append(f"{self.flops / 1e12:.3f} TFLOP in a step")
         lines.append(
-            f"An estimate for {self.device}, not a measurement: {self.seconds:.3f} s a step, "
-            f"{self.exposed_s:.3f} s of them waiting for communication"
+            f"An estimate for {self.device}, not a measurement: {self.seconds * 1e3:.0f} ms per "
+            f"step, of which {self.exposed_s * 1e3:.0f} ms waiting for communication"
         )
         lines += [f"assumed: {value} at {line}" for line, value in self.assumed.items()]
         return "\n".join([*lines, _NOT_INCLUDED.format(reserve=self.reserve / _GIB)])
@@ -187,7 +187,7 @@ def _check(model: nn.Module, world_size: int, wrap: object, fsdp: Mapping[str, A
     real = [name for name, tensor in model.named_parameters() if not tensor.is_meta]
     if real:
         raise refuse(
-            "The model has values, which a plan has no use for.",
+            "plan() needs a model on the meta device.",
             "parameters on the meta device",
             f"{real[0]} on {model.get_parameter(real[0]).device}",
             "build it inside `with torch.device('meta'):`",

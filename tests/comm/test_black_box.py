@@ -94,13 +94,13 @@ def run(fault: str, folder: Path) -> None:
 
 FIRST = "rank 1 raised ValueError: a fault of the user's at .*test_black_box.py:\\d+"
 CASES = [
-    ("skip", ["part in forward 4", "Rank 1 skipped the use of unit 'blocks.2'"]),
-    ("order", ["part in forward 4", "Rank 1 has the use of unit 'blocks.3' where rank 0 has"]),
+    ("skip", ["diverge in forward 4", "Rank 1 skipped the use of unit 'blocks.2'"]),
+    ("order", ["diverge in forward 4", "Rank 1 has the use of unit 'blocks.3' where rank 0 has"]),
     (
         "die",
-        ["Rank 1 did not come to the .*'blocks.3'", r"rank 1: was killed.*blocks.[23]', forward 4"],
+        ["Rank 1 never reached the .*'blocks.3'", r"rank 1: was killed.*blocks.[23]', forward 4"],
     ),
-    ("raise", [FIRST, "Rank 1 did not come to the .*'blocks.3'"]),
+    ("raise", [FIRST, "Rank 1 never reached the .*'blocks.3'"]),
     ("slow", ["The others wait for rank 1: .* from unit 'blocks.2' to unit 'blocks.3'"]),
     (
         "none",
@@ -123,7 +123,7 @@ def test_names_the_fault(
     assert not ended.value.code
     for pattern in patterns:
         assert re.search(pattern, said), said
-    assert ("part in" in said) == (fault not in ("slow", "none")), said
+    assert ("diverge in" in said) == (fault not in ("slow", "none")), said
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {row["pid"] for row in rows} == set(range(RANKS))
 

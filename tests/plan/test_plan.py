@@ -237,7 +237,7 @@ def offloaded(model: nn.Module) -> nn.Module:
 
 
 BAD = [
-    ({"model": Net()}, "has values", "meta"),
+    ({"model": Net()}, "on the meta device", "cpu"),
     ({"wrap": flat, "auto_wrap_policy": "auto"}, "exclude each other", "auto_wrap_policy"),
     ({"world_size": 0}, "needs a rank", "world_size=0"),
     ({"device": "H1000"}, "no cost model", "'H100'"),
@@ -267,6 +267,9 @@ from torch import nn
 def job():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     return {"model": model, "batch": torch.zeros(4, 8)}
+
+def number():
+    return 3
 """
 
 
@@ -277,11 +280,13 @@ def test_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
-    for function, status in (("its_job:job", 0), ("its_job:other", 2), ("its_job", 2)):
+    cases = (("its_job:job", 0), ("its_job:other", 2), ("its_job", 2), ("its_job:number", 1))
+    for function, status in cases:
         with pytest.raises(SystemExit) as ended:
             main(["plan", function, "--world-size", "8", "--plot", "plan.png"])
         assert ended.value.code == status
 
     said = capsys.readouterr()
     assert "One of 8 ranks" in said.out and "module:function" in said.err
+    assert "What its_job:number returns cannot be used." in said.err
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

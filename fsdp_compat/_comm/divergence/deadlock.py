@@ -147,13 +147,13 @@ class Search:
             return
         while self._warn_s <= waited_s:
             self._warn_s *= 2
+        waited = f"{waited_s:.{int(waited_s < 10)}f} s"
         lines = [*found[:_MAX_NAMED], *(["and others"] if len(found) > _MAX_NAMED else [])]
         _logger.warning(
-            "For %.1f s %s.\n%s  Every rank must run the same forwards and "
+            "%s.\n%s  Every rank must run the same forwards and "
             "backwards. Common mistakes: a rank has one batch less than the others, or one rank "
-            "evaluates alone. The next warning comes in %.1f s (FSDP_COMPAT_WARN_AFTER).",
-            waited_s,
-            wait.text,
+            "evaluates alone. Next warning in %.0f s (FSDP_COMPAT_WARN_AFTER).",
+            f"R{wait.text[1:]}".replace(" waits", f" has waited {waited}", 1),
             "".join(f"  {line}\n" for line in lines),
             self._warn_s - waited_s,
         )

@@ -43,15 +43,15 @@ def policy_of(given: Any, root: nn.Module) -> Any:
 
 
 def _no_such_class(name: str, root: nn.Module, by_name: Collection[str]) -> UsageError:
-    near = difflib.get_close_matches(name, by_name, 3, 0.3)
+    near = difflib.get_close_matches(name, by_name, 3, 0.3) if name.lower() != AUTO else []
+    choice = f"one of the nearest names, {', '.join(near)}" if near else f'"{AUTO}"'
     repeated = sorted(each.__name__ for each in repeated_blocks(root))
     return UsageError.of(
         "auto_wrap_policy names a class that the model does not have.",
         expected='class names of modules in the model, or "auto"',
         got=f"{name!r}",
         where=f"wrapping a {type(root).__name__}",
-        fix=f"pass one of the nearest names, {', '.join(near) or 'of which there are none'}; "
-        f"the model repeats {', '.join(repeated) or 'no block'}",
+        fix=f"pass {choice}; the model repeats {', '.join(repeated) or 'no block'}",
     )
 
 

@@ -420,6 +420,7 @@ in_inference_mode(net) -> FSDP(m) | inference
 
 POLICIES = """
 FSDP(m, auto_wrap_policy="Lager") | 'Lager'; nearest names, Layer
+FSDP(m, auto_wrap_policy="Auto") | 'Auto'; pass "auto"
 FSDP(m, auto_wrap_policy=Layer) | a CustomPolicy; wrapping a Net; ModuleWrapPolicy({Layer})
 FSDP(m, auto_wrap_policy=(Layer, nn.Linear)) | ModuleWrapPolicy({Layer, Linear})
 FSDP(m, auto_wrap_policy=ModuleWrapPolicy) | ModuleWrapPolicy(...)
@@ -457,11 +458,11 @@ FSDP(m, sharding_strategy=HYBRID, process_group=(world(),)) | process_group; tup
 FSDP(m, sharding_strategy=HYBRID, process_group=(world(), None)) | process_group
 FSDP(m, process_group=destroyed()) | process_group; destroyed
 FSDP(m, device_mesh=world()) | device_mesh
-FSDP(m, sharding_strategy="FULL_SHARD") | sharding_strategy; 'FULL_SHARD'
-FSDP(m, cpu_offload=True) | cpu_offload; CPUOffload
+FSDP(m, sharding_strategy="FULL_SHARD") | sharding_strategy; pass ShardingStrategy.FULL_SHARD
+FSDP(m, cpu_offload=True) | cpu_offload; pass CPUOffload(offload_params=True)
 FSDP(m, cpu_offload=CPUOffload(offload_params="yes")) | offload_params; 'yes'
 FSDP(m, backward_prefetch="BACKWARD_PRE") | backward_prefetch; 'BACKWARD_PRE'
-FSDP(m, mixed_precision=torch.bfloat16) | mixed_precision; bfloat16
+FSDP(m, mixed_precision=torch.bfloat16) | mixed_precision; pass MixedPrecision(param_dtype=
 mixed(m, param_dtype="half") | param_dtype; 'half'
 mixed(m, param_dtype=FP8) | param_dtype; float8
 mixed(m, reduce_dtype=FP8) | reduce_dtype; float8

@@ -178,11 +178,11 @@ def wait_for_warnings() -> None:
 
 WARNS = {"FSDP_COMPAT_WARN_AFTER": "0.3"}
 _WARNING = (
-    r"For (?P<waited_s>[\d.]+) s rank 0 waits for (the parameters of (the root unit|unit '0')|the "
+    r"Rank 0 has waited (?P<waited_s>[\d.]+) s for (the parameters of (the root unit|unit '0')|the "
     r"beginning of a forward of the root unit \(a \w+\)) from rank 1, at "
     rf"{HERE}:\d+ in \w+\(\)\.\n  rank 1: it is at {HERE}:\d+ in wait_for_warnings\(\), for "
     r"at least [\d.]+ s\n"
-    r"  Every rank must run the same forwards and backwards\..* comes in [\d.]+ s.*"
+    r"  Every rank must run the same forwards and backwards\..* Next warning in \d+ s.*"
 )
 
 
