@@ -147,7 +147,7 @@ def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[int,
     say(describe(model))
     begun, saved_by = load(args, model, optimizer).values() if args.resume else (0, 0)
     if begun:
-        say(f"resumed step {begun}, saved by {saved_by} ranks, on {ranks}")
+        say(f"resumed from step {begun} (saved by {saved_by} ranks) on {ranks} ranks")
     for step in range(begun + 1, args.steps + 1):
         yield step, train_step(model, optimizer, draw_batch(step, args.batch))
         if step == args.steps or step % args.save_every == 0:

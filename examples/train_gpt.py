@@ -210,7 +210,8 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         print(describe(model), flush=True)
         if record.starts:
             saved_by = number_of(record.starts[-1][1])
-            print(f"resumed step {record.step}, saved by {saved_by}, on {ranks}", flush=True)
+            here = number_of(ranks)
+            print(f"resumed from step {record.step} (saved by {saved_by}) on {here}", flush=True)
     if record.step < args.steps:
         record.starts.append((record.step, ranks))
 

@@ -22,7 +22,7 @@ def _train_and_export(directory: str) -> list[str]:
     run(START, names)
     run(recipe, names)
     assert names["text"].shape == (4, 12)
-    return sorted(os.listdir("exported"))
+    return sorted(os.listdir("runs/llama"))
 
 
 def test_a_trained_model_is_one_that_from_pretrained_loads(tmp_path: Path) -> None:

@@ -6,26 +6,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.examples.test_checkpoint_recipes import lay_out
-from tests.examples.test_readme import PROGRAMS, blocks
+from tests.examples.test_readme import ALONE, PROGRAMS, blocks, resuming
 from tests.support.time_limit import limit_s
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-JOB = """
-import torch
-
-def tiny():
-    return {"model": torch.nn.Linear(8, 8), "batch": (torch.zeros(2, 8),)}
-"""
 
 
 def start(script: str, folder: Path) -> subprocess.Popen[str]:
@@ -80,14 +73,14 @@ def test_torchrun_on_each_host_makes_one_job(tmp_path: Path) -> None:
         assert len(re.findall(r"loss 0\.\d+", found)) == found.count("4 ranks") == 2, found
 
 
-def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
-    lay_out(tmp_path)
-    shutil.copytree(tmp_path / "runs" / "7", tmp_path / "runs" / "first")
-    (tmp_path / "job.py").write_text(JOB)
+def test_the_commands_of_the_readme_run_after_its_programs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(resuming(PROGRAMS[0]))
+    (tmp_path / "job.py").write_text(ALONE[1])
     (script,) = blocks("README.md", "sh", "Commands")
-    lines = [line for line in script.splitlines() if " diagnose " not in line]  # run above
-    process = start("set -e\n" + "\n".join(lines), tmp_path)
+    trains = "torchrun --standalone --nproc-per-node 2 train.py\n"
+    process = start("set -e\n" + trains + script, tmp_path)
     found = said(process)
     assert process.returncode == 0, found
-    assert "One of 8 ranks" in found and (tmp_path / "exported").is_dir()
-    assert (tmp_path / "model.pt").is_file()
+    assert "yes, latest" in found and "complete and undamaged" in found
+    assert "One of 8 ranks" in found
+    assert "layers.0.linear1.weight" in torch.load(tmp_path / "model.pt")["model"]

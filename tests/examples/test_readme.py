@@ -1,12 +1,15 @@
-"""README.md and the pages in examples/: every line of code in them runs, each snippet in a folder
-of its own, and does what the text says. Links and figures are right."""
+"""README.md and the pages in examples/: every line of code in them runs, all recipes in one folder,
+and does what the text says. Links and figures are right."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,15 +93,17 @@ def _train(program: str, directory: str) -> float:
     loss = float(names["loss"])
     for start in (0, 5):  # before the first save, and after the last one
         names = {}
-        run(resuming(program), names)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            run(resuming(program), names)
         assert names["start"] == start
         assert ("epoch" in names) == (start == 0)
+        assert ("resumed at epoch 5" in said.getvalue()) == (start == 5)
     return loss
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["FSDP", "fully_shard"])
 def test_the_first_programs_train_and_resume(program: str, tmp_path: Path) -> None:
-    assert len([line for line in program.splitlines() if line]) <= 13
+    assert len([line for line in program.splitlines() if line]) <= 15
     losses = run_ranks(2, _train, program, str(tmp_path))
     assert all(0.2 < loss < 0.8 for loss in losses)  # an untrained model's is about 2
 
@@ -119,30 +124,49 @@ def test_the_first_programs_have_the_right_types(program: str, tmp_path: Path) -
     assert strict_errors(program + resuming(program), tmp_path).startswith("Success")
 
 
-NUMBER = r"\d+\.\d+"
+FIGURE = r"(\d+(?:\.\d+)?)"
 
 
-def figures() -> list[list[str]]:
-    """Return the cells of the rows of figures, without those of one process."""
+def figures() -> dict[str, list[str]]:
+    """Return the cells of each row of figures, without those of one process."""
     _, _, section = (ROOT / "README.md").read_text().partition("\n## Speed and memory\n")
     speed, memory = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
-    rows = [line.split("|")[1:-1] for line in (speed + memory).splitlines()]
-    return [row[2 * (len(row) == 7) :] for row in rows if re.search(NUMBER, "".join(row[1:]))]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in (speed + memory).splitlines()
+    ]
+    values = {row[0]: row[1 + (len(row) == 7) :] for row in rows}
+    return {name: row for name, row in values.items() if any(map(value, row))}
 
 
-def test_the_best_figure_of_each_row_is_bold() -> None:
+def value(cell: str) -> float | None:
+    found = re.fullmatch(rf"(?:\*\*)?{FIGURE}(?:\*\*)?", cell)
+    return float(found.group(1)) if found else None
+
+
+def test_the_best_figures_of_each_row_are_bold() -> None:
     rows = figures()
     assert len(rows) == 5 + 5
-    for row in rows:
-        found = {float(each.group()): cell for cell in row if (each := re.search(NUMBER, cell))}
-        bold = [value for value, cell in found.items() if "**" in cell]
-        assert bold == [min(found)], row
+    for name, row in rows.items():
+        values = [each for cell in row if (each := value(cell)) is not None]
+        assert [value(cell) == min(values) for cell in row] == ["**" in cell for cell in row], name
 
 
 def test_every_figure_is_a_result() -> None:
+    """Simulated times have three significant digits, and are those of one simulation."""
     results = (ROOT / "tests" / "benchmarks" / "RESULTS.md").read_text()
-    numbers = set(re.findall(NUMBER, results))
-    assert [row for row in figures() if not {*re.findall(NUMBER, "".join(row))} <= numbers] == []
+    numbers = {float(each) for each in re.findall(r"\d+\.\d+", results)}
+    kinds = ("ours", "fully_shard of ours", "FSDP1", "FSDP2")
+    table = r"(?s:.(?!\n\n))*?".join(rf"^{kind} +{FIGURE} " for kind in kinds)
+    simulated = {
+        tuple(float(f"{float(each):.3g}") for each in times)
+        for times in re.findall(table, results, flags=re.MULTILINE)
+    }
+    for name, row in figures().items():
+        values = tuple(each for each in map(value, row) if each is not None)
+        if name.startswith("*simulated*"):
+            assert values in simulated, name
+        else:
+            assert numbers.issuperset(values), name
 
 
 # --- examples/MIGRATING.md, "From DDP": both sides of each diff do the same -----------------------
@@ -265,7 +289,7 @@ def test_ddp_and_sharded_code_compute_the_same(
 
 PAGES = ["README.md", "CHECKPOINTS.md", "MIGRATING.md", "TROUBLESHOOTING.md"]
 START = blocks("examples/README.md", "python")[0]
-ALONE = blocks("examples/README.md", "python", "Will it fit?")  # without a process group
+ALONE = blocks("examples/README.md", "python", "Will it fit?")  # test_commands.py runs the second
 ELSEWHERE = [  # tests/clients/test_recipes.py runs it
     *ALONE,
     *blocks("examples/README.md", "python", "A Transformers model"),
@@ -277,24 +301,38 @@ def recipes(page: str) -> list[str]:
     return [each for each in found if each not in (START, *ELSEWHERE)]
 
 
-def _run_recipes(page: str, directory: str) -> None:
-    for number, recipe in enumerate(recipes(page), 1):
-        folder = Path(directory, str(number))
-        folder.mkdir(exist_ok=True)
-        os.chdir(folder)
-        names: dict[str, Any] = {}
-        run(START, names)
-        name = f"recipe {number} of examples/{page}"
-        exec(compile(recipe, name, "exec"), names)
-        for parameter in names["model"].parameters() if "model" in names else ():
-            assert parameter.isfinite().all(), name
-        dist.barrier()
+def _run_recipes(directory: str, text: str = "") -> None:
+    """Run the recipes that contain ``text``."""
+    os.chdir(directory)
+    for page in PAGES:
+        for number, recipe in enumerate(recipes(page), 1):
+            if text not in recipe:
+                continue
+            names: dict[str, Any] = {}
+            run(START, names)
+            name = f"recipe {number} of examples/{page}"
+            exec(compile(recipe, name, "exec"), names)
+            for parameter in names["model"].parameters() if "model" in names else ():
+                assert parameter.isfinite().all(), name
+            dist.barrier()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_recipe_runs_in_a_clean_folder(page: str, tmp_path: Path) -> None:
-    assert recipes(page)
-    run_ranks(2, _run_recipes, page, str(tmp_path))
+def test_all_recipes_run_in_one_folder_and_again_without_their_runs(tmp_path: Path) -> None:
+    assert all(map(recipes, PAGES))
+    run_ranks(2, _run_recipes, str(tmp_path))
+    run_ranks(2, _run_recipes, str(tmp_path), "default=")  # these resume
+    shutil.rmtree(tmp_path / "runs")
+    run_ranks(2, _run_recipes, str(tmp_path))
+
+
+def test_recipes_save_in_folders_of_their_own_below_runs() -> None:
+    saved = []
+    for page in PAGES:
+        for recipe in blocks(f"examples/{page}", "python"):
+            saved += {*re.findall(r'save(?:_safetensors)?\("([\w/]+)"', recipe)}
+    assert len(saved) > 8
+    assert len({*saved}) == len(saved)
+    assert all(folder.startswith("runs/") for folder in saved)
 
 
 def test_every_block_has_a_test() -> None:
@@ -343,7 +381,7 @@ def test_the_table_has_all_environment_variables() -> None:
 
 
 def test_the_plan_of_the_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = ALONE
+    code, _ = ALONE
     exec(code, {})
     assert re.search(
         r"One of 8 ranks: .*; units: 9\n.*\nTrue \d+\n", capsys.readouterr().out, re.DOTALL

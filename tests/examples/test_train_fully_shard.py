@@ -85,4 +85,4 @@ def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path, file_forma
         rf"\n\d{{12}} reversed: \d{{12}}\ndone: steps 1-2 on 2 ranks; saved {path}\n$", first
     )
     ended, *_ = run_ranks(3, _main, [*command, "--steps", "2"])
-    assert "\nresumed step 2, saved by 2 ranks, on 3\n" in ended and "done" not in ended
+    assert "\nresumed from step 2 (saved by 2 ranks) on 3 ranks\n" in ended and "done" not in ended

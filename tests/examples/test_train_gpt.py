@@ -345,7 +345,7 @@ def test_a_killed_worker_is_replaced_and_the_losses_stay_the_same(
     )
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses["starts"] == [[0, 2], [5, 2]]
-    assert "\nresumed step 5, saved by 2 ranks, on 2\n" in ran.stdout
+    assert "\nresumed from step 5 (saved by 2 ranks) on 2 ranks\n" in ran.stdout
     assert "\ndone: steps 1-5 on 2 ranks, 6-12 on 2 ranks; loss " in ran.stdout
     assert_same_curve(losses["train"], one_process["train"])
     assert_same_curve(losses["validation"], one_process["validation"])
