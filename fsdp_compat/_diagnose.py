@@ -33,11 +33,8 @@ Sequences = Mapping[int, Sequence[Record]]  # of each rank
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument(
-        "folder",
-        type=Path,
-        help="the folder set in FSDP_COMPAT_BLACK_BOX; for several hosts, all files in one",
-    )
+    help_text = "the folder set in FSDP_COMPAT_BLACK_BOX; for several hosts, all files in one"
+    parser.add_argument("folder", type=Path, help=help_text)
     parser.add_argument("--trace", type=Path, help="also write a timeline for ui.perfetto.dev")
 
 

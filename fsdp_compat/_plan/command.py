@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the arguments of fsdp_compat.plan as a dict",
     )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    parser.add_argument("--device", default="H100", help="to estimate times for (only H100)")
+    parser.add_argument("--device", default="H100", help="accelerator to estimate for (only H100)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw memory over the step")
 
 

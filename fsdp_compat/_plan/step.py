@@ -116,11 +116,6 @@ class SimulatedStep:
         found = {group.shard: "shard" for group in self._all_groups()}
         return found | {group.replica: "replica" for group in self._all_groups()}
 
-    def _mark_state(self, batch: Any) -> None:
-        self._memory.mark("parameters", self._model.parameters())
-        self._memory.mark("buffers", self._model.buffers())
-        self._memory.mark("activations", tensors_in(batch))
-
     # -- events
 
     def _tell(self, event: int, label: str, error: BaseException | None = None) -> None:

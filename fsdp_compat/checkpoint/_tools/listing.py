@@ -17,7 +17,7 @@ from .._texts import found_in
 from .archive import Archive, Unrecognised
 from .inspection import Facts
 from .native import files_of_native
-from .opening import open_archive, problems_of, require_lengths
+from .opening import open_archive, problems_of, require_lengths, unreadable
 from .rank_files import TORCH_SUFFIXES
 
 _SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
@@ -64,14 +64,8 @@ def list_checkpoints(
         found = [each for path in paths if (each := _listed(path, ignored)) is not None]
     listed = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.path))
     if not listed:
-        raise Unrecognised.of(
-            "No checkpoint was recognised.",
-            expected="checkpoints in this folder, or the files of one",
-            got=joined([path.name for path in paths], 8, ", ")
-            or "neither files of one nor folders",
-            where=str(folder),
-            fix="pass the folder that holds the checkpoints themselves",
-        )
+        names = [path.name for path in sorted(folder.iterdir())]
+        raise unreadable(folder, joined(names, 8, ", ") or "an empty directory", is_listed=True)
     return Listing(folder, tuple(listed))
 
 

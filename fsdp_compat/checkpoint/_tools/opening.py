@@ -112,13 +112,13 @@ def _read_directory(path: Path, shapes: Shapes | None, ignored: Collection[str])
     if _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED.fullmatch, steps)):
         raise _of_deepspeed(path, path)
     names = [file.name for file in files] or names
-    raise _unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
+    raise unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
 
 def _read_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     if not path.is_file():
         is_there = os.path.lexists(path)
-        raise _unreadable(path, "something that is neither" if is_there else "nothing at this path")
+        raise unreadable(path, "something that is neither" if is_there else "nothing at this path")
     if path.name == ".metadata" or path.suffix == ".distcp":
         return read_dcp(path.parent)
     if path.name == MANIFEST:
@@ -155,9 +155,10 @@ def _of_deepspeed(path: Path, folder: Path) -> NotRead:
     )
 
 
-def _unreadable(path: Path, got: str) -> Unrecognised:
+def unreadable(path: Path, got: str, is_listed: bool = False) -> Unrecognised:
+    """Return the error for a path without a checkpoint. is_listed: not below it either."""
     fix = "pass the file, or the directory that holds the files themselves"
-    if any(each.is_dir() for each in path.glob("*")):
+    if not is_listed and any(each.is_dir() for each in path.glob("*")):
         fix = f"pass one of the checkpoints in it: `fsdp-compat list {path}` shows any"
     return Unrecognised.of(
         "No checkpoint was recognised.",

@@ -266,5 +266,7 @@ class _Verifier:
 
 def _line(error: Exception) -> str:
     """Return an error as one line: what it got, and what was expected."""
+    if isinstance(error, FileNotFoundError):
+        return "No such file"
     found = re.search(r"\n  expected: (.*)\n  got:      (.*)", str(error))
     return f"{found[2]} instead of {found[1]}" if found else brief(error)

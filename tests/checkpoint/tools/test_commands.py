@@ -438,6 +438,7 @@ def test_a_misspelled_command_or_option_is_suggested(
 
 PROGRAM = """
 import contextlib, io, sys
+sys.argv[0] = "fsdp-compat"
 import fsdp_compat.__main__
 try:
     with contextlib.redirect_stdout(io.StringIO()):
@@ -458,7 +459,7 @@ except SystemExit as end:
 def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-c", PROGRAM, str(model), "fsdp-compat"]
+    command = [sys.executable, "-c", PROGRAM, str(model)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         command,
