@@ -407,7 +407,7 @@ def quoted(heading: str) -> str:
     """Return a pattern for the text below a heading, with other places, times and limits."""
     (text,) = blocks("examples/TROUBLESHOOTING.md", "text", heading)
     pattern = re.sub(r"train\\\.py:\d+", r"\\S+:\\d+", re.escape(text.rstrip()))
-    return re.sub(r"\d+\\\.\d", r"\\d+\\.\\d", pattern)
+    return re.sub(r"\d+(\\\.\d)?\\ s\b", r"\\d+(\\.\\d)?\\ s", pattern)
 
 
 def train(model: nn.Module) -> None:
