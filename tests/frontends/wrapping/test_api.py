@@ -156,7 +156,7 @@ def test_none_and_own_objects_are_returned_unchanged(value: object, expected: ty
 def test_a_wrong_type_raises_with_the_four_facts(value: object, expected: type) -> None:
     with pytest.raises(UsageError) as error:
         api.as_ours(value, expected, "the_argument")
-    facts = (f"fsdp_compat.api.{expected.__name__}", repr(value), "argument 'the_argument'")
+    facts = (f"{expected.__name__} of fsdp_compat or torch", repr(value), "argument 'the_argument'")
     assert all(fact in str(error.value) for fact in (*facts, "to do:    pass "))
 
 
