@@ -43,8 +43,8 @@ Select = Callable[[str, tuple[int, ...]], bool]
 
 
 class WholeParameterOptimizer(CompositeOptimizer):
-    """Step whole parameters of a sharded model, with any optimizer that needs nothing but one
-    parameter, its gradient and its state at a time: Muon, Shampoo, SOAP, Adafactor, LAMB.
+    """Step whole parameters of a sharded model, with any optimizer that updates each parameter on
+    its own: Muon, Shampoo, SOAP, Adafactor, LAMB.
 
         optimizer = WholeParameterOptimizer(
             model,
@@ -197,9 +197,9 @@ class WholeParameterOptimizer(CompositeOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_steppable()
-        for each in self._exchanges:
-            each.fetch()
         try:
+            for each in self._exchanges:
+                each.fetch()
             for optimizer in self.optimizers:
                 optimizer.step()
             for each in self._exchanges:
