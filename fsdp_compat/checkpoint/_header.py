@@ -24,8 +24,10 @@ import torch
 from ..errors import CheckpointError
 from ._texts import (
     MAX_TEXT_NBYTES,
+    FileIdentity,
     brief,
     count_in,
+    identity_of,
     open_file,
     parse_json,
     parsed,
@@ -72,6 +74,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int  # first byte in the file
     packed: str | None = None  # the dtype in the file, if torch does not have it
+    file: FileIdentity | None = None  # of the file that described it
 
     @property
     def numel(self) -> int:
@@ -146,7 +149,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         text = file.read(length_of_header(file.read(8), nbytes, path))
-    return parse_header(text, nbytes, path)
+        identity = identity_of(file.fileno())
+    found, metadata = parse_header(text, nbytes, path)
+    return {n: dataclasses.replace(info, file=identity) for n, info in found.items()}, metadata
 
 
 def length_of_header(first: bytes, nbytes: int, path: Path) -> int:

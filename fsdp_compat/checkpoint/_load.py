@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,19 +203,15 @@ def _load(
             shared = SharedOptimizer(model, optimizer, ranks)
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
             plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
-            source.check(ranks, shows)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
-            agreement.own = (f"{source.identity} {arguments}", shared.facts())
-        shared.require_alike([facts for _, facts in agreement.by_rank])
-        if len(identities := {identity for identity, _ in agreement.by_rank}) > 1:
-            raise CheckpointError.of(
-                "The ranks load different checkpoints.",
-                expected="the same checkpoint, and the same arguments, on all ranks",
-                got=f"{len(identities)} different ones; this rank: {path}",
-                where=call,
-                fix="pass the same path, rename and dtype on all ranks; for the newest checkpoint "
-                "that all ranks have, pass the folder of the run itself",
-            )
+            agreement.own = (f"{source.identity} {arguments}", shared.facts(), source.copy())
+        identities, optimizers, copies = zip(*agreement.by_rank, strict=True)
+        shared.require_alike(optimizers)
+        _require_one_checkpoint(identities, path, call)
+        with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
+            agreement.own = source.check(ranks.number, copies, shows)
+        if len({name for name, *_ in copies}) > 1:
+            _require_one_checkpoint(agreement.by_rank, path, call)
         if report is not None:
             vars(report).update(vars(plan.report))
         elif plan.report and not strict:
@@ -237,6 +233,23 @@ def _load(
                     fix="load another checkpoint before continuing: both may be partly changed",
                 ) from error
         return extra
+
+
+def _require_one_checkpoint(identities: Sequence[str], path: Path, call: str) -> None:
+    """Raise CheckpointError if the ranks have different checkpoints or arguments, by rank."""
+    ranks: dict[str, list[str]] = {}
+    for rank, identity in enumerate(identities):
+        ranks.setdefault(identity, []).append(str(rank))
+    if len(ranks) > 1:
+        listed = joined([f"ranks {joined(its, 16, ', ')}" for its in ranks.values()], 8, "; ")
+        raise CheckpointError.of(
+            "The ranks load different checkpoints.",
+            expected="the same checkpoint, and the same arguments, on all ranks",
+            got=f"{len(ranks)} different ones: {listed}; this rank: {path}",
+            where=call,
+            fix="pass the same path, rename and dtype on all ranks, and copy the same files to all "
+            "nodes; for the newest checkpoint that all ranks have, pass the folder of the run",
+        )
 
 
 def _shapes_of(model: nn.Module) -> Shapes:

@@ -4,6 +4,7 @@ far."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ from ._named_groups import HeldPart
 from ._progress import progress_bar
 from ._ranks import Ranks
 from ._tools.archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
+from ._tools.merging import sample
 from ._tools.native import EXTRA, EXTRA_STATE, NativeCheckpoint
 from ._tools.opening import open_archive
 from ._tools.optimizer_tree import name_optimizer
 from ._tools.reading import Files, Read, read_all, reads_of
 from ._tools.shapes import Shapes
 from ._tools.tree import without_ddp
-from ._tools.walk import map_values
+from ._tools.walk import leaves, map_values
+
+_SAMPLED_PARTS = 64  # of a tensor without checksums, so that what one step changes is seen
+# Names one copy of the files; bytes of the zip records to read, and of all of them.
+FilesCopy = tuple[str, int, int]
 
 
 class Source:
@@ -87,10 +93,12 @@ class Source:
         if self.archive.param_groups is None:
             return None
         names = {old: new for new, old in self._states.items()}
+        with Files(self.archive.checksums) as files:  # settings are used before the others' checks
+            groups = read_all(self.archive.param_groups, files)
         return [
-            {key: its for key, its in read_all(group, self.files).items() if key != "param_names"}
+            {key: its for key, its in group.items() if key != "param_names"}
             | {"params": [names[name] for name in group["params"] if name in names]}
-            for group in self.archive.param_groups
+            for group in groups
         ]
 
     def number_optimizer(self, names: Sequence[Sequence[str]]) -> None:
@@ -165,26 +173,53 @@ class Source:
         self.reads += reads_of(leaf, whole_box(leaf.shape), target)
         return target.numpy() if leaf.is_array else target
 
-    def check(self, ranks: Ranks, shown: bool) -> None:
-        """Compare the checksums of all blocks to read; of zip records, this rank's share."""
-        records = self._records()[ranks.number :: ranks.count]
+    def copy(self) -> FilesCopy:
+        """Return which copy of the files this rank has. The time of the last change of an inode
+        cannot be copied, and is the same on all nodes."""
+        facts = map(os.stat, sorted({self.path, *(span.path for span in self._spans())}))
+        name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
+        own, total = (sum(each.nbytes for _, each in self._records(of)) for of in (False, True))
+        return hashlib.sha256(name.encode()).hexdigest(), own, total
+
+    def check(self, number: int, copies: Sequence[FilesCopy], shown: bool) -> str:
+        """Compare the checksums of all blocks to read. Of zip records, compare those to read or, if
+        that is less, a share of all: the other ranks with this copy of the files, by ``copies``,
+        compare the rest. Return what tells the content of several copies apart."""
+        alike = [rank for rank, (name, *_) in enumerate(copies) if name == copies[number][0]]
+        if max(copies[rank][1] for rank in alike) * len(alike) > copies[number][2]:
+            records = self._records(of_all=True)[alike.index(number) :: len(alike)]
+        else:
+            records = self._records(of_all=False)
         total = self.files.nbytes_to_check(self.reads) + sum(each.nbytes for _, each in records)
-        if not total:
-            return
-        with progress_bar(shown, f"check {self._title}", total) as tick:
+        with progress_bar(shown and total > 0, f"check {self._title}", total) as tick:
             self.files.check(self.reads, tick)
             for path, checksum in records:
                 self.files.compare(path, checksum, tick)
+        return self._content() if len(alike) < len(copies) else ""
 
-    def _records(self) -> list[tuple[Path, Checksum]]:
-        """Return the records of all tensors, in the same order on all ranks."""
-        if self.archive.checksums:  # of blocks: such files are not zip archives
-            return []
+    def _content(self) -> str:
+        """Return a digest of all checksums and plain values, and a sample of other tensors."""
+        its = self.archive
+        digest = hashlib.sha256(repr([sum.crc32 for _, sum in self._records(True)]).encode())
+        for leaf in leaves([its.tensors, its.aliases, its.states, its.param_groups, its.extra]):
+            value: Any = leaf[1]
+            if isinstance(value, StoredTensor):
+                has_checksums = all(getattr(it.source, "checksum", None) for it in value.pieces)
+                value = "" if has_checksums else sample(value, self.files, _SAMPLED_PARTS)
+            elif isinstance(value, (set, frozenset)):
+                value = sorted(map(repr, value))
+            digest.update(repr((leaf[0], value)).encode())
+        return digest.hexdigest()
+
+    def _spans(self) -> list[Span]:
         pieces = (piece for _, each in self.archive.all_tensors() for piece in each.pieces)
-        found: dict[tuple[Path, Checksum], None] = {}
-        for piece in pieces:
-            if isinstance(piece.source, Span) and piece.source.checksum is not None:
-                found[piece.source.path, piece.source.checksum] = None
+        return [piece.source for piece in pieces if isinstance(piece.source, Span)]
+
+    def _records(self, of_all: bool) -> list[tuple[Path, Checksum]]:
+        """Return the zip records that are read, or of all tensors: in one order on all ranks."""
+        spans = self._spans() if of_all else [each.source for each in self.reads]
+        known = [each for each in spans if isinstance(each, Span)]
+        found = {(each.path, each.checksum) for each in known if each.checksum}
         return sorted(found, key=lambda each: (each[1].nbytes, each[0], each[1].start))
 
     def read(self, shown: bool) -> None:
@@ -219,6 +254,9 @@ class NativeSource(Source):
     def identity(self) -> str:
         return self._checkpoint.manifest.identity
 
+    def copy(self) -> FilesCopy:
+        return "", 0, 0  # the manifest tells copies apart, and there are no zip records
+
     def _state_names(self) -> Iterable[str]:
         common = self._checkpoint.head(self._checkpoint.manifest.common)
         return (*self._checkpoint.parameters, *common.other_states, *super()._state_names())
@@ -247,6 +285,7 @@ def open_source(
     call: str,
 ) -> Source:
     """Return the checkpoint at a path. shapes: of the model, for formats without."""
+    path = path.parent if path.name == MANIFEST else path
     is_native = (path / MANIFEST).exists() or (path / file_name(0)).exists()
     if is_native or not path.exists():
         read_manifest(path) if not is_native else None  # raises

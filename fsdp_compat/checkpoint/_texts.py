@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ..errors import CheckpointError, UsageError
 
 _T = TypeVar("_T")
+FileIdentity = tuple[int, int, int, int]  # device, inode, length, time of the last change in ns
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 
 
@@ -29,6 +30,12 @@ def open_file(path: Path) -> int:
             fix="restore the file from an intact copy; nothing was loaded",
         )
     return os.open(path, os.O_RDONLY)
+
+
+def identity_of(descriptor: int) -> FileIdentity:
+    """Return what changes if another file gets the name of an open one, or it is written to."""
+    facts = os.fstat(descriptor)
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def read_text(path: Path) -> bytes:

@@ -3,25 +3,39 @@ refused on all ranks before anything changes. tests/checkpoint/test_corpus.py ha
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 from fsdp_compat import checkpoint
 from fsdp_compat._layout.box import Box
 from fsdp_compat.checkpoint import LoadReport
-from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
+from fsdp_compat.checkpoint._tools.archive import Archive, Span, of_memory
 from fsdp_compat.checkpoint._tools.native import NativeCheckpoint, write_native
+from fsdp_compat.checkpoint._tools.opening import open_archive
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
 from tests.support.cases import about
-from tests.support.checkpoints import flip, noted_reads, num_read, refused, sharded, state_of
+from tests.support.checkpoints import (
+    flip,
+    noted_reads,
+    num_read,
+    refused,
+    save_dcp,
+    sharded,
+    state_of,
+)
 from tests.support.odd_model import assert_same
 from tests.support.ranks import run_ranks
 
@@ -164,6 +178,116 @@ def test_what_does_not_fit_or_is_damaged_is_refused_on_all_ranks_before_anything
     odd = {**by_name["state"], "0.weight": {"row": torch.ones(SIZE)}}
     torch.save({**good, "optimizer": {**by_name, "state": odd}}, tmp_path / "shapes.pt")
     run_ranks(2, _refused, tmp_path)
+
+
+# -- copies of one checkpoint, and files that change
+
+FORMATS = ("whole.pt", "dcp", "weights")
+
+
+def _save_all(folder: Path, number: float = 1.0, epoch: int = 3, momentum: float = 0.0) -> Path:
+    """Save in all formats: the values are those of ``number``, except for one large tensor."""
+    model = layers()
+    optimizer = trained(model)
+    with torch.no_grad():
+        [each.mul_(number) for each in [*model.parameters()][1:]]
+        optimizer.state[model[2].weight]["exp_avg"] += momentum
+    state = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    state["state"] = {names[number]: entry for number, entry in state["state"].items()}
+    state["param_groups"][0] |= {"params": names, "lr": torch.tensor(0.5)}
+    folder.mkdir()
+    values = {"model": model.state_dict(), "optimizer": state, "epoch": epoch}
+    torch.save(values, folder / "whole.pt")
+    save_dcp({**values, "model": dict(values["model"])}, folder / "dcp")
+    (folder / "weights").mkdir()
+    save_file(model.state_dict(), folder / "weights" / "model.safetensors")
+    return folder
+
+
+def _damaged_copy(folder: Path) -> None:
+    rank = dist.get_rank()
+    for name in FORMATS[:2]:
+        path = folder / str(rank) / name
+        file = path if path.is_file() else path / "__0_0.distcp"
+        places = [
+            (name_of.partition("/")[0], piece.source.start + each.nbytes - 1)
+            for name_of, each in open_archive(path).all_tensors()
+            for piece in each.pieces
+            if isinstance(piece.source, Span)
+        ]
+        model = sharded("rows", layers())
+        optimizer = trained(model)
+        before = state_of(model, optimizer)
+        for (kind, place), bad in itertools.product(places[:: 1 + len(places) // 8], (0, 1)):
+            dist.barrier()
+            flip(file, place) if rank == bad else None
+            dist.barrier()
+            with about(f"{name}: {kind} at {place}, on rank {bad}"):
+                with refused(CheckpointError, "checksum"):
+                    checkpoint.load(path, model, optimizer)
+                if kind == "model":
+                    with refused(CheckpointError, "checksum"):
+                        checkpoint.load(path, model)
+            flip(file, place) if rank == bad else None
+        assert_same(state_of(model, optimizer), before, name)
+        dist.barrier()
+        checkpoint.load(path, model, optimizer)
+
+
+def test_each_rank_compares_the_checksums_of_the_copy_that_it_reads(tmp_path: Path) -> None:
+    shutil.copytree(_save_all(tmp_path / "0"), tmp_path / "1")
+    run_ranks(2, _damaged_copy, tmp_path)
+
+
+def _several_epochs(folder: Path) -> None:
+    is_odd = dist.get_rank() == 1
+    for name, other in itertools.product(FORMATS, ("all", "optimizer", "extra")):
+        model = sharded("rows", layers())
+        optimizer = trained(model)
+        given = None if name == "weights" else optimizer
+        with about(f"{name}, {other}"):
+            checkpoint.load(folder / ("copy" if is_odd else "first") / name, model, given)
+            if name == "weights" and other != "all":
+                continue
+            before = state_of(model, optimizer)
+            with refused(CheckpointError, "different checkpoints", "ranks 0, 2; ranks 1"):
+                checkpoint.load(folder / (other if is_odd else "first") / name, model, given)
+            assert_same(state_of(model, optimizer), before, name)
+
+
+def test_ranks_with_files_of_two_epochs_are_told_which_ranks_differ(tmp_path: Path) -> None:
+    shutil.copytree(_save_all(tmp_path / "first"), tmp_path / "copy")
+    _save_all(tmp_path / "all", 1.01)
+    _save_all(tmp_path / "optimizer", momentum=0.5)
+    _save_all(tmp_path / "extra", epoch=4)
+    run_ranks(3, _several_epochs, tmp_path)
+
+
+def _replaced(folder: Path) -> None:
+    for name in FORMATS:
+        path, newer = folder / "first" / name, folder / "newer" / name
+        files = {newer: path} if path.is_file() else {newer / x: path / x for x in os.listdir(path)}
+        files = {new: old for new, old in files.items() if old.name != ".metadata"}
+        model = sharded("flat", layers())
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        with about(name), refused(CheckpointError, "replaced"):
+            checkpoint.load(path, model, rename=functools.partial(_replace_once, files))
+        assert_same(dict(model.named_parameters()), before, name)
+
+
+def _replace_once(files: dict[Path, Path], name: str) -> str:
+    """As ``rename``, which is called between headers and values."""
+    while files:
+        new, old = files.popitem()
+        new.replace(old)
+    return name
+
+
+def test_a_file_that_was_replaced_after_it_was_opened_is_refused(tmp_path: Path) -> None:
+    _save_all(tmp_path / "first")
+    _save_all(tmp_path / "newer", 1.01)
+    run_ranks(1, _replaced, tmp_path)
 
 
 def test_a_part_of_a_tensor_of_very_many_ranks_asks_for_few_pieces_and_heads(

@@ -10,7 +10,7 @@ from typing import Any
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError
-from .archive import StoredPiece, StoredTensor, coverage_problem
+from .archive import StoredPiece, StoredTensor, coverage_problem, moved
 from .reading import Files, boxes_of, read_box
 from .sharded_records import RankPart
 
@@ -92,13 +92,15 @@ class Merger:
         return dataclasses.replace(first, pieces=tuple(pieces.values()), copies=tuple(copies))
 
 
-def sample(tensor: StoredTensor, files: Files) -> bytes:
-    """Return the first and the last values of a tensor: copies are known by them."""
-    box = next(iter(boxes_of(tensor.shape, _SAMPLE_NUMEL)), None)
-    if box is None:
-        return b""
-    last = Box(tuple(map(int.__sub__, tensor.shape, box.sizes)), box.sizes)
-    return b"".join(bytes(memory_of(read_box(tensor, each, files))) for each in (box, last))
+def sample(tensor: StoredTensor, files: Files, num_parts: int = 1) -> bytes:
+    """Return the first and the last values of each of about ``num_parts`` parts of a tensor: copies
+    are known by them."""
+    found = []
+    for part in boxes_of(tensor.shape, max(_SAMPLE_NUMEL, tensor.numel // num_parts)):
+        first = next(boxes_of(part.sizes, _SAMPLE_NUMEL))
+        last = Box(tuple(map(int.__sub__, part.sizes, first.sizes)), first.sizes)
+        found += [read_box(tensor, moved(box, part.offsets), files) for box in (first, last)]
+    return b"".join(bytes(memory_of(values)) for values in found)
 
 
 def disagreement(where: Path, path: str, expected: str, got: str) -> CheckpointError:

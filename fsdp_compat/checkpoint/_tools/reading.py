@@ -24,7 +24,7 @@ from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from .. import _blocks as blocks
 from .._blocks import FileFacts, SecondThread, Tick, damaged, no_tick
-from .._texts import open_file
+from .._texts import identity_of, open_file
 from .archive import Checksum, Span, StoredTensor, moved, slices, whole_box
 from .walk import map_values
 
@@ -245,6 +245,17 @@ class Files:
                 self._read_anew(path, merged(of_file), tick)
             else:
                 self._read_plain(path, merged(of_file), tick)
+        self.require_unchanged(reads)
+
+    def require_unchanged(self, reads: Iterable[Read]) -> None:
+        """Raise CheckpointError for a file that was replaced or written to since the places of its
+        tensors were found; OSError."""
+        for path, of_file in _by_file(reads).items():
+            if known := {read.span.file for read in of_file} - {None}:
+                with self.descriptor(path) as descriptor:
+                    if known != {identity_of(descriptor)}:
+                        expected = "the file in which the tensors were found, unchanged"
+                        raise damaged(path, expected, "a file that was replaced or written to")
 
     def _read_plain(self, path: Path, reads: Sequence[Read], tick: Tick) -> None:
         if path in self._checksums:
@@ -284,8 +295,10 @@ class Files:
 
     # -- checksums
 
-    def check(self, reads: Iterable[Read], tick: Tick = no_tick) -> None:
-        """Check each block that a read needs, once. Raises what ``read`` raises."""
+    def check(self, reads: Sequence[Read], tick: Tick = no_tick) -> None:
+        """Check each block that a read needs, once, and that files are the same as when they were
+        opened. Raises what ``read`` raises."""
+        self.require_unchanged(reads)
         for path, numbers in self._blocks_of(reads):
             self.check_blocks(path, numbers, tick)
 

@@ -32,7 +32,7 @@ ONE_FILE = "model.safetensors"
 
 def of_info(info: TensorInfo, path: Path) -> StoredTensor:
     """Return a tensor of a safetensors file."""
-    span = Span(path, info.start, row_major_strides(info.shape))
+    span = Span(path, info.start, row_major_strides(info.shape), file=info.file)
     pieces = (StoredPiece(whole_box(info.shape), span),)
     return StoredTensor(info.name, info.dtype, info.shape, pieces)
 

@@ -21,7 +21,7 @@ from ..._layout.spec import row_major_strides
 from ...errors import CheckpointError
 from .._blocks import damaged, new_file, sync_directory
 from .._header import is_quantized
-from .._texts import MAX_TEXT_NBYTES, brief, open_file
+from .._texts import MAX_TEXT_NBYTES, FileIdentity, brief, identity_of, open_file
 from .archive import Archive, Checksum, Span, StoredPiece, StoredTensor, whole_box
 from .pickles import (
     Ignored,
@@ -112,6 +112,7 @@ class _Records:
 
     def __init__(self, descriptor: int, path: Path, start: int, nbytes: int) -> None:
         self._descriptor, self._path, self._start, self._nbytes = descriptor, path, start, nbytes
+        self._file = identity_of(descriptor)
         self._infos: dict[str, zipfile.ZipInfo] = {}
         try:
             infos = zipfile.ZipFile(_Range(descriptor, start, nbytes)).infolist()
@@ -150,7 +151,8 @@ class _Records:
         _, kind, key, *_ = reference
         if not isinstance(kind, Sealed) or kind.name not in STORAGES:
             raise Refused("a storage of an unknown class")
-        return _Storage(self._path, self.place(f"data/{key}"), STORAGES[kind.name])
+        place = self.place(f"data/{key}")
+        return _Storage(self._path, place, STORAGES[kind.name], self._file)
 
     def content(self, name: str) -> bytes:
         place = self.place(name)
@@ -171,6 +173,7 @@ class _Storage(NamedTuple):
     path: Path
     place: Checksum
     dtype: torch.dtype | None  # None: bytes
+    file: FileIdentity
 
 
 STORAGES: dict[str, torch.dtype | None] = {
@@ -210,7 +213,8 @@ def _tensor(
             f"{storage.place.nbytes}"
         )
     checksum = storage.place if storage.place.crc32 else None
-    span = Span(storage.path, storage.place.start + offset * dtype.itemsize, steps, checksum)
+    start = storage.place.start + offset * dtype.itemsize
+    span = Span(storage.path, start, steps, checksum, storage.file)
     return StoredTensor("", dtype, shape, (StoredPiece(whole_box(shape), span),))
 
 
