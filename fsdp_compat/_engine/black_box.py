@@ -10,6 +10,8 @@ short by a kill still has the number of the one that it replaces, the oldest, wh
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -18,6 +20,7 @@ import struct
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,20 +71,31 @@ class _File:
     def __init__(self, folder: Path, rank: int) -> None:
         """Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._names_path = folder / f"rank_{rank}.units"
-        self._names_path.write_text("")
-        with (folder / f"rank_{rank}.box").open("w+b") as file:
-            file.truncate(_NBYTES)
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the process ends, as the map keeps it open
-            self.memory = mmap.mmap(file.fileno(), _NBYTES)
+        path = folder / f"rank_{rank}.box"
+        try:
+            self.memory = _mapped(path)
+        except BlockingIOError:
+            path = folder / f"rank_{rank}.{os.getpid()}.box"
+            text = "belongs to another process that still runs. This one writes"
+            warnings.warn(
+                f"{folder}/rank_{rank}.box {text} {path.name}, which fsdp-compat diagnose does not "
+                f"compare: give each job a folder of its own in {VARIABLE}.",
+                stacklevel=2,
+            )
+            self.memory = _mapped(path)
+        names = path.with_suffix(".units")
+        # Open from now on: the folder may be relative, or be removed.
+        self._names = os.open(names, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        self._unwritten = b""  # names for which there was no space
         offset, host = time.time_ns() - time.perf_counter_ns(), socket.gethostname().encode()
         _HEAD.pack_into(self.memory, 0, _MARK, rank, os.getpid(), offset, host[:64])
         self._num_units, self._has_raised = 0, False
 
     def add_unit(self, label: str) -> int:
         """Return what stands for a unit in codes."""
-        with self._names_path.open("a", encoding="utf-8") as file:
-            file.write(label.replace("\n", " ") + "\n")
+        self._unwritten += label.replace("\n", " ").encode(errors="backslashreplace") + b"\n"
+        with contextlib.suppress(OSError):
+            self._unwritten = self._unwritten[os.write(self._names, self._unwritten) :]
         self._num_units += 1
         return min(self._num_units - 1, 65535) * _UNIT
 
@@ -100,7 +114,24 @@ class _File:
 
     def _write(self, where: slice, text: str) -> None:
         nbytes = where.stop - where.start
-        self.memory[where] = text.encode()[:nbytes].ljust(nbytes, b"\0")
+        data = text.encode(errors="backslashreplace")
+        self.memory[where] = data[:nbytes].ljust(nbytes, b"\0")
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """Return a file of zeros in memory, with space for all of it: writing to a hole of a full disk
+    would end the process. The file is locked until the process ends, as the map keeps it open.
+    Raises BlockingIOError if another process has locked it, and OSError."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            os.posix_fallocate(file.fileno(), 0, _NBYTES)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        file.write(bytes(_NBYTES))
+        file.truncate()
+        return mmap.mmap(file.fileno(), _NBYTES)
 
 
 def listener(folder: Path, rank: int) -> events.Listener:
@@ -120,7 +151,8 @@ def listener(folder: Path, rank: int) -> events.Listener:
                 return
             if event == events.FORWARD:
                 forward += _FORWARD
-            file.note(event, error)
+            with contextlib.suppress(Exception):  # the program's own error must arrive
+                file.note(event, error)
             return
         try:
             unit = units[label]
@@ -149,9 +181,9 @@ def _described(error: BaseException) -> str:
         if progress.is_users(trace.tb_frame.f_code.co_filename):
             frame, line = trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
-    first = str(error).partition("\n")[0]
+    first = progress.first_line_of(error)
     where = f" at {frame.f_code.co_filename}:{line}" if frame is not None else ""
-    return f"{type(error).__name__}{': ' * bool(first)}{first[:700]}{where}"
+    return f"{type(error).__name__}{': ' * bool(first)}{first}{where}"
 
 
 _begun = False

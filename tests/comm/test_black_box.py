@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -28,6 +30,7 @@ from fsdp_compat._engine import black_box, events
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block
 from tests.support.programs import python
+from tests.support.ranks import on_ranks
 from tests.support.same_host import MESSAGES
 
 RANKS, UNITS, STEPS, FAULTY_RANK, FAULTY_FORWARD = 3, 5, 6, 1, 4
@@ -163,6 +166,109 @@ def test_a_record_that_is_cut_short_is_not_read(tmp_path: Path) -> None:
 
     assert [record.number for record in records] == list(range(4101 - 4095, 4101))
     assert {(record.event, record.unit) for record in records} == {(events.WAITING, "unit")}
+
+
+def test_a_second_process_leaves_the_record_of_the_first_one_alone(tmp_path: Path) -> None:
+    first = black_box.listener(tmp_path, 0)
+    first(events.WAITING, "unit of the first")
+    with pytest.warns(UserWarning, match="rank_0.box belongs to another process"):
+        second = black_box.listener(tmp_path, 0)
+    second(events.WAITING, "unit of the second")
+    first(events.WAITING, "unit of the first")
+
+    boxes = [black_box.read(path) for path in sorted(tmp_path.glob("*.box"))]
+
+    units = [[record.unit for record in box.records] for box in boxes]
+    assert units == [["unit of the second"], ["unit of the first"] * 2]
+    del first  # its process ends
+    again = black_box.listener(tmp_path, 0)
+    assert not black_box.read(tmp_path / "rank_0.box").records
+    again(events.WAITING, "unit")
+
+
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise ValueError(f"no text for {self}")  # without end
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("a \udc80 file"), r"ValueError: a \udc80 file"),
+        (ValueError(None), "ValueError: None"),
+        (ValueError("x" * 10**6 + "\n"), "ValueError: " + "x" * 700),
+        (Nameless(), "Nameless: its text raises an error"),
+    ],
+    ids=["surrogate", "none", "huge", "raises"],
+)
+@on_ranks(1)
+def test_the_programs_own_error_arrives_whatever_its_text(error: Exception, text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        before = events.listen(black_box.listener(Path(folder), 0))
+        try:
+            model = FSDP(Block())
+            model.module.forward = mock.Mock(side_effect=error)
+            with pytest.raises(type(error)) as caught:
+                model(torch.randn(4, DIM))
+        finally:
+            events.listen(before)
+        assert caught.value is error
+        assert black_box.read(Path(folder) / "rank_0.box").error.startswith(text)
+
+
+def test_names_for_which_there_was_no_space_are_written_later(tmp_path: Path) -> None:
+    tell, write = black_box.listener(tmp_path, 0), os.write
+    outcomes = [OSError(errno.ENOSPC, "full"), 3, None]
+    with mock.patch.object(os, "write") as faulty:
+        faulty.side_effect = lambda fd, data: write(fd, data[: _or_raise(outcomes.pop(0))])
+        for name in ("\udc80", "second\nline", "third"):
+            tell(events.WAITING, name)
+
+    records = black_box.read(tmp_path / "rank_0.box").records
+
+    assert [record.unit for record in records] == [r"\udc80", "second line", "third"]
+
+
+def _or_raise(outcome: OSError | int | None) -> int | None:
+    if isinstance(outcome, OSError):
+        raise outcome
+    return outcome
+
+
+def test_the_file_has_all_its_space_at_the_start_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    said = python("-c", REFUSED, tmp_path, OMP_NUM_THREADS="1").stdout
+    assert said.count("FSDP_COMPAT_BLACK_BOX cannot be used.") == 2, said
+    assert "File too large" in said and "File exists" in said
+
+    unsupported = mock.Mock(side_effect=OSError(errno.EOPNOTSUPP, "Operation not supported"))
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    for folder in ("allocated", "written"):
+        black_box.listener(tmp_path / folder, 0)
+        used = (tmp_path / folder / "rank_0.box").stat()
+        assert used.st_blocks * 512 >= used.st_size > 130_000
+        monkeypatch.undo()
+
+
+REFUSED = """
+import os, resource, sys, torch.distributed as dist
+from torch import nn
+from fsdp_compat import FullyShardedDataParallel as FSDP, UsageError
+for name in ("full", "file"):
+    if not os.fork():
+        os.environ["FSDP_COMPAT_BLACK_BOX"] = f"{sys.argv[1]}/{name}"
+        if name == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            FSDP(nn.Linear(2, 2))
+        except UsageError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_without_a_black_box_nothing_is_to_diagnose(

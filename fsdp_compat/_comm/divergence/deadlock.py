@@ -229,7 +229,8 @@ class _Watcher:
         self._forget_old_world()
         if self._responder is not None:
             error = getattr(sys, "last_value", None)  # that the interpreter has printed
-            name = f" with {type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+            text = progress.first_line_of(error)
+            name = f" with {type(error).__name__}: {textwrap.shorten(text, 200)}"
             self._responder.announce_end("has ended" + (name if error else ""))
 
     def _run(self) -> None:

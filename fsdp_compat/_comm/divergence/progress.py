@@ -65,6 +65,15 @@ def location() -> str:
     return location_of(sys._current_frames().get(_followed))
 
 
+def first_line_of(error: BaseException | None) -> str:
+    """Return the first line of an error's text. Raises nothing, whatever the error's class does."""
+    try:
+        text = str(error)
+    except BaseException:
+        return "its text raises an error"
+    return text.partition("\n")[0][:700].encode(errors="backslashreplace").decode()
+
+
 _error = ""
 
 
@@ -74,7 +83,7 @@ def record_error(error: BaseException | None) -> None:
     if error is None:
         _error = ""
     else:
-        text = textwrap.shorten(str(error).partition("\n")[0], 200)
+        text = textwrap.shorten(first_line_of(error), 200)
         _error = f"has raised {type(error).__name__} in its last pass ({text}), and "
 
 
