@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .. import _torch_private
-from .._comm.backend import gather_in_group
 from .._layout.spec import FlatLayout
 from ..errors import CheckpointError
-from .sharded_values import BoxedTensor, Cut, FlatOfParameters
+from .sharded_values import BoxedTensor, Cut, FlatOfParameters, dtype_of, gathered
 
 
 def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
@@ -151,14 +147,6 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
 
 
-def dtype_of(value: Any) -> torch.dtype:
-    """Return its dtype, without torch's warning for a ShardedTensor."""
-    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
-        return value.metadata().tensor_properties.dtype
-    dtype: torch.dtype = value.dtype
-    return dtype
-
-
 def read_part(value: Any, cut: Cut) -> torch.Tensor:
     """Return this rank's elements, 1-D, of a parameter's value: plain, sharded or lazy (loaded if
     there are any). A view if possible. Collective if it is sharded in another way than ``cut``."""
@@ -176,7 +164,7 @@ def read_part(value: Any, cut: Cut) -> torch.Tensor:
         value = moved.full_tensor() if parallel is None else parallel.local(moved)
         is_part = True
     elif isinstance(value, ShardedTensor):
-        value = _whole(value)
+        value = gathered(value)
     if parallel is not None and not is_part:
         value = parallel.part(value)
     return value.detach().reshape(-1)[part.slice]
@@ -187,33 +175,3 @@ def is_readable(value: object, cut: Cut) -> bool:
     if not isinstance(value, BoxedTensor) or value.cut.is_of_whole:
         return True
     return (value.cut.shape, value.cut.place) == (cut.shape, cut.place)
-
-
-def _whole(value: ShardedTensor) -> torch.Tensor:
-    """Return a whole ShardedTensor, or its tensor-parallel part. Collective: one all-gather."""
-    metadata, group = value.metadata(), value._process_group
-    size, origin = tuple(metadata.size), (0,) * len(metadata.size)
-    own_shards = [shard.tensor for shard in value.local_shards()]
-    if isinstance(value, BoxedTensor):
-        size, origin, own_shards = value.cut.shape, value.cut.place.origin, [value.elements()]
-    by_rank: Mapping[int, list[ShardMetadata]] = {
-        rank: [] for rank in dist.get_process_group_ranks(group)
-    }
-    for shard in metadata.shards_metadata:
-        placement: Any = shard.placement
-        by_rank[placement.rank()].append(shard)
-    numels = [[math.prod(shard.shard_sizes) for shard in shards] for shards in by_rank.values()]
-    longest = max(1, *map(sum, numels))
-    device = own_shards[0].device if own_shards else None
-    tensors = [tensor.detach().reshape(-1).to(dtype_of(value)) for tensor in own_shards]
-    padding = longest - sum(tensor.numel() for tensor in tensors)
-    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype_of(value), device=device)))
-    whole = own.new_empty(size)
-    pieces = gather_in_group(group, own).split(longest)
-    for piece, shards, its_numels in zip(pieces, by_rank.values(), numels, strict=True):
-        for shard, run in zip(shards, piece[: sum(its_numels)].split(its_numels), strict=True):
-            sizes = tuple(shard.shard_sizes)
-            box = zip(shard.shard_offsets, origin, sizes, strict=True)
-            place = tuple(slice(at - first, at - first + length) for at, first, length in box)
-            whole[place] = run.view(sizes)
-    return whole

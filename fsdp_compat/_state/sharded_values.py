@@ -13,7 +13,7 @@ import math
 import operator
 import typing
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
+from .._comm.backend import gather_in_group
 from .._comm.host_memory import of_its_own_size
 from .._engine.group import Group
 from .._engine.state_store import store_of
@@ -33,7 +34,7 @@ from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
 from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, Interval, ParamSpec, Section, same_parts
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from .units import clean_name
 
 if typing.TYPE_CHECKING:  # imported where they are used: that takes a second
@@ -331,6 +332,53 @@ class BoxedTensor(ShardedTensor):
                 return of_its_own_size(own) if own.is_contiguous() else own
         raise ValueError(f"this rank holds no box of {index.fqn} at offsets {index.offset}")
 
+    # -- the whole
+
+    def whole(self, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Return the whole parameter, on the device of its shards. group: instead of its own.
+        Collective: all ranks of the group, then of a tensor-parallel parameter's mesh. Raises
+        CheckpointError, before that, for a value that these ranks cannot put together."""
+        self._require_fitting_shards()
+        group, parallel = group or self._process_group, self.cut.parallel
+        ranks, members = dist.get_process_group_ranks(group), self.cut.members
+        own, rank = members[self.cut.rank], dist.get_rank()
+        is_complete = self.cut.is_of_whole or parallel is not None
+        if not {*members} <= {*ranks} or (rank in members and rank != own) or not is_complete:
+            raise CheckpointError.of(
+                "The shards of a value cannot be gathered.",
+                expected=f"a call on each of global ranks {members}, with its own shards, which "
+                "are a whole parameter or, in the process that saved them, a tensor-parallel one",
+                got=f"the shards of rank {own}, a part of shape {self.cut.shape}, and a group of "
+                f"ranks {ranks}",
+                where=f"a sharded tensor of shape {self.whole_shape}, global rank {rank}",
+                fix="load them into a model, or read the files with fsdp_compat.checkpoint, which "
+                "also reads those of other ranks",
+            )
+        value = gathered(self, group)
+        return value if parallel is None else parallel.whole(value)
+
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy the whole parameter into ``out``, which only rank ``dst`` of the group has. It is
+        sent in its own dtype. Collective: see ``whole``. Raises UsageError before that."""
+        wanted = self.whole_shape if dist.get_rank(self._process_group) == dst else None
+        if (given := None if out is None else tuple(out.shape)) != wanted:
+            raise UsageError.of(
+                "The argument 'out' of ShardedTensor.gather does not fit.",
+                expected="None" if wanted is None else f"a tensor of shape {wanted}",
+                got="None" if given is None else f"a tensor of shape {given}",
+                where=f"gather(dst={dst}), global rank {dist.get_rank()}",
+                fix="pass a tensor of the whole shape on rank dst, and None on the others",
+            )
+        value = self.whole()
+        if out is not None:
+            out.copy_(value)
+
     # -- copies
 
     clone: Any = _of_each_shard("clone")
@@ -382,6 +430,47 @@ class BoxedTensor(ShardedTensor):
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a BoxedTensor without attributes."""
     return _torch_private.tensor_without_storage(BoxedTensor, shape, dtype, device)
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """Return its dtype, without torch's warning for a ShardedTensor."""
+    if isinstance(value, ShardedTensor) and not isinstance(value, BoxedTensor):
+        return value.metadata().tensor_properties.dtype
+    dtype: torch.dtype = value.dtype
+    return dtype
+
+
+def gathered(value: ShardedTensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return a whole ShardedTensor, or its tensor-parallel part. group: instead of the value's.
+    Collective: one all-gather."""
+    metadata, group = value.metadata(), group or value._process_group
+    size, origin = tuple(metadata.size), (0,) * len(metadata.size)
+    own_shards = [shard.tensor for shard in value.local_shards()]
+    if isinstance(value, BoxedTensor):
+        size, origin, own_shards = value.cut.shape, value.cut.place.origin, [value.elements()]
+    by_rank: Mapping[int, list[ShardMetadata]] = {
+        rank: [] for rank in dist.get_process_group_ranks(group)
+    }
+    for shard in metadata.shards_metadata:
+        placement: Any = shard.placement
+        by_rank[placement.rank()].append(shard)
+    numels = [[math.prod(shard.shard_sizes) for shard in shards] for shards in by_rank.values()]
+    longest = max(1, *map(sum, numels))
+    device = own_shards[0].device if own_shards else None
+    tensors = [tensor.detach().reshape(-1).to(dtype_of(value)) for tensor in own_shards]
+    padding = longest - sum(tensor.numel() for tensor in tensors)
+    own = torch.cat((*tensors, torch.zeros(padding, dtype=dtype_of(value), device=device)))
+    whole = own.new_empty(size)
+    if own.is_cpu:  # an offloaded value, whose group may be of a device
+        own = own.to(_torch_private.default_device_of_backend(group))
+    pieces = gather_in_group(group, own).split(longest)
+    for piece, shards, its_numels in zip(pieces, by_rank.values(), numels, strict=True):
+        for shard, run in zip(shards, piece[: sum(its_numels)].split(its_numels), strict=True):
+            sizes = tuple(shard.shard_sizes)
+            box = zip(shard.shard_offsets, origin, sizes, strict=True)
+            place = tuple(slice(at - first, at - first + length) for at, first, length in box)
+            whole[place] = run.view(sizes)
+    return whole
 
 
 class LocalPart(torch.Tensor):

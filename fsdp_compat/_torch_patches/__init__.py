@@ -14,12 +14,13 @@ from .._engine.patches import Patch
 from .._front_ends import data_parallel
 from .._state import optimizer_patches
 from .._state.units import model_units_in
-from . import assignments, clip_grad, dcp_adapter, hugging_face_storage, local_parts
+from . import assignments, clip_grad, dcp_adapter, gathering, hugging_face_storage, local_parts
 from .on_import import PatchOnImport
 
 PATCHES: tuple[Patch | PatchOnImport, ...] = (
     clip_grad.patches,
     dcp_adapter.patches,
+    gathering.patches,
     hugging_face_storage.patches,
     local_parts.patches,
     assignments.patches,

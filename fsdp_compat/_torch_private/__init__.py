@@ -524,3 +524,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     around it, which would see trials on small parameters as steps."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+# Gathers a ShardedTensor for torch.distributed's state dict helpers, from its first shard alone.
+GATHERS_FIRST_SHARD = ("torch.distributed._state_dict_utils", "_all_gather_sharded_tensor")

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import _state_dict_utils
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -432,3 +433,38 @@ def test_a_sharded_value_refuses_unsupported_operations() -> None:
         value.new_empty((3, 4))
     with pytest.raises(ValueError, match="this rank holds no box of weight at offsets"):
         value.__get_tensor_shard__(MetadataIndex("weight", torch.Size((99, 0))))
+
+
+@pytest.mark.parametrize(
+    "config", [("FULL_SHARD", True, "blocks"), ("HYBRID_SHARD", False, "none")]
+)
+@on_ranks(4)
+def test_torchs_gathers_of_a_sharded_tensor_read_all_of_its_shards(config: Config) -> None:
+    """They read the first shard of each rank, or take the numbers of ranks for those in a group."""
+    model = shard(odd_model.make_model(), config)
+    optimizer = odd_model.make_optimizer("Adam", model)
+    odd_model.train(model, optimizer, range(1))
+    whole, sharded = (
+        {"model": model.state_dict(), **FSDP.optim_state_dict(model, optimizer)["state"]}
+        for each in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT)
+        if FSDP.set_state_dict_type(model, each)
+    )
+    assert (
+        max(
+            len(value.local_shards())
+            for value in sharded["model"].values()
+            if isinstance(value, ShardedTensor)
+        )
+        > 1
+    )
+    rank_in_group = dist.get_rank() % (2 if config[0] == "HYBRID_SHARD" else 4)
+    for name, value in sharded["model"].items():
+        if isinstance(value, ShardedTensor):
+            out = torch.empty_like(whole["model"][name]) if rank_in_group == 1 else None
+            value.gather(1, out)
+            assert out is None or torch.equal(out, whole["model"][name])
+    offloaded = _state_dict_utils._create_cpu_state_dict(sharded)
+    _state_dict_utils._copy_state_dict(sharded, offloaded)
+    for value, group in ((sharded, None), (sharded, dist.group.WORLD), (offloaded, None)):
+        gathered = _state_dict_utils._gather_state_dict(value, pg=group)
+        assert_identical(gathered, whole)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import _state_dict_utils
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -393,6 +394,8 @@ def test_sharded_state_dict_values_cover_the_full_parameters(tmp_path: Path) -> 
         for name, value in state.items():
             assert isinstance(value, DTensor if kind == "mesh" else ShardedTensor), name
             assert tuple(value.shape) == tuple(Net().state_dict()[name].shape), name
+        for name, value in _state_dict_utils._gather_state_dict(state).items():
+            assert torch.equal(value, source.state_dict()[name]), name
         dcp.save(state, checkpoint_id=tmp_path / kind)
         for target in ("mesh", "boxes", "flat"):
             model = _two_dimensional(whole_sequence, 2, target, True)
