@@ -204,13 +204,15 @@ def _load(
             source = open_source(Path(path), lambda: _shapes_of(model), rename, ignored, call)
             plan = _LoadPlan(source, model, optimizer, ranks, strict, dtype)
             arguments = hashlib.sha256(repr((sorted(source.names), dtype)).encode()).hexdigest()
-            agreement.own = (f"{source.identity} {arguments}", shared.facts(), source.copy())
+            if not (copy := source.copy())[0]:
+                source.check(0, [copy], shows)
+            agreement.own = (f"{source.identity} {arguments}", shared.facts(), copy)
         identities, optimizers, copies = zip(*agreement.by_rank, strict=True)
         shared.require_alike(optimizers)
         _require_one_checkpoint(identities, path, call)
-        with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
-            agreement.own = source.check(ranks.number, copies, shows)
-        if len({name for name, *_ in copies}) > 1:
+        if copies[0][0]:
+            with ranks.agreeing(unreadable, path, "nothing was loaded") as agreement:
+                agreement.own = source.check(ranks.number, copies, shows)
             _require_one_checkpoint(agreement.by_rank, path, call)
         if report is not None:
             vars(report).update(vars(plan.report))

@@ -174,8 +174,8 @@ class Source:
         return target.numpy() if leaf.is_array else target
 
     def copy(self) -> FilesCopy:
-        """Return which copy of the files this rank has. The time of the last change of an inode
-        cannot be copied, and is the same on all nodes."""
+        """Return which copy of the files this rank has; without a name if it need not be compared
+        with others. The time of an inode's last change cannot be copied; all nodes see the same."""
         facts = map(os.stat, sorted({self.path, *(span.path for span in self._spans())}))
         name = repr([(its.st_ino, its.st_size, its.st_mtime_ns, its.st_ctime_ns) for its in facts])
         own, total = (sum(each.nbytes for _, each in self._records(of)) for of in (False, True))

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, UsageError
 from .._blocks import damaged, new_file, sync_directory
 from .._header import TensorInfo, is_quantized, read_header
 from .._texts import brief, count_in, found_in, parse_json, read_text, shape_in, text_in
-from .archive import Archive, StoredPiece, StoredTensor, coverage_problem, whole_box
+from .archive import Archive, NotRead, StoredPiece, StoredTensor, coverage_problem, whole_box
 from .paths import member
 from .pickles import Record
 from .reading import Files, read_all, read_box
@@ -222,6 +222,7 @@ class _Directory:
     def __init__(self, path: Path, files: Files) -> None:
         self._path, self._files = path, files
         self._found: dict[str, _File] = {}  # by the name in the metadata
+        self._taken: set[_FileRange] = set()
         self._bytes_left = _MAX_BYTES
         self.left_out: list[str] = []
 
@@ -244,7 +245,7 @@ class _Directory:
         try:
             with self._files.descriptor(path) as descriptor:
                 return read_torch_range(descriptor, path, place.start, place.nbytes)
-        except CheckpointError as error:
+        except NotRead as error:
             self.left_out.append(f"{name}: {found_in(error)}")
             return LEFT_OUT
 
@@ -270,7 +271,11 @@ class _Directory:
         return StoredPiece(box, piece.source, _rank_of(file.path.name))
 
     def _file(self, place: _FileRange) -> _File:
-        """Return the file of a place; its name, its existence and the range are checked."""
+        """Return the file of a place; its name, its existence and the range are checked, and that
+        only one value is at the place."""
+        if place.nbytes and place in self._taken:
+            raise damaged_dcp(self._path, f"two values at byte {place.start} of {place.file}")
+        self._taken.add(place)
         if place.file not in self._found:
             path = member(self._path, place.file)
             try:

@@ -173,7 +173,7 @@ class _Storage(NamedTuple):
     path: Path
     place: Checksum
     dtype: torch.dtype | None  # None: bytes
-    file: FileIdentity
+    file: FileIdentity | None = None
 
 
 STORAGES: dict[str, torch.dtype | None] = {
