@@ -41,7 +41,8 @@ class ShardedGrads:
         is_dtensor: bool,
     ) -> None:
         """grad_dtype: of ``.grad``; None: the shard's. is_dtensor: ``.grad`` of DTensors stays None
-        until a reduction and for unused parameters; users' hooks run after each accumulation."""
+        until a reduction and for unused parameters; users' hooks run after each accumulation. For
+        others they run at the end of backward: until then, ranks of a host may read shards."""
         self._dtype, self._is_dtensor = grad_dtype or store.dtype, is_dtensor
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
         # Parameters that this rank has no part of never have gradients here, nor optimizer state.
@@ -94,9 +95,21 @@ class ShardedGrads:
             axes.settle(what)
             _torch_private.run_post_accumulate_hooks(params)
 
+    @property
+    def have_hooks(self) -> bool:
+        """True if users' hooks are to run at the end of backward."""
+        return not self._is_dtensor and _torch_private.have_post_accumulate_hooks(self._params)
+
     def step_in_backward(self) -> None:
-        """Run the optimizers that step in backward, then drop the gradients."""
-        for param in self._params:
+        """Run the user's post-accumulate hooks, on every rank with an empty gradient if it has no
+        part of a parameter; and the optimizers that step in backward, and drop their gradients."""
+        for position, param in enumerate(self._params):
+            if not self._is_dtensor and param.requires_grad:
+                if position in self._absent:
+                    param.grad = torch.zeros_like(param, dtype=self._dtype)
+                _torch_private.run_post_accumulate_hooks((param,))
+                if position in self._absent:
+                    param.grad = None
             optimizers = _torch_private.optimizers_in_backward(param)
             if optimizers and param.grad is not None:
                 if param.numel():  # a rank without a part of the parameter keeps no state

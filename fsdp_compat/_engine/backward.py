@@ -268,7 +268,9 @@ class BackwardRunner:
             self._communicators.flush("gradients and parameters that this rank has sent")
             self._gathering.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
-        if _torch_private.has_optimizers_in_backward():
+        if _torch_private.has_optimizers_in_backward() or any(
+            gradients.sharded.have_hooks for gradients in self._every
+        ):
             self._step_optimizers(backward)
 
     def _reduce_rest(self, backward: Backward) -> None:
@@ -325,7 +327,8 @@ class BackwardRunner:
             self._communicators.flush("gradients that this rank has sent")
 
     def _step_optimizers(self, backward: Backward) -> None:
-        """Run optimizers that step in backward: gradients are complete, no rank reads shards."""
+        """Run optimizers and hooks that step in backward: gradients are complete, and no rank
+        reads shards."""
         self.steps = True
         try:
             for gradients in self._every:

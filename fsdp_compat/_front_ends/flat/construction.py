@@ -124,7 +124,10 @@ def plan(module: nn.Module, policy: Any, kwargs: Mapping[str, Any]) -> Plan:
     replaced = [
         name
         for name, parameter in module.named_parameters()
-        if _torch_private.optimizers_in_backward(parameter)
+        if (
+            _torch_private.optimizers_in_backward(parameter)
+            or _torch_private.have_post_accumulate_hooks([parameter])
+        )
         and parameter not in settings.ignored_parameters
         and not isinstance(parameter, FlatParameter)
         and not (settings.use_orig_params and _torch_private.is_plain(parameter))

@@ -137,13 +137,14 @@ def refuse_managed(
 
 
 def refuse_optimizers_in_backward(module: nn.Module, replaced: Sequence[str]) -> None:
-    """Raise UsageError if optimizers that step in backward hold ``replaced`` parameters."""
+    """Raise UsageError if ``replaced`` parameters have post-accumulate hooks, or optimizers that
+    step in backward."""
     if replaced:
         raise UsageError.of(
-            "An optimizer that steps in backward holds a parameter that wrapping replaces.",
-            expected="_apply_optimizer_in_backward() after wrapping, or use_orig_params=True",
+            "A hook or an optimizer runs in backward for a parameter that wrapping replaces.",
+            expected="_apply_optimizer_in_backward() and register_post_accumulate_grad_hook() "
+            "after wrapping, or use_orig_params=True",
             got=f"a call before wrapping, for {clean_name(replaced[0])!r}",
             where=f"FullyShardedDataParallel({type(module).__name__})",
-            fix="wrap the model first, then call _apply_optimizer_in_backward(..., "
-            "wrapped_model.parameters(), ...)",
+            fix="wrap the model first, then make the call for wrapped_model.parameters()",
         )
