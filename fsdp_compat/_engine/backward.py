@@ -146,7 +146,11 @@ class BackwardRunner:
         if call.seen_by == backward.serial:  # several outputs, one event
             return
         call.seen_by = backward.serial
-        backward.keeps_params |= torch.is_grad_enabled()
+        if torch.is_grad_enabled() and not backward.keeps_params:
+            # A backward through the graph of a gradient may pass no output of a unit.
+            backward.keeps_params = True
+            for each in self._units:
+                hooks.on_gradients_of_small_params(each)
         if self._streams is not None:
             self._streams.join()
             # Gradients of inputs that this rank's data did not use never come.

@@ -31,7 +31,7 @@ from . import agreement, hooks
 from .group import Communicators, Group
 from .preparation import is_uninitialised
 from .unit import Residency, Unit
-from .user_changes import Addresses, count_fused_writes
+from .user_changes import Addresses, check_before_steps, count_fused_writes
 
 _grad, _requires_grad, _version = map(operator.attrgetter, ("grad", "requires_grad", "_version"))
 _NONES = itertools.repeat(None)
@@ -113,6 +113,7 @@ class Checks:
     def __init__(self, root: Unit, units: Sequence[Unit], communicators: Communicators) -> None:
         self._root, self._units, self._communicators = root, units, communicators
         self.changes = ExternalChanges(())
+        check_before_steps(self)
         # Whether every parameter and buffer has values, checked before the first forward. In a
         # simulation on the meta device none has; with fully_shard it is up to the user.
         self._has_values = root.options.device.type == "meta" or not any(
@@ -135,13 +136,18 @@ class Checks:
             agreement.require_units_alike(self._units, device, self._root.label)
             self._require_values()
 
+    def before_step(self) -> None:
+        """Raise StateError if a gradient was not reduced, before an optimizer's step."""
+        if not _torch_private.in_graph_task() and self.changes.groups_with_gradients():
+            for unit in self._units:
+                for group in () if unit.view.summoned else unit.groups:
+                    _require_reduced(group)
+
     def _check_units(self) -> None:
         """Adopt or refuse what the user has changed between steps."""
         for unit in self._units:
             for group in () if unit.view.summoned else unit.groups:
-                index = group.gradients.bypassed_hooks()
-                if index is not None:
-                    _refuse_unreduced(group, index)
+                _require_reduced(group)
                 group.store.check(group.name)
                 group.require_unsharded_params()
                 for index, param in group.requires_grad.follow(group.name):
@@ -251,14 +257,18 @@ def _refuse_change(group: Group, expected: str, got: str, fix: str) -> typing.No
     )
 
 
-def _refuse_unreduced(group: Group, index: int) -> typing.NoReturn:
+def _require_reduced(group: Group) -> None:
+    index = group.gradients.bypassed_hooks()
+    if index is None:
+        return
     group.gradients.discard()
     shape = tuple(group.unsharded_params[index].shape)
     raise StateError.of(
         "A gradient bypassed FSDP's hooks and was never reduced across ranks.",
         expected="backward from the outputs of a unit's forward, or from tensors that its "
-        "modules keep as attributes",
+        "arguments, its modules' attributes or their hooks hold after it",
         got=f"a gradient on parameter {index} (shape {shape}) left by an earlier backward",
         where=group.name,
-        fix="compute the loss from what forward returns, or from attributes of the unit's modules",
+        fix="compute the loss from what forward returns, or from attributes of the unit's modules "
+        "(self.name = tensor)",
     )

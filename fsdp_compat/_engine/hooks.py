@@ -208,6 +208,19 @@ def on_gradient_of_param(unit: Unit, group: Group, index: int, param: nn.Paramet
     param.register_post_accumulate_grad_hook(hook)
 
 
+def on_gradients_of_small_params(unit: Unit) -> None:
+    """From now on, let ``on_gradient`` take the gradients of small parameters as well."""
+    for group in unit.groups:
+        small = group.gradients.small
+        for index, param in zip(small.indices, small.params, strict=True):
+            if param.requires_grad and group not in _with_hooks:
+                on_gradient_of_param(unit, group, index, param)
+        _with_hooks.add(group)
+
+
+_with_hooks: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
 def on_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the running graph task; never, if the task raises."""
     _torch_private.on_end_of_backward(callback)

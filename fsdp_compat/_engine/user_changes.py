@@ -7,11 +7,15 @@ import itertools
 import operator
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
@@ -57,6 +61,12 @@ class _Steps:
         self.of_copies = 0  # see `add`
         self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
         self.fused = WeakIdKeyDictionary()  # parameters whose fused writes are counted
+        self.checks: weakref.WeakSet[Any] = weakref.WeakSet()  # objects with ``before_step()``
+
+    def check(self, *_: object) -> None:
+        """Before a step."""
+        for each in list(self.checks):
+            each.before_step()
 
     def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step for the units whose parameters the optimizer holds. DTensors that belong to
@@ -84,9 +94,15 @@ def count_fused_writes(params: Iterable[Tensor]) -> None:
 
 
 _steps = _Steps()
+check_before_steps = _steps.checks.add
 
 
-patches = Patch(lambda: [register_optimizer_step_post_hook(_steps.add).remove])
+patches = Patch(
+    lambda: [
+        register_optimizer_step_post_hook(_steps.add).remove,
+        register_optimizer_step_pre_hook(_steps.check).remove,
+    ]
+)
 
 
 class Freshness:

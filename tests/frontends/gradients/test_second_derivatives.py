@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
-from tests.support.models import Block, Stack
+from tests.support.models import DIM, Block, Stack
 from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     Step,
@@ -17,6 +17,7 @@ from tests.support.parity import (
     both_forms,
     both_strategies,
     make_pair,
+    no_sync,
     one_backward,
     square,
     train,
@@ -52,6 +53,31 @@ def _penalty_alone(m: nn.Module, x: Tensor) -> Tensor:
     return backward(grad.pow(2).mean())
 
 
+def _score_alone(m: nn.Module, x: Tensor) -> Tensor:
+    """Sliced score matching: derivatives of second order in the loss."""
+    x = x.requires_grad_()
+    (score,) = torch.autograd.grad(m(x).pow(2).sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return backward(slope.sum() + score.pow(2).mean() / 2)
+
+
+def _penalties_accumulate(m: nn.Module, x: Tensor) -> Tensor:
+    with no_sync(m):
+        loss = _penalty_alone(m, x * 0.5)
+    return loss + _penalty_alone(m, x)
+
+
+class Critic(nn.Module):
+    """The last layers, which a penalty alone does not reach by outputs, belong to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.up, self.out = Block(), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.up(self.block(x)).tanh())
+
+
 def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
     """They leave those of parameters alone."""
     x = x.requires_grad_()
@@ -69,6 +95,9 @@ def _takes_gradients_of_inputs(m: nn.Module, x: Tensor) -> Tensor:
     [
         (Stack, _loss_and_penalty),
         (Stack, _penalty_alone),
+        (Critic, _penalty_alone),
+        (Critic, _score_alone),
+        (Critic, _penalties_accumulate),
         (Stack, _takes_gradients_of_inputs),
         (Forces, one_backward),
     ],
