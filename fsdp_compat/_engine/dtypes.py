@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,49 +42,73 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists, sets, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+# Types of values in which no tensors are searched.
+OPAQUE = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``value`` with its tensors changed, in the same containers or, unchanged, itself."""
+def contents_of(value: Any, in_place: bool = True) -> Iterable[tuple[Any, Any]] | None:
+    """Return (key, content) of a container or plain object, None for anything else."""
+    package = type(value).__module__.partition(".")[0]
+    if package == __name__.partition(".")[0]:
+        return None
+    if isinstance(value, (tuple, list, set, frozenset, collections.deque)):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    is_known = package == "torch" and not isinstance(value, torch.distributions.Distribution)
+    is_plain = hasattr(value, "__dict__") and not callable(value)
+    if in_place and is_plain and not is_known and not isinstance(value, types.ModuleType):
+        return vars(value).items()
+    return None
+
+
+def map_tensors(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    in_place: bool = False,
+    seen: dict[int, Any] | None = None,
+) -> Any:
+    """Return ``value`` with its tensors changed, in copies of the containers around them or,
+    unchanged, itself. in_place: in plain objects, too, and in the containers themselves, except
+    tuples and sets."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        items = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        try:
-            return type(value)(items)
-        except TypeError:  # a mapping whose constructor wants something else (defaultdict)
-            changed = value.copy()
-            changed.update(items)
-            return changed
-    if isinstance(value, (tuple, list)):
-        values = [map_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(values, value, strict=True)):
-            return value
-        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: new
-            for field in dataclasses.fields(value)
-            if field.init
-            and (new := map_tensors(old := getattr(value, field.name), change)) is not old
-        }
-        return dataclasses.replace(value, **changes) if changes else value
-    return value
+    contents, seen = contents_of(value, in_place), {} if seen is None else seen
+    if contents is None or id(value) in seen:
+        return seen.get(id(value), value)
+    new = seen[id(value)] = value  # until it has changed: in a cycle
+    changes = {
+        key: mapped
+        for key, item in list(contents)
+        if type(item) not in OPAQUE
+        and (mapped := map_tensors(item, change, in_place, seen)) is not item
+    }
+    if changes and isinstance(value, tuple):
+        items = [changes.get(index, item) for index, item in enumerate(value)]
+        new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif changes and not isinstance(value, (set, frozenset)):
+        new = value if in_place else copy.copy(value)
+        for key, mapped in changes.items():
+            if hasattr(new, "__setitem__"):
+                new[key] = mapped
+            else:
+                object.__setattr__(new, key, mapped)
+    seen[id(value)] = new
+    return new
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Return the tensors of nested containers and plain objects, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note, in_place=True)
+    return found
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

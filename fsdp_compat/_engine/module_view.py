@@ -4,10 +4,12 @@ other attributes of theirs: marks, and tensors that forward leaves (``self.aux_l
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import types
 import typing
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from .. import _torch_private
 from ..errors import StateError
 from .bulk_dict import BulkDict, DictEntry, make_swap
-from .dtypes import ComputeDtype
+from .dtypes import OPAQUE, ComputeDtype, contents_of, map_tensors, tensors_in
 from .placeholders import Placeholders
 from .store import ModuleSlot
 from .user_changes import values_lost
@@ -342,25 +344,66 @@ def is_marked(module: nn.Module) -> bool:
 
 
 class TensorAttributes:
-    """The tensor attributes of modules and their submodules."""
+    """The tensors that modules and their submodules keep: in attributes, and in the variables that
+    their forward or users' hooks share with other code."""
 
     def __init__(self, *modules: nn.Module) -> None:
+        every = [m for module in modules for m in module.modules()]
+        found = list(filter(_keeps_attributes, every))
         # (attributes of a module, number of the first ones that are nn.Module's own)
-        found = (m for module in modules for m in module.modules() if _keeps_attributes(m))
-        self._holders = [
+        self._holders: list[tuple[dict[str, Any], int]] = [
             (m.__dict__, sum(1 for _ in itertools.takewhile(_INTERNAL.__contains__, m.__dict__)))
             for m in found
         ]
+        self._holders += [(m._buffers, 0) for m in found]
+        forwards = dict.fromkeys(vars(m).get("forward", type(m).forward) for m in found)
+        self._hooks: list[dict[Any, Any]] = [dict(enumerate(filter(_variables_of, forwards)))]
+        self._hooks += [hooks for m in every for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._empty: dict[int, int] = {}  # lengths, by id, of values in which no tensor was found
 
-    def present(self) -> list[Tensor]:
-        """Return the tensors that the modules hold now."""
-        return [
-            value
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the tensors that are kept now. Values without tensors, like configurations and
+        vocabularies, are searched again only when their length has changed."""
+        kept: list[tuple[dict[Any, Any], Any, Any]] = [
+            (attributes, name, value)
             for attributes, start in self._holders
             if len(attributes) > start
-            for value in itertools.islice(attributes.values(), start, None)
-            if isinstance(value, Tensor)
+            for name, value in itertools.islice(attributes.items(), start, None)
+            if type(value) not in OPAQUE
         ]
+        for hooks in filter(None, self._hooks):
+            for hook in hooks.values():
+                variables = dict(enumerate(_variables_of(hook)))
+                kept += [(variables, index, value) for index, value in variables.items()]
+        for attributes, name, value in kept:
+            if not isinstance(value, Tensor):
+                if contents_of(value) is None:
+                    continue
+                length = len(value) if hasattr(value, "__len__") else -1
+                if self._empty.get(id(value)) == length:
+                    continue
+                if not tensors_in(value):
+                    self._empty[id(value)] = length
+                    continue
+            new = map_tensors(value, change, in_place=True)
+            if new is not value:
+                attributes[name] = new
+
+
+def _variables_of(function: Any) -> list[Any]:
+    """Return the tensors, containers and objects that a function reads besides arguments."""
+    if isinstance(function, functools.partial):
+        return [function.args, function.keywords, *_variables_of(function.func)]
+    own = getattr(getattr(function, "__self__", function), "__dict__", {})
+    found = [own[name] for name in own.keys() - _INTERNAL]
+    if hasattr(function, "__code__"):
+        cells = [cell for cell in function.__closure__ or () if cell != _EMPTY]
+        found += [cell.cell_contents for cell in cells]
+        found += map(function.__globals__.get, function.__code__.co_names)
+    return [v for v in found if isinstance(v, Tensor) or contents_of(v) is not None]
+
+
+_EMPTY = types.CellType()
 
 
 def _keeps_attributes(module: nn.Module) -> bool:

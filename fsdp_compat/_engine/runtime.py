@@ -22,7 +22,7 @@ from .backward import BackwardRunner, ThreadedBackwardRunner
 from .behavior import CommHook
 from .checks import Checks, refuse_in_pass, require_own
 from .device import compute_streams
-from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
+from .dtypes import ComputeDtype, cast_floats, map_tensors, move_to
 from .gathering import Gathering, RuntimeOptions
 from .group import Communicators, Group
 from .unit import Call, Residency, Unit
@@ -91,6 +91,7 @@ class Runtime:
         try:
             try:
                 args, kwargs = self.pre_forward(call, unit, args, kwargs)
+                age = _torch_private.next_age()
                 _torch_private.set_compiler(compiler)
                 output = function(*args, **kwargs)
             except BaseException as error:
@@ -100,11 +101,12 @@ class Runtime:
                     events.tell(events.RAISED, unit.label, error)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
-                    self.post_forward(call, unit, None, has_raised=True)
+                    self.post_forward(call, unit, (), has_raised=True)
                 raise
             _torch_private.set_compiler(None)
+            output, leaving = _let_leave(unit, output, (args, kwargs), age)
             with _torch_private.unrecorded():
-                self.post_forward(call, unit, output)
+                self.post_forward(call, unit, leaving)
             if unit.behavior.output_dtype is not None:
                 output = cast_floats(output, unit.behavior.output_dtype)
             return output
@@ -181,9 +183,10 @@ class Runtime:
         self._gathering.begin_forward()
 
     def post_forward(
-        self, call: Call, unit: Unit, output: object, has_raised: bool = False
+        self, call: Call, unit: Unit, leaving: Sequence[Tensor], has_raised: bool = False
     ) -> None:
-        """End a forward call. A recomputation reshards nothing: backward needs the parameters."""
+        """End a forward call. A recomputation reshards nothing: backward needs the parameters.
+        leaving: the tensors in the graph that leave it."""
         stack = self._stack
         if call not in stack:
             return
@@ -191,22 +194,14 @@ class Runtime:
             pass
         if call.counted and unit.running:
             unit.running -= 1
-        call.end_tick, nodes = next(self._ticks), list[Any]()  # of outputs that are in the graph
-        if torch.is_grad_enabled():
-            tensors = unit.attributes.present()
-            if type(output) is Tensor:
-                tensors.append(output)
-            else:
-                tensors += tensors_in(output)
-            for tensor in tensors:
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    hooks.on_gradient_of_output(tensor, call)
-                    nodes.append(tensor.grad_fn)
+        call.end_tick = next(self._ticks)
+        for tensor in leaving:
+            hooks.on_gradient_of_output(tensor, call)
         if unit.running or _torch_private.graph_task() != -1:
             return
-        in_graph = bool(nodes)
-        if nodes and not self._communicators.have_tags:
-            unit.track_call(call, nodes)
+        in_graph = bool(leaving)
+        if leaving and not self._communicators.have_tags:
+            unit.track_call(call, [tensor.grad_fn for tensor in leaving])
         if self._streams is not None:
             self._streams.join()
         if call.module is not None:
@@ -325,6 +320,33 @@ class Runtime:
                 where=self.root.label,
                 fix="leave the context first",
             )
+
+
+def _let_leave(unit: Unit, output: Any, inputs: Any, age: int) -> tuple[Any, list[Tensor]]:
+    """Return the output of a call, and the tensors in the graph that leave the call: outputs, and
+    in inputs and attributes those with nodes from ``age`` on. Views of parameters, whose memory is
+    freed, are replaced by copies."""
+    in_graph, leaving = torch.is_grad_enabled(), list[Tensor]()
+    params = {_torch_private.storage_key(group.unsharded_params[0]) for group in unit.groups}
+
+    def leave(tensor: Tensor, age: int = 0) -> Tensor:
+        node = tensor.grad_fn
+        if age and node is not None and _torch_private.age_of(node) < age:
+            return tensor
+        if _torch_private.storage_key(tensor) in params:
+            tensor = tensor.clone()
+        if in_graph and tensor.requires_grad and tensor.grad_fn is not None:
+            leaving.append(tensor)
+        return tensor
+
+    output = map_tensors(output, leave, in_place=True)
+    # Sharded parameters stay what they are, even where they are the unsharded ones.
+    params -= {_torch_private.storage_key(group.store.shard) for group in unit.groups}
+    leave_aside = functools.partial(leave, age=age)
+    unit.attributes.change(leave_aside)
+    if in_graph:
+        map_tensors(inputs, leave_aside, in_place=True)
+    return output, leaving
 
 
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()

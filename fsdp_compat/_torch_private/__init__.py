@@ -46,13 +46,16 @@ def in_graph_task() -> bool:
 def nodes_before(nodes: Sequence[Any]) -> list[Any]:
     """Return the nodes that run right after ``nodes`` in backward, except parameters' nodes and
     those that may lead back to ``nodes``: only nodes older than all of them."""
-    first = min(map(_age, nodes))
+    first = min(map(age_of, nodes))
     edges = itertools.chain.from_iterable(map(_edges, nodes))
-    return [node for node, _ in edges if node is not None and _age(node) < first]
+    return [node for node, _ in edges if node is not None and age_of(node) < first]
 
 
 _edges = operator.attrgetter("next_functions")
-_age = operator.methodcaller("_sequence_nr")  # that of a parameter's node is the highest
+# age_of(node): higher for later nodes of a thread, highest for those of parameters; next_age(): of
+# the next node.
+age_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+next_age: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def runs_now(node: Any) -> bool:
@@ -204,8 +207,16 @@ def replace_clipping(
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage object; its data pointer is null while freed."""
-    return local_part(tensor).untyped_storage()._cdata
+    """Return the identity of a tensor's storage object, whose data pointer is null while freed; 0
+    for one without, such as a sparse tensor."""
+    tensor = local_part(tensor)
+    while is_wrapped(tensor):  # of torch.func: there is no public way to the tensor inside
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+# is_wrapped(tensor): True for a tensor of a running transform of torch.func.
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_compat._comm.mesh import Axis, Mesh
-from fsdp_compat._engine.dtypes import Precision
+from fsdp_compat._engine.dtypes import Precision, tensors_in
 from fsdp_compat._engine.gathering import Prefetch, RuntimeOptions
 from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
@@ -121,7 +121,8 @@ def attach_unit(unit: Unit) -> None:
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert unit.runtime is not None
         if calls:
-            unit.runtime.post_forward(calls.pop(), unit, output)
+            leaving = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            unit.runtime.post_forward(calls.pop(), unit, leaving)
 
     unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     # Also after an exception, with None.

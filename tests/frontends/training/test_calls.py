@@ -23,6 +23,7 @@ from tests.support.parity import (
     both_strategies,
     make_pair,
     one_backward,
+    sgd,
     square,
     train,
     two_backwards,
@@ -172,15 +173,119 @@ class LossAsideFromNone(LossAside):
 
 
 class LossElsewhere(LossAside):
-    """Puts its loss into a list that belongs to no module."""
+    """Lets a function put its loss into a list that forward does not name."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = super().forward(x)
-        elsewhere.append(self.__dict__.pop("aux"))
+        _keep(self.__dict__.pop("aux"))
         return hidden
 
 
+def _keep(loss: Tensor) -> None:
+    elsewhere.append(loss)
+
+
 elsewhere: list[Tensor] = []
+
+
+class Given:
+    """A plain object in which tensors leave forward."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = list(tensors)
+
+
+class Tables(nn.Module):
+    """Returns a parameter and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(DIM, DIM))
+        self.fixed = nn.Parameter(torch.randn(DIM), requires_grad=False)
+
+    def forward(self) -> Any:
+        t = self.table
+        return (
+            t,
+            {"rows": t[1:3], "all": [t.T, t[None].expand(2, DIM, DIM), t]},
+            Given(t.detach(), self.fixed),
+        )
+
+
+class UsesTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.block = Tables(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, views, given = self.tables()
+        of_views = views["rows"].sum() + sum(view.pow(2).mean() for view in views["all"])
+        return self.block(x @ table) * of_views * given.tensors[0].sum() + given.tensors[1].mean()
+
+
+class LeavesAside(Block):
+    """Lets a hidden tensor leave as ``how`` says, and a view of a parameter as well."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.given, self.kept = how, Given(), [Given()]
+        self.register_buffer("memory", torch.zeros(4, DIM), persistent=False)
+        if how == "a hook":
+            hooked: list[Tensor] = []
+            self.kept_by_hook = lambda: hooked[-1]
+            self.up.register_forward_hook(lambda module, args, output: hooked.append(output))
+
+    def forward(self, x: Tensor, given: Given, into: Tensor) -> Tensor:
+        hidden, weight = self.down(self.up(x).tanh()), self.up.weight[:1].mean(1)
+        if self.how == "an argument":
+            given.tensors.append(hidden * weight)
+        elif self.how == "a tensor that is an argument":
+            into[:] = hidden * weight
+        elif self.how == "an object in an attribute":
+            self.given.tensors = [hidden, self.up.weight[:1]]
+        elif self.how == "a list in an attribute":
+            self.kept[0] = Given(hidden, self.up.weight[:1])
+        elif self.how == "a buffer":
+            self.memory = hidden * weight
+        elif self.how == "a global list":
+            elsewhere.append(hidden * weight)
+        return super().forward(x)
+
+
+class LeftAside(nn.Module):
+    """Computes its output from what its blocks leave aside, not from what they return."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(LeavesAside(how) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, left = Given(), []
+        for block in self.blocks:
+            into = torch.zeros_like(x)
+            x = block(x, given, into)
+            inner = getattr(block, "module", block)
+            left.append(
+                {
+                    "an argument": lambda: given.tensors[-1],
+                    "a tensor that is an argument": lambda into=into: into,
+                    "an object in an attribute": lambda b=inner: (
+                        b.given.tensors[0] * b.given.tensors[1].mean()
+                    ),
+                    "a list in an attribute": lambda b=inner: (
+                        b.kept[0].tensors[0] * b.kept[0].tensors[1].mean()
+                    ),
+                    "a buffer": lambda b=inner: b.memory,
+                    "a global list": lambda: elsewhere.pop(),
+                    "a hook": lambda b=inner: b.kept_by_hook()[:, :DIM],
+                }[self.how]()
+            )
+        return left[0] + left[1].tanh()
+
+
+WAYS_ASIDE = ("an argument", "a tensor that is an argument", "an object in an attribute")
+WAYS_ASIDE += ("a list in an attribute", "a buffer", "a global list", "a hook")
 
 
 def _two_forwards_one_backward(m: nn.Module, x: Tensor) -> Tensor:
@@ -274,6 +379,9 @@ CASES: dict[str, tuple[Any, ...]] = {  # for train()
         (LossAsideFromNone,),
         _output_and_attribute,
     ),
+    "a unit that returns parameters": (UsesTables, (Tables, Block)),
+    "units in one that returns parameters": (UsesTables, (UsesTables, Block)),
+    **{f"tensors leave by {how}": (partial(LeftAside, how), (LeavesAside,)) for how in WAYS_ASIDE},
     "units without their root": (Stack, (Block,), _with_and_without_the_root),
     "a forward before backward": (Stack, (Block,), partial(_evaluates_between, "grad")),
 }
@@ -319,8 +427,8 @@ def test_a_loss_in_a_list_is_an_error_where_it_cannot_work(
     build = partial(chain, *[LossElsewhere] * num_units)
     model = make_pair(build, (LossElsewhere,), use_orig_params=use_orig_params, **options).model
     with pytest.raises(error, match=message):
-        for _ in range(2):
-            _losses_in_a_list(model, torch.randn(4, DIM))
+        _losses_in_a_list(model, torch.randn(4, DIM))
+        sgd(model.parameters()).step()
 
 
 # -- evaluation
