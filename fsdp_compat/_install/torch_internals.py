@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from .. import _torch_private
+from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo
 from .._front_ends.fully_shard import module as fully_shard_module
-from .._torch_patches.on_import import PatchOnImport
 from .contents import fully_shard_names
 from .modules import ROOT
 

@@ -40,15 +40,17 @@ from ..errors import UsageError, takes, wrong_type
 # (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it
 Wanted = Callable[[str, bool], bool]
 
-# The children that hold the wrapped module, of FSDP and of activation checkpointing.
+# The children that hold the wrapped module, of FSDP, activation checkpointing and torch.compile.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
-_WRAPPERS = (FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE)
+COMPILED_MODULE = "_orig_mod"
+_WRAPPERS = (FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE)
 
 
 def clean_name(name: str, wrappers: Collection[str] = _WRAPPERS) -> str:
-    """Return a name as it was before FSDP and activation checkpointing wrapped anything."""
-    if "_wrapped_module" not in name:  # which is in all of them
+    """Return a name as it was before FSDP, activation checkpointing or torch.compile wrapped
+    anything."""
+    if "_wrapped_module" not in name and COMPILED_MODULE not in name:  # most names
         return name
     return ".".join(part for part in name.split(".") if part not in wrappers)
 

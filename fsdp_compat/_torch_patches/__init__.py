@@ -2,7 +2,7 @@
 
 ``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
 sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``; ``fully_shard`` installs only the last three. All of them
+every patch in ``PATCHES``; ``fully_shard`` installs only the last five. All of them
 are reverted by ``undo_torch_patches``."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import nn
 
 from .._engine import user_changes
+from .._engine.on_import import PatchOnImport
 from .._engine.patches import Patch
 from .._front_ends import data_parallel
-from .._state import optimizer_patches
+from .._state import compiled, optimizer_patches
 from .._state.units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, gathering, hugging_face_storage, local_parts
-from .on_import import PatchOnImport
 
 PATCHES: tuple[Patch | PatchOnImport, ...] = (
     clip_grad.patches,
@@ -27,6 +27,7 @@ PATCHES: tuple[Patch | PatchOnImport, ...] = (
     optimizer_patches.patches,
     data_parallel.patches,
     user_changes.patches,
+    *compiled.patches,
 )
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import nn
 
+from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo
 from .._front_ends.flat.flat_unit import is_wrapper
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
-from .on_import import PatchOnImport
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _ROUTE = "_fsdp_compat_route"  # the keyword whose default tells replaced code what to call

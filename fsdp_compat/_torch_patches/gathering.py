@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from .. import _torch_private
+from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo, around_function
 from .._state.sharded_values import BoxedTensor, gathered
-from .on_import import PatchOnImport
 
 _MODULE, _NAME = _torch_private.GATHERS_FIRST_SHARD
 

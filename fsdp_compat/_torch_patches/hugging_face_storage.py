@@ -18,9 +18,9 @@ from typing import Any
 from torch.futures import Future
 
 from .._engine import hooks
+from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo
 from ..errors import CheckpointError
-from .on_import import PatchOnImport
 
 if typing.TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._engine.on_import import PatchOnImport
 from .._engine.patches import around_function
 from .._state.sharded_values import LocalPart
-from .on_import import PatchOnImport
 
 _PLANS = ("create_default_local_load_plan", "create_default_local_save_plan")
 

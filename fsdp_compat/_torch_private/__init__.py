@@ -385,6 +385,10 @@ def wraps_as(module: nn.Module) -> str | None:
 # The base of torch's _FSDPState: parts of torch and clients use that class in isinstance checks.
 ComposableState = _State
 
+# Of torch.distributed.checkpoint.state_dict: the names of a parameter in state dicts. It refuses
+# names without the part that torch.compile adds.
+NAMES_FUNCTION = "_get_fqns"
+
 # For subclasses of torch.Tensor whose results are plain tensors; its name is documented, not
 # public.
 no_torch_function: Any = torch._C._disabled_torch_function_impl

@@ -4,6 +4,7 @@ first used, and again when the dtype or device of their parameters has changed."
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import typing
 import weakref
@@ -25,9 +26,9 @@ from ..._engine.gathering import Prefetch, RuntimeOptions
 from ..._engine.group import Group, PartialShard
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit, UnitOptions
-from ..._state import optimizer_patches
+from ..._state import compiled, optimizer_patches
 from ..._state.description import UnitFacts, stored_dtype
-from ..._state.units import ModelUnit, default_form, register
+from ..._state.units import ModelUnit, clean_name, default_form, register
 from ..._stores.extension import Context, ExtensionStore, has_extension
 from ..._stores.placement import DataMesh
 from ..._stores.row_store import RowStore
@@ -335,10 +336,15 @@ class ShardedModules:
         self, module: nn.Module, take: Callable[[], Any], destination: Any, prefix: str
     ) -> Any:
         """Return the state dict of ``module``. take: returns that of DTensors."""
+        first = len(destination or ())
         if self.record is None or self.record.unit.view.in_state_dict:  # no form is set
-            return take()
-        named = [(each.model_unit(), name) for each, name in named_states_in([module]).items()]
-        return taken(self.model_unit(), named, module, take, destination, prefix)
+            found = take()
+        else:
+            named = [(each.model_unit(), name) for each, name in named_states_in([module]).items()]
+            found = taken(self.model_unit(), named, module, take, destination, prefix)
+        for key in [*itertools.islice(found, first, None)]:  # all, which keeps their order
+            found[clean_name(key)] = found.pop(key)
+        return found
 
     def before_taking(self, module: nn.Module) -> None:
         """Prepare for a module's part of a state dict, which may be taken on this rank only: an
@@ -555,7 +561,8 @@ def apply(plan: Plan) -> ShardedModules:
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
     optimizer_patches.register_replaced(param.parameter for param in plan.managed.params)
     optimizer_patches.patches.patch()  # optimizers that hold the replaced parameters raise an error
-    data_parallel.patches.patch()
+    for patches in (data_parallel.patches, *compiled.patches):
+        patches.patch()
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in plan.managed.holders:

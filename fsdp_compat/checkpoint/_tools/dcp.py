@@ -111,6 +111,9 @@ def _tree(path: Path, found: Iterable[_Entry]) -> tuple[dict[Any, Any], int | No
     with Files() as files:
         directory = _Directory(path, files)
         values = [(entry.keys, directory.value_of(entry)) for entry in entries.values()]
+    places = [place for entry in entries.values() for place in entry.places.values()]
+    if len({*places}) < sum(place.nbytes > 0 for place in places):
+        raise damaged_dcp(path, "two values at one place in the files")
     tree = _nested([(keys, value) for keys, value in values if value is not LEFT_OUT], path)
     return tree, directory.world_size(), directory.left_out
 
@@ -222,7 +225,6 @@ class _Directory:
     def __init__(self, path: Path, files: Files) -> None:
         self._path, self._files = path, files
         self._found: dict[str, _File] = {}  # by the name in the metadata
-        self._taken: set[_FileRange] = set()
         self._bytes_left = _MAX_BYTES
         self.left_out: list[str] = []
 
@@ -271,11 +273,7 @@ class _Directory:
         return StoredPiece(box, piece.source, _rank_of(file.path.name))
 
     def _file(self, place: _FileRange) -> _File:
-        """Return the file of a place; its name, its existence and the range are checked, and that
-        only one value is at the place."""
-        if place.nbytes and place in self._taken:
-            raise damaged_dcp(self._path, f"two values at byte {place.start} of {place.file}")
-        self._taken.add(place)
+        """Return the file of a place; its name, its existence and the range are checked."""
         if place.file not in self._found:
             path = member(self._path, place.file)
             try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from .._engine.patches import Undo
+from .patches import Undo
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder):

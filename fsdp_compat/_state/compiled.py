@@ -1,0 +1,52 @@
+"""State dicts have names without the part that torch.compile adds, and load into compiled modules:
+torch's own code expects that part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .. import _torch_private
+from .._engine import hooks
+from .._engine.on_import import PatchOnImport
+from .._engine.patches import around_function
+from .units import COMPILED_MODULE, clean_name
+
+
+def _load(
+    original: Callable[..., None],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *rest: Any,
+) -> None:
+    inner = f"{prefix}{COMPILED_MODULE}."
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
+        state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+    original(state_dict, prefix, *rest)
+
+
+def _names(
+    original: Callable[..., set[str]], model: Any, name: str, *rest: Any, **more: Any
+) -> Any:
+    found = {name}
+    with contextlib.suppress(AssertionError):  # raised for names without the part
+        found = original(model, name, *rest, **more)
+    return {clean_name(each) for each in found}
+
+
+patches = (
+    PatchOnImport(
+        "torch._dynamo.eval_frame",
+        lambda torchs: [
+            hooks.around_method(torchs.OptimizedModule, "_load_from_state_dict", _load)
+        ],
+    ),
+    PatchOnImport(
+        "torch.distributed.checkpoint.state_dict",
+        lambda torchs: [around_function(torchs, _torch_private.NAMES_FUNCTION, _names)],
+    ),
+)

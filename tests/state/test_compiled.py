@@ -1,0 +1,116 @@
+"""Models with compiled modules have the names of the plain model everywhere, and load what plain
+models saved."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType, checkpoint
+from tests.support.cases import about
+from tests.support.checkpoints import sharded
+from tests.support.ranks import run_ranks
+
+HOW = ("plain", "inside", "outside", "around", "checkpointed", "recomputed", "later")
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def _built(front_end: str, how: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """how: "inside" of a unit, "outside", "around" the model, in or around activation
+    checkpointing, or after the model was sharded."""
+    torch.manual_seed(seed)
+    block: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    block[1].running_mean += seed
+    if how == "recomputed":
+        block = checkpoint_wrapper(block)
+    if how in ("inside", "checkpointed", "recomputed"):
+        block = _compiled(block)
+    if how == "checkpointed":
+        block = checkpoint_wrapper(block)
+    model: Any = nn.Sequential(sharded(front_end, block), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    if how == "outside":
+        model[0], model[1] = _compiled(model[0]), _compiled(model[1])
+    model = sharded(front_end, model)
+    if how == "later":
+        inner = model.module if isinstance(model, FSDP) else model
+        inner[0] = _compiled(inner[0])
+    model = _compiled(model) if how == "around" else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5 + seed)
+    optimizer.step()
+    return model, optimizer
+
+
+def _values(model: nn.Module) -> dict[str, list[float]]:
+    return {name: value.tolist() for name, value in checkpoint.iter_full_state_dict(model)}
+
+
+def _interchange(folder: Path) -> None:
+    plain = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    )
+    names, parameters = set(plain.state_dict()), {name for name, _ in plain.named_parameters()}
+    for front_end, how in itertools.product(("flat", "flat original", "rows"), HOW):
+        other = "plain" if how != "plain" else "inside"
+        path = folder / front_end / how
+        with about(f"{front_end}, {how}"):
+            model, optimizer = _built(front_end, how, 1)
+            expected = _values(model)
+            assert set(expected) == names
+            assert set(model.state_dict()) == names
+            assert set(get_model_state_dict(model, options=FULL)) == names
+            states = get_state_dict(model, optimizer, options=FULL)
+            assert set(states[1]["state"]) == parameters
+            native = checkpoint.save(path, model, optimizer, step=1)
+            checkpoint.save_safetensors(path, model)
+            dist.barrier()
+            assert set(load_file(path / "model.safetensors")) == names
+            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "dcp")
+            if dist.get_rank() == 0:
+                torch.save(states[0], path / "full.pt")
+            if front_end != "rows":
+                with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+                    assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == parameters
+            dist.barrier()
+            for load in (other, how):
+                for saved in (native, path / "model.safetensors", path / "dcp", path / "full.pt"):
+                    fresh, its = _built(front_end, load, 2)
+                    checkpoint.load(saved, fresh, its if saved == native else None)
+                    assert _values(fresh) == expected, (saved, load)
+                fresh, its = _built(front_end, load, 2)
+                fresh.load_state_dict(model.state_dict())
+                assert _values(fresh) == expected, load
+                fresh, its = _built(front_end, load, 2)
+                model_state, optimizer_state = get_state_dict(model, optimizer, options=FULL)
+                set_state_dict(
+                    fresh,
+                    its,
+                    model_state_dict=model_state,
+                    optim_state_dict=optimizer_state,
+                    options=FULL,
+                )
+                assert _values(fresh) == expected, load
+
+
+def test_compiled_modules_change_no_name_and_load_what_plain_ones_saved(tmp_path: Path) -> None:
+    run_ranks(2, _interchange, tmp_path, timeout=120)
