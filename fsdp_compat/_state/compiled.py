@@ -7,22 +7,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from .. import _torch_private
-from .._engine import hooks
+from .._engine.hooks import around_method
 from .._engine.on_import import PatchOnImport
-from .._engine.patches import around_function
+from .._engine.patches import Undo, around_function
 from .units import COMPILED_MODULE, clean_name
 
 
-def _load(
-    original: Callable[..., None],
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    *rest: Any,
-) -> None:
+def _load(original: Any, module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     inner = f"{prefix}{COMPILED_MODULE}."
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
@@ -38,15 +30,15 @@ def _names(
     return {clean_name(each) for each in found}
 
 
+def _patch_modules(compiler: Any) -> list[Undo]:
+    return [around_method(compiler.OptimizedModule, "_load_from_state_dict", _load)]
+
+
+def _patch_names(functions: Any) -> list[Undo]:
+    return [around_function(functions, _torch_private.NAMES_FUNCTION, _names)]
+
+
 patches = (
-    PatchOnImport(
-        "torch._dynamo.eval_frame",
-        lambda torchs: [
-            hooks.around_method(torchs.OptimizedModule, "_load_from_state_dict", _load)
-        ],
-    ),
-    PatchOnImport(
-        "torch.distributed.checkpoint.state_dict",
-        lambda torchs: [around_function(torchs, _torch_private.NAMES_FUNCTION, _names)],
-    ),
+    PatchOnImport("torch._dynamo.eval_frame", _patch_modules),
+    PatchOnImport("torch.distributed.checkpoint.state_dict", _patch_names),
 )

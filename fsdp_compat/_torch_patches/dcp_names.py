@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .. import _torch_private
 from .._state.optim_contents import ParamContents
 from .._state.rank_local import RankState
 from .._state.units import clean_name
@@ -30,7 +30,7 @@ class Names:
             above, _, part = path.rpartition(".")
             if not path:
                 public = ""
-            elif not clean_name(part) or _torch_private.wraps_as(by_path[above]) == part:
+            elif not clean_name(part) or isinstance(by_path[above], DistributedDataParallel):
                 public = public_path[above]
             else:
                 public = f"{public_path[above]}.{part}".lstrip(".")

@@ -372,16 +372,6 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def wraps_as(module: nn.Module) -> str | None:
-    """Return the attribute that holds the module of a compiled module or of
-    DistributedDataParallel, which names leave out; None for others. Before the class is imported,
-    nothing is compiled."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and isinstance(module, compiler.OptimizedModule):
-        return "_orig_mod"
-    return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
-
-
 # The base of torch's _FSDPState: parts of torch and clients use that class in isinstance checks.
 ComposableState = _State
 

@@ -198,14 +198,14 @@ class Source:
         return self._content() if len(alike) < len(copies) else ""
 
     def _content(self) -> str:
-        """Return a digest of all checksums and plain values, and a sample of other tensors."""
-        its = self.archive
-        digest = hashlib.sha256(repr([sum.crc32 for _, sum in self._records(True)]).encode())
+        """Return a digest of all plain values, and of the checksums or a sample of tensors."""
+        its, digest = self.archive, hashlib.sha256()
         for leaf in leaves([its.tensors, its.aliases, its.states, its.param_groups, its.extra]):
             value: Any = leaf[1]
             if isinstance(value, StoredTensor):
-                has_checksums = all(getattr(it.source, "checksum", None) for it in value.pieces)
-                value = "" if has_checksums else sample(value, self.files, _SAMPLED_PARTS)
+                found = [getattr(piece.source, "checksum", None) for piece in value.pieces]
+                known = [each.crc32 for each in found if each]
+                value = known if all(found) else sample(value, self.files, _SAMPLED_PARTS)
             elif isinstance(value, (set, frozenset)):
                 value = sorted(map(repr, value))
             digest.update(repr((leaf[0], value)).encode())

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..._state.units import clean_name as plain_name
 from .archive import Archive, StoredTensor
 from .optimizer_tree import OptimizerState, is_optimizer, named, optimizer_in
 from .pickles import refused
@@ -22,7 +23,6 @@ _MODEL_KEY = re.compile(
 )
 _LETTERS = re.compile(r"\D+")  # around the number of one of several models or optimizers
 _STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 _DDP = "module."
 _MAX_LEVELS = 3  # below which no section is looked for
 _MAX_CONTAINERS = 500_000
@@ -161,11 +161,6 @@ def _flat_tensors(node: Tree, key: Any) -> dict[str, StoredTensor]:
 
 
 # -- names
-
-
-def plain_name(name: str) -> str:
-    """Return a name without the parts of FSDP, activation checkpointing and torch.compile."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _plain_names(names: Iterable[str]) -> dict[str, str]:
