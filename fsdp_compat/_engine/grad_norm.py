@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def norm_of(
 
     Collective: all ranks, with the same groups; one all-reduce per shard axis.
     """
-    whole = list(whole)
+    whole = [_norm_of_dtensor(g, norm_type) if _torch_private.is_dtensor(g) else g for g in whole]
     # Those of the parameters, because ranks do not know each other's gradients.
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -83,6 +84,11 @@ def norm_of(
             norm = norm_over_ranks(axis, norm, norm_type)
         parts.append(norm)
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+
+
+def _norm_of_dtensor(grad: Any, order: float) -> Tensor:
+    """Return the norm of a DTensor, as one element that stands for all. Collective."""
+    return typing.cast(Tensor, torch.linalg.vector_norm(grad, order).full_tensor().reshape(1))
 
 
 def dtype_of_norm(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .. import _torch_private
+from .._comm.mesh import Axis
 from .._layout.spec import FlatLayout, Interval, Section
 from .dtypes import as_bytes
 from .group import Group
@@ -54,6 +55,11 @@ class StateStore(ParamStore, typing.Protocol):
         possible."""
 
     # -- what follows from these
+
+    @property
+    def tensor_parallel_axes(self) -> Sequence[Axis]:
+        parallel = self.parallel[0]  # as all of the store
+        return () if parallel is None else parallel.tensor_parallel_axes()
 
     def parameter(self, index: int, value: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a parameter over ``value``, like the user's parameter ``index``."""

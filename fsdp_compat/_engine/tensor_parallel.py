@@ -70,6 +70,6 @@ class TensorParallel:
         """The axes along which the parameter is sharded, not replicated."""
         return tuple(
             axis_of(self.mesh.get_group(dim))
-            for dim, placement in enumerate(self.placements)
-            if not placement.is_replicate()
+            for dim in self.tensor_parallel_dims
+            if not self.placements[dim].is_replicate()
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .._engine.store import ParamStore
-from ..errors import UsageError, require_module
+from ..errors import StateError, UsageError, require_module
 from .units import model_units_in, runtimes_of
 
 
@@ -38,7 +38,7 @@ class ShardedEMA:
                 where="ShardedEMA(...)",
                 fix="pass for example 0.999",
             )
-        self.decay, self._model = decay, model
+        self.decay, self._model, self._is_swapped = decay, model, False
         self._averages = [
             store.shard.detach().to(dtype or store.dtype, copy=True) for store in self._stores()
         ]
@@ -52,41 +52,69 @@ class ShardedEMA:
         """Call it after the optimizer's step: average = decay * average + (1 - decay) * parameter.
 
         Raises StateError inside forward or backward."""
-        averages, shards = self._pairs("ShardedEMA.update()")
-        same = [shard.to(own.dtype) for own, shard in zip(averages, shards, strict=True)]
-        for average, shard in zip(averages, same, strict=True):
-            average.lerp_(shard, 1 - self.decay)
+        stores = self._sharded_stores("ShardedEMA.update()")
+        for average, store in zip(self._averages, stores, strict=True):
+            average.lerp_(store.shard.detach().to(average.dtype), 1 - self.decay)
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
         """Give the model the averages inside the context; what is written to it changes them.
+        Values that are not written to come back exactly, whatever the dtypes.
 
-        Raises StateError inside forward or backward."""
-        self._exchange()
+        Raises StateError inside forward or backward, and inside another ``swap()``."""
+        stores, kept = self._sharded_stores("ShardedEMA.swap()"), list[Tensor]()
+        self._is_swapped = True
         try:
+            self._show(stores, kept)
             yield
         finally:
-            self._exchange()
+            self._is_swapped = False
+            self._reshard("the end of ShardedEMA.swap()")
+            self._take_back(stores, kept)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        averages, shards = self._pairs("ShardedEMA.swap()")
-        for number, (average, shard) in enumerate(zip(averages, shards, strict=True)):
-            self._averages[number] = shard.to(average.dtype, copy=True)
+    def _show(self, stores: Sequence[ParamStore], kept: list[Tensor]) -> None:
+        for number, (average, store) in enumerate(zip(self._averages, stores, strict=True)):
+            shard = store.shard.detach()
+            kept.append(shard.clone())
             shard.copy_(average)
+            if average.dtype is shard.dtype:  # the shard has it now
+                self._averages[number] = kept[-1]
 
-    def _pairs(self, what: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the shards, with all units sharded."""
+    @torch.no_grad()
+    def _take_back(self, stores: Sequence[ParamStore], kept: Sequence[Tensor]) -> None:
+        for number, (before, store) in enumerate(zip(kept, stores, strict=False)):
+            average, shard = self._averages[number], store.shard.detach()
+            if average is before:
+                self._averages[number] = shard.to(before.dtype, copy=True)
+            else:
+                is_written = shard != average.to(shard.dtype)
+                torch.where(is_written, shard.to(average.dtype), average, out=average)
+            shard.copy_(before)
+
+    def _reshard(self, what: str) -> None:
         for runtime in runtimes_of(model_units_in(self._model)):
             runtime.require_idle(what)
             runtime.reshard_all()
-        shards = [store.shard.detach() for store in self._stores()]
-        if [each.shape for each in shards] != [each.shape for each in self._averages]:
+
+    def _sharded_stores(self, what: str) -> list[ParamStore]:
+        """Return the averaged stores, with all units sharded."""
+        if self._is_swapped:
+            raise StateError.of(
+                f"{what} was called inside ShardedEMA.swap(), where the model has the averages.",
+                expected="a call outside the context",
+                got="a call inside it",
+                where=what,
+                fix="leave the context first",
+            )
+        self._reshard(what)
+        stores = self._stores()
+        if [each.shard.shape for each in stores] != [each.shape for each in self._averages]:
             raise UsageError.of(
                 "The model is no longer the one that is averaged.",
                 expected="the same trainable parameters as when ShardedEMA was made",
-                got=f"{len(shards)} shards; there are averages of {len(self._averages)}",
+                got=f"{len(stores)} shards; there are averages of {len(self._averages)}",
                 where=what,
                 fix="make a ShardedEMA after wrapping, and after the last change of requires_grad",
             )
-        return self._averages, shards
+        return stores

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
+from .._comm.communicator import communicator
 from .._comm.transport import Transport
 from .._engine import rendezvous
 from .._engine.grad_norm import checked_norm_type, norm_over_ranks
 from .._engine.group import Group
 from .._engine.state_store import store_of
+from .._engine.tensor_parallel import TensorParallel
 from ..errors import StateError, require_module
 from .units import names_of, require_idle, units_of, unmanaged_in
 
@@ -27,7 +29,7 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
     any rank. Norms of gradients that ShardedGradScaler has scaled include its scale. norm_type:
     positive, or inf.
 
-    Collective: all ranks, with one all-reduce per shard axis, of a number for each parameter.
+    Collective: all ranks, with one all-reduce per axis of sharding and of tensor parallelism.
     Raises StateError inside forward and backward, and for gradients that are not reduced."""
     require_module(model, _WHAT)
     norm_type = checked_norm_type(norm_type, _WHAT)
@@ -47,15 +49,20 @@ def param_grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tens
                 for index in indices if param.requires_grad else ():
                     names.append(names_of(store.orig_params[index], named.prefix))
                     grads.append(grad[store.part_in_sharded_param(index).slice])
-    found = {
-        slot.name: _flat(slot.value.grad, slot.value.detach())
-        for slot in unmanaged_in(model)
-        if isinstance(slot.value, nn.Parameter) and slot.value.requires_grad
-    }
-    norms = {name: _norm(grad, norm_type) for name, grad in found.items()}
+    for slot in unmanaged_in(model):
+        if isinstance(whole := slot.value, nn.Parameter) and whole.requires_grad:
+            value, parallel, axes = whole.grad, TensorParallel.of(whole), ()
+            if parallel is not None:
+                value = None if value is None else parallel.local(value)  # it may be a partial sum
+                split = parallel.tensor_parallel_axes()
+                axes = tuple(communicator(axis, whole.device) for axis in split if axis.ranks > 1)
+            names, grads = by_axes.setdefault(axes, ([], []))
+            names.append([slot.name])
+            grads.append(_flat(value, whole.detach()))
+    norms = dict[str, Tensor]()
     for axes, (names, grads) in by_axes.items():
         if grads:
-            local = torch.stack([_norm(grad, norm_type) for grad in grads]).to(groups[0].device)
+            local = torch.stack([_norm(grad, norm_type).to(groups[0].device) for grad in grads])
             for axis in axes:
                 local = norm_over_ranks(axis, local, norm_type)
             for each, norm in zip(names, local.unbind(), strict=True):

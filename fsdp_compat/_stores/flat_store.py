@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .. import _torch_private
 from .._comm.host_memory import in_whole_pages
-from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam
 from .._engine.state_store import FLAT_PARAM, StateStore
 from .._engine.storage import new_shard
@@ -191,11 +190,6 @@ class FlatStore(StateStore, ReduceForm):
             param.grad = None if grad is None else grad.to(device, dtype)
 
     # -- the seam
-
-    @property
-    def tensor_parallel_axes(self) -> Sequence[Axis]:
-        parallel = self.parallel[0]
-        return () if parallel is None else parallel.tensor_parallel_axes()
 
     def make_unsharded_params(self, full: Tensor) -> list[nn.Parameter]:
         return [

@@ -60,7 +60,6 @@ def _total_norm(
         by_group[split[id(grad)]].append(grad) if id(grad) in split else whole.append(grad)
     rendezvous.require_all_ranks_once("torch.nn.utils.clip_grad_norm_", groups)
     with torch.no_grad():
-        whole = [_norm_of_dtensor(g, order) if _torch_private.is_dtensor(g) else g for g in whole]
         parts = [(group, packed(group, its)) for group, its in by_group.items()]
         norm = norm_of(parts, whole, order, groups[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -71,12 +70,6 @@ def _total_norm(
         )
     device = grads[0].device if grads else groups[0].store.shard.device
     return norm.to(device=device, dtype=dtype_of_norm(parts, whole))
-
-
-def _norm_of_dtensor(grad: Any, order: float) -> torch.Tensor:
-    """Return the norm of a DTensor, as one element that stands for all. Collective."""
-    norm = torch.linalg.vector_norm(grad, order)
-    return norm.full_tensor().reshape(1)
 
 
 def _split_over_ranks(

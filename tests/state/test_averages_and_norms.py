@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import (
     ShardedEMA,
+    ShardingStrategy,
     StateError,
     UsageError,
     checkpoint,
     fully_shard,
     param_grad_norms,
 )
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import on_ranks
 
 DECAY = 0.9
@@ -66,11 +71,11 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, update: Callable[[], None]) -> None:
+def train(model: nn.Module, update: Callable[[], None], dtype: torch.dtype = torch.float32) -> None:
     trainable = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.1)
     for step in range(4):
-        model(batch(step)).square().mean().backward()
+        model(batch(step).to(dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         update()
@@ -145,6 +150,72 @@ def test_averages_have_a_dtype_of_their_own_and_refuse_what_they_cannot_do() -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "of_averages"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, None)],
+    ids=str,
+)
+@on_ranks(2)
+def test_parameters_and_averages_come_back_exactly_from_a_swap(
+    dtype: torch.dtype, of_averages: torch.dtype | None, layout: str
+) -> None:
+    model = LAYOUTS[layout](Net().to(dtype))
+    trainable = [each for each in model.parameters() if each.requires_grad]
+    swapped, left_alone = (ShardedEMA(model, DECAY, dtype=of_averages) for _ in "ab")
+
+    def update() -> None:
+        before = whole(model)
+        for ema in (swapped, left_alone):
+            ema.update()
+        with swapped.swap():
+            for parameter in trainable:
+                parameter.requires_grad_(False)
+            for call in (swapped.update, swapped.swap().__enter__):
+                with pytest.raises(StateError, match="inside ShardedEMA"):
+                    call()
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        with pytest.raises(ZeroDivisionError), swapped.swap():
+            model(batch(0).to(dtype)).sum().backward()
+            raise ZeroDivisionError
+        model.zero_grad()
+        assert_exact(whole(model), before)
+
+    train(model, update, dtype)
+    shown, rests = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+    for ema in (swapped, left_alone):
+        with ema.swap(), torch.no_grad():
+            trainable[0].add_(1)
+            shown.append(whole(model))
+            values = [parameter.detach().clone() for parameter in trainable]
+        with torch.no_grad():
+            for parameter, value in zip(trainable, values, strict=True):
+                parameter.copy_(-value)
+        ema.decay = 0.5
+        ema.update()
+        with ema.swap():  # half of what the model's dtype cannot show of the averages
+            rests.append(whole(model))
+    assert_exact(*shown)
+    assert_exact(*rests)
+    assert rests[0]["layers.0.0.weight"].any() == (dtype is torch.bfloat16)
+
+
+def assert_exact(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@on_ranks(1)
+def test_an_update_casts_one_shard_at_a_time() -> None:
+    model = flat(nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(8)).bfloat16())
+    ema = ShardedEMA(model, dtype=torch.float32)
+    with LiveBytes() as live:
+        before = live.now()
+        ema.update()
+    one = 4 * (64 * 64 + 64)
+    assert one <= live.peak().nbytes - before < 2.5 * one
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size")
 def test_norms_are_those_of_the_unsharded_model(world_size: int, layout: str) -> None:
@@ -158,6 +229,36 @@ def test_norms_are_those_of_the_unsharded_model(world_size: int, layout: str) ->
             if each.requires_grad
         }
         assert_near(param_grad_norms(model, norm_type), expected)
+
+
+@pytest.mark.parametrize("layout", ["original", "original, unmanaged", "rows", "rows, unmanaged"])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+@on_ranks(4)
+def test_norms_are_those_of_whole_gradients_with_tensor_parallelism(
+    shape: tuple[int, ...], layout: str
+) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6))
+
+    plain, model = net(), net()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    dp = mesh["replicas", "shards"]
+    ignored = {*model[0].parameters()} if "unmanaged" in layout else set()
+    if layout.startswith("rows"):
+        fully_shard(model, mesh=dp, ignored_params=ignored)
+    else:
+        hybrid = {"device_mesh": dp, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        model = FSDP(model, use_orig_params=True, ignored_states=ignored, **hybrid)
+    for each in (plain, model):
+        each(batch(0)).square().mean().backward()
+    for norm_type in (2.0, 1.0, math.inf):
+        expected = {name: p.grad.norm(norm_type) for name, p in plain.named_parameters()}
+        assert_near(param_grad_norms(model, norm_type), expected)
+    if isinstance(model, FSDP):
+        total = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), total)
 
 
 @on_ranks(2)

@@ -154,7 +154,8 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
             "optimizer.step().",
             stacklevel=4,
         )
-    grad_norm.clip_by_norm(managed + others, norm, float(max_norm))
+    parts = [*managed, *map(_torch_private.local_part, others)]
+    grad_norm.clip_by_norm(parts, norm, float(max_norm))
     return norm.to(grad_norm.dtype_of_norm(grads, others))
 
 
