@@ -2,6 +2,7 @@
 
 contents         the modules of torch.distributed.fsdp that clients use, and their names
 private_names    our versions of names in torch's private modules
+kept             torch's class and function where they are kept out of reach
 modules          puts our modules into sys.modules and wherever torch's were imported before
 refusals         raises if install() comes too late
 torch_internals  parts of torch that compare classes
@@ -25,10 +26,11 @@ _installed: Modules | None = None
 def install(*, fix_clients: bool = True) -> None:
     """Make every use of ``torch.distributed.fsdp`` in this process resolve to fsdp_compat,
     including names that other modules have already imported. Works even if this torch no longer
-    has FSDP1. A second call does nothing.
+    has FSDP1. A second call does nothing. Where a program keeps torch's wrapper or ``fully_shard``
+    otherwise, as in a partial or a class, it builds ours, and the first call warns.
 
-    fix_clients: also fix known bugs of PEFT and Accelerate that make results wrong with any FSDP1,
-    in the affected versions only. A later call may enable it.
+    fix_clients: fix known bugs of PEFT and Accelerate that make results wrong with any FSDP1, as
+    importing fsdp_compat does. False reverts that; a later call may enable it.
 
     The environment variable ``FSDP_COMPAT_LOG=install`` logs (logger "fsdp_compat.install", on
     stderr) replacements and the private names that a program reads.
@@ -48,19 +50,22 @@ def install(*, fix_clients: bool = True) -> None:
             for each in torch_internals.PATCHES:
                 each.patch()
             _installed = modules
-        if fix_clients:
-            for each in client_fixes.PATCHES:
-                each.patch()
+        for each in client_fixes.PATCHES:
+            (each.patch if fix_clients else each.undo)()
 
 
 def uninstall() -> None:
-    """Revert ``install()``, including for names that were imported since. Wrapped models stay as
-    they are. Does nothing without ``install()``."""
+    """Revert ``install()``, including for names that were imported since, and fixes of clients.
+    Wrapped models stay as they are. Without ``install()`` it does nothing else."""
     global _installed
     with _lock:
-        if _installed is None:
-            return
         for each in (*client_fixes.PATCHES, *torch_internals.PATCHES):
             each.undo()
+        if _installed is None:
+            return
         _installed.remove()
         _installed = None
+
+
+for _fix in client_fixes.PATCHES:
+    _fix.patch()

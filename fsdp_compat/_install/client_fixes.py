@@ -1,5 +1,5 @@
-"""Fixes of client bugs that make results wrong with any FSDP1, applied to the affected versions
-when the client's module is imported.
+"""Fixes of client bugs that make results wrong with any FSDP1, made when the client's module is
+imported. They do nothing where there is no such bug, and so do not ask for versions.
 
 PEFT saves empty adapters of models whose inner modules are wrapped, and loads nothing into them.
 Accelerate takes the wrapper out of a compiled model when it unwraps it, for good, and saves and
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import inspect
-import re
+import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,44 +23,49 @@ from .._state.units import clean_name
 from ..api import FullStateDictConfig, StateDictType
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from . import log
+from .modules import namespaces
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fix:
-    package: str
-    versions: tuple[tuple[int, int], tuple[int, int]]  # the first, and the last that was tried
     functions: tuple[str, ...]  # of the module
     call: Callable[..., Any]  # instead of a function, which it gets as its first argument
     what: str
+    also: tuple[str, ...] = ()  # further functions, which need not be there
+
+
+def _model_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
+    """Return the model that a client's function is called with, whatever the argument's name."""
+    return next((each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)), None)
 
 
 # -- PEFT
 
 
-def _prefixes(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
-    return {clean_name(prefix) for prefix in inner(*args, **kwargs)}
-
-
-def _load_adapter(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        return inner(model, *args, **kwargs)
-    with _clean_parameter_names(model), _full_state_dicts_on_all_ranks(model):
-        return inner(model, *args, **kwargs)
+def _adapter(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model = _model_in(args, kwargs)
+    modules = () if model is None else model.modules()
+    if model is None or not any(isinstance(each, FullyShardedDataParallel) for each in modules):
+        return inner(*args, **kwargs)
+    with _clean_names(model), _full_state_dicts_on_all_ranks(model):
+        return inner(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _clean_parameter_names(model: nn.Module) -> Iterator[None]:
-    """Names without the wrapper's prefixes, as state dicts have them."""
-    named = model.named_parameters
+def _clean_names(model: Any) -> Iterator[None]:
+    """Names of modules and parameters without the wrapper's prefixes, as state dicts have them."""
 
-    def cleaned(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((clean_name(name), p) for name, p in named(*args, **kwargs))
+    def cleaned(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return ((clean_name(name), value) for name, value in method(*args, **kwargs))
 
-    model.named_parameters = cleaned  # type: ignore[method-assign]
+    methods = ("named_modules", "named_parameters")
+    for name in methods:
+        setattr(model, name, functools.partial(cleaned, getattr(model, name)))
     try:
         yield
     finally:
-        del model.named_parameters
+        for name in methods:
+            delattr(model, name)
 
 
 def _full_state_dicts_on_all_ranks(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -81,9 +85,10 @@ def _wrapper_in(model: Any) -> FullyShardedDataParallel | None:
     return held if isinstance(held, FullyShardedDataParallel) else None
 
 
-def _unwrap(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _unwrap(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model: Any = _model_in(args, kwargs)
     wrapper = _wrapper_in(model)
-    found = inner(model, *args, **kwargs)
+    found = inner(*args, **kwargs)
     if wrapper is not None and model._modules.get("_orig_mod") is not wrapper:
         found = model._modules["_orig_mod"]
         model._modules["_orig_mod"] = wrapper
@@ -91,37 +96,25 @@ def _unwrap(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
 
 
 def _of_wrapper(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(inner).bind(*args, **kwargs)
-    model = given.arguments["model"]
-    given.arguments["model"] = _wrapper_in(model) or model
-    return inner(*given.args, **given.kwargs)
+    model = _model_in(args, kwargs)
+    wrapper = _wrapper_in(model) or model
+    given = {name: wrapper if each is model else each for name, each in kwargs.items()}
+    return inner(*(wrapper if each is model else each for each in args), **given)
 
 
 _FIXES = {
-    "peft.tuners.tuners_utils": _Fix(
-        "peft",
-        ((0, 18), (0, 21)),
-        ("_get_tuner_state_dict_key_prefixes",),
-        _prefixes,
-        "adapters of models with wrapped inner modules are saved, and not empty",
-    ),
     "peft.utils.save_and_load": _Fix(
-        "peft",
-        ((0, 15), (0, 21)),
         ("set_peft_model_state_dict",),
-        _load_adapter,
-        "adapters are loaded into wrapped models",
+        _adapter,
+        "adapters of models with wrapped inner modules are saved, not empty, and loaded",
+        also=("get_peft_model_state_dict",),
     ),
     "accelerate.utils.other": _Fix(
-        "accelerate",
-        ((1, 0), (1, 15)),
         ("extract_model_from_parallel",),
         _unwrap,
         "unwrapping a compiled model leaves its wrapper in place",
     ),
     "accelerate.utils.fsdp_utils": _Fix(
-        "accelerate",
-        ((1, 0), (1, 15)),
         ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"),
         _of_wrapper,
         "compiled models are saved and loaded on all ranks",
@@ -130,16 +123,31 @@ _FIXES = {
 
 
 def _apply(module: types.ModuleType) -> list[Undo]:
-    fix = _FIXES[module.__name__]
-    version = importlib.metadata.version(fix.package)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    first, last = fix.versions
-    if not first <= numbers <= last:
-        log.changed("%s %s was not tried, and stays as it is: %s", fix.package, version, fix.what)
-        return []
-    log.changed("%s %s fixed: %s", fix.package, version, fix.what)
-    names = [name for name in fix.functions if name in vars(module)]
-    return [around_function(module, name, fix.call) for name in names]
+    """Fix the functions that are there, also where they were imported before; warn of others."""
+    name, fix = module.__name__, _FIXES[module.__name__]
+    there = [each for each in fix.functions + fix.also if callable(vars(module).get(each))]
+    if missing := [each for each in fix.functions if each not in there]:
+        warnings.warn(
+            f"{name} has no {' and no '.join(missing)}, so fsdp_compat cannot make sure that "
+            f"{fix.what}. To do: check such files once, or use a version of the client that is "
+            "named in examples/MIGRATING.md.",
+            stacklevel=2,
+        )
+    undo: list[Undo] = []
+    for each in there:
+        log.changed("%s.%s fixed: %s", name, each, fix.what)
+        original = vars(module)[each]
+        around_function(module, each, fix.call)
+        _swap(each, original, vars(module)[each])
+        undo.append(functools.partial(_swap, each, vars(module)[each], original))
+    return undo
+
+
+def _swap(name: str, old: object, new: object) -> None:
+    """Replace a function in all modules that have it under its name."""
+    for _, namespace in namespaces():
+        if namespace.get(name) is old:
+            namespace[name] = new
 
 
 PATCHES = [PatchOnImport(name, _apply) for name in _FIXES]

@@ -17,8 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _torch_private
+from .._engine.patches import Undo
 from . import log
 from .contents import INSTEAD, KEPT, contents
+from .kept import redirect_class
 
 ROOT = "torch.distributed.fsdp"
 
@@ -52,6 +54,7 @@ class Modules:
         self.replaced = {name: sys.modules[name] for name in names if name in sys.modules}
         self._attribute: types.ModuleType | None = vars(dist).get("fsdp")
 
+        self._undo: list[Undo] = []
         self._swapped: list[tuple[dict[str, Any], str, Any, Any]] = []  # where, name, torch's, ours
 
     def put(self) -> None:
@@ -67,7 +70,10 @@ class Modules:
         dist.fsdp = package
         log.changed("modules replaced: %s", ", ".join(self.made))
         ours = {id(theirs): (theirs, own) for theirs, own in self._counterparts()}
-        for name, namespace in _namespaces():
+        wrapper = self.made[ROOT].names["FullyShardedDataParallel"]
+        for theirs, own in ours.values():
+            self._undo += [redirect_class(theirs, own)] if own is wrapper else []
+        for name, namespace in namespaces():
             found = []
             for key, value in list(namespace.items()):
                 theirs, own = ours.get(id(value), (None, None))
@@ -80,6 +86,8 @@ class Modules:
 
     def remove(self) -> None:
         """Let imports find torch's again, including where ours were imported meanwhile."""
+        while self._undo:
+            self._undo.pop()()
         for name, module in self.made.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
@@ -106,7 +114,7 @@ class Modules:
             _swap(namespace, own, module, attribute)
         # Modules of torch also import these names from one another, and have none of ours for any
         # other reason.
-        for name, namespace in _namespaces():
+        for name, namespace in namespaces():
             found = {id(value) for value in list(namespace.values())} & read.keys()
             for each in found if name.startswith("torch.") else ():
                 _swap(namespace, *read[each])
@@ -131,7 +139,7 @@ def _swap(namespace: dict[str, Any], own: Any, module: str, attribute: str) -> N
             return
 
 
-def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+def namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every module that may have names of torch's FSDP, and its namespace."""
     for name, module in list(sys.modules.items()):
         if name.startswith((ROOT, *_OF_TORCH)) or name.partition(".")[0] == "fsdp_compat":

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import StateError
 
 OLDEST = 2, 11
+EARLIER = "call install() earlier, or start the program with python -m fsdp_compat run"
 
 
 def require_supported_torch() -> None:
@@ -40,7 +41,7 @@ def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
     if wrapper is not None:
         derived = [f"{cls.__module__}.{cls.__qualname__}" for cls in _subclasses(wrapper)]
         if derived:
-            raise _too_late(
+            raise too_late(
                 f"a class derived from torch's FullyShardedDataParallel: {', '.join(derived)}"
             )
     found = wrapper, getattr(package, "FSDPModule", None)
@@ -53,7 +54,7 @@ def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
         if issubclass(type(each), bases) and isinstance(each, nn.Module)
     }
     if live:
-        raise _too_late(f"a model that torch has sharded: {', '.join(sorted(live))}")
+        raise too_late(f"a model that torch has sharded: {', '.join(sorted(live))}")
     _warn_of_derived_classes(loaded, bases)
 
 
@@ -76,7 +77,7 @@ def _warn_of_derived_classes(
         warnings.warn(
             "fsdp_compat.install(): classes derived earlier from classes of torch's FSDP stay as "
             f"they are, and may not work with fsdp_compat: {', '.join(derived)}. To avoid "
-            "this, call install() earlier, or start the program with python -m fsdp_compat run.",
+            f"this, {EARLIER}.",
             stacklevel=3,
         )
 
@@ -89,11 +90,11 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(each)
 
 
-def _too_late(got: str) -> StateError:
+def too_late(got: str) -> StateError:
     return StateError.of(
         "install() came too late: what torch's FSDP has made stays torch's.",
         expected="no class derived from torch's FSDP, and no model sharded by it",
         got=got,
         where="fsdp_compat.install()",
-        fix="call install() earlier, or start the program with python -m fsdp_compat run",
+        fix=EARLIER,
     )

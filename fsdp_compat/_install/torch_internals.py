@@ -21,6 +21,7 @@ from .._engine.on_import import PatchOnImport
 from .._engine.patches import Undo
 from .._front_ends.fully_shard import module as fully_shard_module
 from .contents import fully_shard_names
+from .kept import redirect_function
 from .modules import ROOT
 
 
@@ -52,7 +53,8 @@ def _classes(module: types.ModuleType) -> list[Undo]:
     def get_cls_to_fsdp_cls() -> collections.ChainMap[type, type]:
         return collections.ChainMap(fully_shard_module.get_cls_to_fsdp_cls(), theirs())
 
-    return _set(module, get_cls_to_fsdp_cls=get_cls_to_fsdp_cls)
+    redirected = redirect_function(vars(module)["fully_shard"], fully_shard_names()["fully_shard"])
+    return [redirected, *_set(module, get_cls_to_fsdp_cls=get_cls_to_fsdp_cls)]
 
 
 _CHANGES: dict[str, Callable[[types.ModuleType], list[Undo]]] = {

@@ -222,6 +222,86 @@ def test_classes_derived_from_private_ones_are_warned_of(
     assert_passes(launcher, tmp_path, program)
 
 
+def test_references_that_install_cannot_replace_build_ours_and_are_named(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    program = """
+        import functools
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper, MixedPrecision
+        from torch.distributed.fsdp import ShardingStrategy, StateDictType, fully_shard
+
+        make = functools.partial(Wrapper, device_id=torch.device("cpu"))
+        table = {"wrappers": [(Wrapper, "options")]}
+        in_place = functools.partial(fully_shard, reshard_after_forward=False)
+        class Config:
+            wrapper = Wrapper
+            options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+                       "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+        class Settings: pass
+        settings = Settings()
+        settings.wrapper = Wrapper
+        def default(module, wrapper=Wrapper): return wrapper(module)
+        def closure():
+            wrapper = Wrapper
+            return lambda module: wrapper(module)
+        enclosed = closure()
+        def made_without_a_module():
+            names = {"__name__": "gone", "Wrapper": Wrapper}
+            exec("class Derived(Wrapper): pass", names)
+            return names["Derived"]
+        Derived = made_without_a_module()
+
+        torchs, before, dcp = Config.wrapper, dict(vars(Wrapper)), vars(torch.distributed)
+        bases, code = Wrapper.__bases__, fully_shard.__code__
+        own_function = in_place.func
+        import fsdp_compat
+        ours = fsdp_compat.FullyShardedDataParallel
+        own_bases = ours.__bases__
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fsdp_compat.install()
+                builders = (make, table["wrappers"][0][0], Config.wrapper, settings.wrapper,
+                            default, enclosed)
+                for build in builders:
+                    model = build(nn.Linear(2, 2))
+                    assert type(model) is ours and isinstance(model, (Wrapper, Config.wrapper))
+                model = Config.wrapper(nn.Linear(2, 2), **Config.options)
+                model(torch.ones(1, 2)).sum().backward()
+                with Config.wrapper.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                    assert Config.wrapper.get_state_dict_type(model).state_dict_type \\
+                        is fsdp_compat.StateDictType.LOCAL_STATE_DICT
+                assert issubclass(ours, Config.wrapper)
+                assert isinstance(in_place(nn.Linear(2, 2)), fsdp_compat.FSDPModule)
+                try:
+                    Derived(nn.Linear(2, 2))
+                    assert False
+                except fsdp_compat.StateError as error:
+                    assert "gone.Derived" in str(error) and "install() earlier" in str(error)
+            texts = [(str(each.message), each.filename) for each in caught]
+            assert len(texts) == 2, texts
+            names = "make table Config settings default closure.<locals>.<lambda>"
+            for name in names.split():
+                assert f"__main__.{name}" in texts[0][0], (name, texts)
+            assert "torch." not in texts[0][0].partition("kept")[2].partition("before")[0]
+            assert "__main__.in_place" in texts[1][0], texts
+            assert all(not where.endswith("kept.py") for _, where in texts)
+            fsdp_compat.uninstall()
+            after = vars(torchs)
+            assert after.keys() == before.keys()
+            assert all(after[name] is value for name, value in before.items())
+            assert (torchs.__bases__, ours.__bases__) == (bases, own_bases)
+            assert own_function.__code__ is code
+            assert type(make(nn.Linear(2, 2))) is torchs and not issubclass(ours, torchs)
+            assert type(Derived(nn.Linear(2, 2), device_id=torch.device("cpu"))) is Derived
+            del model
+    """
+    assert_passes(launcher, tmp_path, program)
+
+
 def test_a_torch_that_is_too_old_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         import torch
@@ -244,12 +324,84 @@ def test_defects_of_clients_are_fixed_unless_that_is_declined(
         import fsdp_compat
         def watched():
             return {getattr(each, "name", "").partition(".")[0] for each in sys.meta_path}
-        fsdp_compat.install(fix_clients=False)
-        assert not watched() & {"peft", "accelerate"}
-        fsdp_compat.install()
-        assert {"peft", "accelerate"} <= watched()
+        clients = {"peft", "accelerate"}
+        assert clients <= watched(), "swapped imports get the same"
         fsdp_compat.uninstall()
-        assert not watched() & {"peft", "accelerate"}
+        assert not watched() & clients
+        fsdp_compat.install()
+        assert clients <= watched()
+        fsdp_compat.install(fix_clients=False)
+        assert not watched() & clients
+        fsdp_compat.install()
+        fsdp_compat.uninstall()
+        assert not watched() & clients
+    """
+    assert_passes(launcher, tmp_path, program)
+
+
+CLIENT = """
+def get_peft_model_state_dict(model):
+    return [name for name, _ in model.named_modules() if "lora" in name]
+def set_peft_model_state_dict(it, state):
+    return [name for name, _ in it.named_parameters()]
+"""
+
+
+@pytest.mark.parametrize("is_imported_before", [False, True])
+def test_a_client_of_any_version_is_fixed_where_it_is_used(
+    is_imported_before: bool, launcher: Launcher, tmp_path: Path
+) -> None:
+    """The client has no metadata, and is used under a name that another module has imported."""
+    folder = tmp_path / "peft" / "utils"
+    folder.mkdir(parents=True)
+    for path in (folder.parent / "__init__.py", folder / "__init__.py"):
+        path.write_text("from peft.utils.save_and_load import *\n")
+    (folder / "save_and_load.py").write_text(CLIENT)
+    first = "import peft, torch.distributed as dist" if is_imported_before else "import fsdp_compat"
+    program = f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        warnings.simplefilter("error")
+        {first}
+        import fsdp_compat, peft, torch.distributed as dist
+        from fsdp_compat import FullyShardedDataParallel as FSDP
+        from torch import nn
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = nn.Sequential(nn.Sequential())
+        model[0].add_module("lora", nn.Linear(2, 2))
+        model[0] = FSDP(model[0], use_orig_params=True)
+        assert peft.get_peft_model_state_dict(model=model) == ["0.lora"]
+        assert peft.set_peft_model_state_dict(model, {{}}) == ["0.lora.weight", "0.lora.bias"]
+        assert "named_modules" not in vars(model)
+        before = peft.set_peft_model_state_dict
+        fsdp_compat.uninstall()
+        assert peft.set_peft_model_state_dict is before.__wrapped__
+    """
+    assert_passes(launcher, tmp_path, program)
+
+
+def test_a_fix_without_its_function_is_a_warning_and_not_called_fixed(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "accelerate" / "utils").mkdir(parents=True)
+    (tmp_path / "accelerate" / "utils" / "fsdp_utils.py").write_text(
+        "def save_fsdp_model(model): pass\nload_fsdp_model = save_fsdp_optimizer = None\n"
+    )
+    program = f"""
+        import logging
+        sys.path.insert(0, {str(tmp_path)!r})
+        import fsdp_compat
+        logger, logged = logging.getLogger("fsdp_compat.install"), []
+        logger.setLevel(logging.INFO)
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logger.addHandler(handler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import accelerate.utils.fsdp_utils
+        (text,) = [str(each.message) for each in caught]
+        for name in ("load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"):
+            assert name in text and not any(name in each for each in logged), (text, logged)
+        assert "To do: " in text and ["save_fsdp_model fixed" in each for each in logged] == [True]
     """
     assert_passes(launcher, tmp_path, program)
 
